@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .serving.client.client import DraftingClient
     from .storage.read.store import ActivationStore
     from .trainer.config import TrainConfig
-    from .trainer.fit.run import train
+    from .trainer.fit import train
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "IterableActivationDataset": "pipeline.exchange.torch_dataset",
     "pad_collate": "pipeline.exchange.torch_dataset",
     "TrainConfig": "trainer.config",
-    "train": "trainer.fit.run",
+    "train": "trainer.fit",
     "Target": "moa.targets.live",
     "generate": "evaluation.generate",
     "load_drafter": "moa.formats.checkpoint",

@@ -42,7 +42,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
       moa-data export-drafter runs/eagle --format vllm-eagle --out eagle-vllm
       moa-data export-drafter runs/paper --format moa --model ./llama3-8b --out moa-official
     """
-    from ..trainer.checkpoints.export import export_drafter
+    from ..trainer.export import export_drafter
 
     out.print(export_drafter(config).describe())
 

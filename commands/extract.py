@@ -152,7 +152,7 @@ def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None)
         metrics = None
         if drafter is not None:
             from ..moa.formats.checkpoint import load_drafter
-            from ..trainer.fit.sensitivity import DrafterMetrics
+            from ..trainer.sensitivity import DrafterMetrics
 
             metrics = DrafterMetrics(load_drafter(drafter), progress)
         report = run_recode(store, codec, folder, progress, collect_provenance(), metrics)

@@ -44,9 +44,9 @@ def train(config: TrainConfig) -> None:
     a learning rate that decays over the whole run. --preset paper is Mixture of Attentions as published, and what
     `export-drafter --format moa` takes.
 
-    As many sequences go through a forward as fit into memory, which trial forwards measure; the batch is accumulated
-    from them. --dry-run prints the arithmetic. --micro-batch-size sets their number: the result differs by rounding
-    alone.
+    As many sequences go through a forward as fit into memory, which a trial step finds out; the batch is accumulated
+    from them. --micro-batch-size sets their number: the result differs by rounding alone. --dry-run prints steps,
+    tokens and disk, and trains nothing.
 
     Several devices share each batch, with --strategy fsdp weights and optimizer state too; the result differs by
     rounding alone. On several machines run the command under torchrun or srun, with --num-nodes.
@@ -64,12 +64,12 @@ def train(config: TrainConfig) -> None:
       moa-data train other-store --out runs/more --init-from runs/moa
       moa-data train store --out runs/moa --config run.yaml --learning-rate 1e-4
     """
-    from ..trainer.fit.run import plan_run
-    from ..trainer.fit.run import train as run_train
-    from .views import memory_view, train_view
+    from ..trainer.fit import plan_run
+    from ..trainer.fit import train as run_train
+    from .views import run_plan_view, train_view
 
     if config.dry_run:
-        out.print(memory_view(plan_run(config)))
+        out.print(run_plan_view(plan_run(config)))
         return
 
     with ProgressLine("step") as progress, _warnings_told():

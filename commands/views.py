@@ -10,14 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..text import counted, format_bytes, printable
-from ..trainer.files import DRAFTER
+from ..trainer.config import DRAFTER
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import Generation
     from ..storage.care.findings import VerifyReport
     from ..storage.care.summary import StoreSummary
-    from ..trainer.fit.run import TrainReport
-    from ..trainer.step.memory import Choice, MemoryPlan
+    from ..trainer.fit import RunPlan, TrainReport
 
 BAR_CELLS = 40
 
@@ -184,30 +183,17 @@ def sample_view(
     return Group(pairs_view("Sequence", row), legend, text)
 
 
-def memory_view(plan: "MemoryPlan") -> RenderableType:
-    """What a training step takes of memory, here and on a device of 80 GB."""
-
-    def choice(chosen: "Choice", free: int | None) -> str:
-        needed = chosen.step_bytes
-        room = "" if free is None else f" of {format_bytes(free)}" + (", which does not fit" if needed > free else "")
-        twice = ", the inside of layers made twice" if chosen.memory.recomputes else ""
-        size = chosen.micro_batch
-        return f"{size} sequences a forward, {plan.share // size} forwards a step{twice}: {format_bytes(needed)}{room}"
-
-    # What this process holds of it already is not free any more.
-    free = None if plan.free_bytes is None else plan.free_bytes + plan.held_bytes
-    here = plan.here()
-    memory = here.memory
+def run_plan_view(plan: "RunPlan") -> RenderableType:
+    """Show what a training run will take."""
     facts = {
-        "weights": format_bytes(memory.weight_bytes),
-        "gradients and moments": format_bytes(memory.training_bytes),
-        "the target's pieces": format_bytes(memory.frozen_bytes),
-        "parts and read ahead": format_bytes(memory.chunk_bytes),
-        f"a sequence of {plan.longest:,} tokens": format_bytes(memory.sequence_bytes(plan.longest)),
-        "here": choice(here, free),
-        "with 80 GB": choice(plan.on(80 * 10**9), 80 * 10**9),
+        "steps": f"{format_count(plan.n_steps)}, {format_count(plan.steps_per_epoch)} an epoch",
+        "sequences": format_count(plan.n_sequences),
+        "tokens": f"{format_count(plan.n_tokens_per_epoch)} an epoch",
+        "activations": f"{format_bytes(plan.read_bytes_per_epoch)} read an epoch",
+        "parameters": format_count(plan.n_parameters),
+        "disk": f"{format_bytes(plan.disk_bytes)} of {format_bytes(plan.free_disk_bytes)} free",
     }
-    return pairs_view("Memory of a step", facts)
+    return pairs_view("Training", facts)
 
 
 def train_view(report: "TrainReport") -> RenderableType:

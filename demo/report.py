@@ -10,7 +10,7 @@ from typing import Any
 from ..storage.care.summary import StoreSummary, summarize_store
 from ..storage.disk.durable import write_atomic
 from ..text import printable
-from ..trainer.files import CURVES_FILE
+from ..trainer.config import CURVES_FILE
 from . import figures
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, read_jsonl

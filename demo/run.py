@@ -13,8 +13,7 @@ from ..errors import Interrupted
 from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings
 from ..storage.names import COMMITS_NAME
 from ..text import Progress
-from ..trainer.config import PRESETS, TrainConfig
-from ..trainer.files import LAST
+from ..trainer.config import LAST, PRESETS, TrainConfig
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, TRAIN_FILE, corpus_stats, generate_corpus, read_jsonl, write_jsonl
 from .state import FIGURES, PHASES, REPORT_FILE, DemoState
@@ -120,7 +119,7 @@ class _Run:
 
     def run_train(self) -> dict[str, Any]:
         """Train the drafter from the store; an interrupted run goes on from its last checkpoint."""
-        from ..trainer.fit.run import train
+        from ..trainer.fit import train
 
         can_resume = (self.drafter / LAST).is_file()
         if self.drafter.exists() and not can_resume:

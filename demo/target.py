@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..text import Progress
-from ..trainer.step.muon import Muon
+from ..trainer.muon import Muon
 from .config import DemoConfig
 
 MARKER = "training.json"

@@ -19,7 +19,6 @@ STORAGE = {"storage", "storage.disk", "storage.parts", "storage.codecs", "storag
 TARGETS = {"moa", "moa.nn", "moa.targets"}
 MOA = TARGETS | {"moa.drafters"}
 PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards", "pipeline.workers"}
-TRAINER = {"trainer", "trainer.batches", "trainer.step", "trainer.checkpoints"}
 # Room (a folder, or a module of the root) -> the rooms that it may import besides itself.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -44,11 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline.forwards": LEAVES | STORAGE | TARGETS | {"pipeline"},
     "pipeline.workers": LEAVES | STORAGE | TARGETS | {"pipeline", "pipeline.chats", "pipeline.forwards"},
     "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"pipeline"},
-    "trainer": LEAVES | {"config"},
-    "trainer.batches": LEAVES | STORAGE | MOA | {"trainer"},
-    "trainer.step": LEAVES | MOA | {"trainer", "trainer.batches"},
-    "trainer.checkpoints": LEAVES | STORAGE | MOA | {"moa.formats", "trainer", "trainer.step"},
-    "trainer.fit": LEAVES | STORAGE | MOA | TRAINER,
+    "trainer": LEAVES | {"config"} | STORAGE | MOA | {"moa.formats"},
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
     "hub": LEAVES | {"storage", "storage.disk", "storage.care"},
     "serving": LEAVES,
@@ -69,8 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     | STORAGE
     | MOA
     | PIPELINE
-    | TRAINER
-    | {"storage.care", "trainer.fit", "evaluation"}
+    | {"storage.care", "trainer", "evaluation"}
     | {"moa.decoding", "serving.client"},
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}

@@ -22,7 +22,7 @@ from moa_data.errors import Interrupted
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.text import format_bytes
-from moa_data.trainer.fit.run import TrainReport
+from moa_data.trainer.fit import TrainReport
 
 COMMANDS = (
     "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval",
@@ -146,7 +146,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(KeyboardInterrupt()))
     result = run(*EXTRACT)
     refused(result, "run the same command again to go on", exit_code=130)
-    replaced(monkeypatch, "moa_data.trainer.fit.run", "train", raising(Interrupted("stopped at step 3; --resume")))
+    replaced(monkeypatch, "moa_data.trainer.fit", "train", raising(Interrupted("stopped at step 3; --resume")))
     refused(run("train", "store", "--out", "run"), "stopped at step 3; --resume", exit_code=130)
 
 

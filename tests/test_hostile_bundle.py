@@ -28,9 +28,9 @@ from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.command import copied
 from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, only_own_errors, replaced, try_examples
-from moa_data.trainer.batches.datamodule import StoreDataModule
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit.run import build_module
+from moa_data.trainer.data import StoreDataModule
+from moa_data.trainer.fit import build_module
 
 BUNDLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

@@ -53,7 +53,7 @@ PHASES = {
     "corpus": "moa_data.demo.run:corpus_stats",
     "target": "moa_data.demo.target:_validate",
     "extract": "moa_data.pipeline.forwards.parts:capture",
-    "train": "moa_data.trainer.step.module:DrafterModule.training_step",
+    "train": "moa_data.trainer.step:DrafterModule.training_step",
     "eval": "moa_data.evaluation.measure:_compare",
     "report": "moa_data.demo.report:greedy_answers",
 }
@@ -243,7 +243,7 @@ MIDDLES: dict[str, tuple[str, str, str]] = {
     "recode": ("moa_data.storage.write.part:PartWriter.write", COMMANDS["recode"], "parts are committed in OUT"),
     "verify": ("moa_data.storage.care.verify:_check_sequence", "verify store", "Nothing was written"),
     "train": (
-        "moa_data.trainer.step.module:DrafterModule.training_step",
+        "moa_data.trainer.step:DrafterModule.training_step",
         COMMANDS["train"],
         "the same command and --resume",
     ),

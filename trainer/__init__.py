@@ -1,4 +1,11 @@
 """Training of drafters with Lightning from a store alone, and the export of what was trained.
 
-Settings, errors and file names are here. The target is never loaded; losses and masks live in ``moa``.
+The target is never loaded; losses and masks live in ``moa``. One training step, from the command down::
+
+    fit        train -> _fit: a whole run
+    step       DrafterModule.training_step: one micro-batch
+    moa        Drafter.objective: its loss
+
+Around it: ``config`` (settings), ``data`` and ``batches`` (what is read, and how), ``trial`` (how much at once),
+``callbacks`` and ``checkpoints`` (what happens between steps), ``logs``, ``export``.
 """

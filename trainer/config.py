@@ -1,7 +1,18 @@
 """Settings of a training run, in groups, and of the export of a drafter.
 
 The drafter is a choice between groups, one for each kind, with the settings and the defaults of that kind alone; those
-that its sizes have too (``drafter.json``) carry the same name there.
+that its sizes have too (``drafter.json``) carry the same name there. A run's folder::
+
+    OUT/run.yaml           the settings, as --config reads them
+        store.json         identity of the store, for --resume
+        provenance.json    command, versions, machine
+        report.json        figures of the finished run
+        metrics.csv        training and validation, beside tensorboard/ and curves.png
+        memory.json        the micro-batch that trials chose
+        tracker.json       its entry in Weights & Biases or MLflow, for --resume
+        run.lock           held while a process trains here
+        drafter/           the drafter of the best validation
+        checkpoints/       last.ckpt to resume from, best.ckpt
 """
 
 from collections.abc import Mapping
@@ -13,7 +24,20 @@ from typing_extensions import override
 
 from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
 from ..errors import OptionInvalid
-from .files import RUN_FILE
+
+# Names in the folder of a run.
+RUN_FILE = "run.yaml"
+STORE_FILE = "store.json"
+PROVENANCE_FILE = "provenance.json"
+REPORT_FILE = "report.json"
+METRICS_FILE = "metrics.csv"
+CURVES_FILE = "curves.png"
+MEMORY_FILE = "memory.json"
+TRACKER_FILE = "tracker.json"
+LOCK_FILE = "run.lock"
+DRAFTER = "drafter"
+CHECKPOINTS = "checkpoints"
+LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
 
 PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 
@@ -466,7 +490,7 @@ class TrainConfig(Config):
     resume: Common[bool] = False
     """Go on from the last checkpoint in --out, with the settings of that run; a later --max-steps lengthens it."""
     dry_run: Common[bool] = False
-    """Print how much memory a step takes, here and on a device of 80 GB, and train nothing."""
+    """Print steps, tokens and disk of the run, and train nothing."""
     seed: Seed = 0
     """Random seed of the initial weights, the order of the data and all draws."""
 

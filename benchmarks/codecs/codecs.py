@@ -48,8 +48,8 @@ from moa_data.pipeline.recode import recode
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.fit.run import train
-from moa_data.trainer.fit.sensitivity import DrafterMetrics
+from moa_data.trainer.fit import train
+from moa_data.trainer.sensitivity import DrafterMetrics
 
 CODECS = ("lossless", "int8", "transform:2", "transform:1", "transform:0.5")
 COLUMNS = {

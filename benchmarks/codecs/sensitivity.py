@@ -35,13 +35,11 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import TOKENS
-from moa_data.trainer.batches.batch import Batch
-from moa_data.trainer.batches.batch_reader import BatchReader
-from moa_data.trainer.batches.datamodule import StoreDataModule, ValidationBatches
-from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.files import RUN_FILE
-from moa_data.trainer.fit.sensitivity import DrafterMetrics, check_measurable
-from moa_data.trainer.step.validation import sum_in_order, validate_batch
+from moa_data.trainer.batches import Batch, BatchReader
+from moa_data.trainer.config import RUN_FILE, TrainConfig
+from moa_data.trainer.data import StoreDataModule, ValidationBatches
+from moa_data.trainer.sensitivity import DrafterMetrics, check_measurable
+from moa_data.trainer.validation import sum_in_order, validate_batch
 
 POSITIONS = (0, 8, 32, 64, 128, 1 << 20)
 """Bounds of the runs of positions."""

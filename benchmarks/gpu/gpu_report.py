@@ -39,11 +39,11 @@ def training(record: Record) -> Lines:
             continue
         kernels = ", ".join(f"{n} x {name}" for name, n in found["attention_kernels"].items()) or "none"
         way = "recomputing" if found["recomputes"] else "plain"
-        peak_gb, one_gb = found["peak_bytes"] / 1e9, found[f"{way}_bytes"] / 1e9
+        peak_gb = found["peak_bytes"] / 1e9
         yield (
             kind,
             f"MFU {share(found['mfu'])}, {found['step_s']:.3f} s a step of {found['micro_batch']}, "
-            f"peak {peak_gb:.1f} GB ({way}, {one_gb:.1f} foretold for one sequence), attention: {kernels}",
+            f"peak {peak_gb:.1f} GB ({way}), attention: {kernels}",
         )
 
 

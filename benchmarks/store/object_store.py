@@ -29,7 +29,7 @@ from moa_data.storage.disk.object_bucket import ObjectBucket
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.object_stores import Seaweed, copy_up, empty_place, use
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit.run import train
+from moa_data.trainer.fit import train
 
 USD_PER_READ, USD_PER_WRITE = 0.0004 / 1000, 0.005 / 1000
 

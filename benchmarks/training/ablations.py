@@ -33,7 +33,7 @@ from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batches.batch_reader import needed_fields
+from moa_data.trainer.batches import needed_fields
 from moa_data.trainer.config import PRESETS, TrainConfig
 
 FULL = "full"

@@ -21,11 +21,10 @@ from benchmarks.kit.records import add_out_option, write_record
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batches.batch_reader import BatchReader
-from moa_data.trainer.batches.datamodule import StoreDataModule, ValidationBatches
-from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.files import RUN_FILE
-from moa_data.trainer.step.validation import agreement_by_distance, compare_batch
+from moa_data.trainer.batches import BatchReader
+from moa_data.trainer.config import RUN_FILE, TrainConfig
+from moa_data.trainer.data import StoreDataModule, ValidationBatches
+from moa_data.trainer.validation import agreement_by_distance, compare_batch
 
 
 def agreement(options: argparse.Namespace, run: Path) -> dict[str, Any]:

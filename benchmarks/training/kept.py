@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from benchmarks.kit.records import provenance
-from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.files import REPORT_FILE, RUN_FILE
-from moa_data.trainer.fit.run import train
+from moa_data.trainer.config import REPORT_FILE, RUN_FILE, TrainConfig
+from moa_data.trainer.fit import train
 
 
 def trained(config: TrainConfig) -> dict[str, Any]:

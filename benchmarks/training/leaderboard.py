@@ -29,7 +29,7 @@ from moa_data.evaluation.config import DisconnectConfig, EvalConfig
 from moa_data.evaluation.run import disconnect, evaluate
 from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.trainer.files import REPORT_FILE
+from moa_data.trainer.config import REPORT_FILE
 
 TABLE = Path(__file__).parents[1] / "results" / "leaderboard.json"
 SHAPES: dict[str, dict[str, Any]] = {

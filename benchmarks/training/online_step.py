@@ -24,11 +24,10 @@ from moa_data.machine import keep_freed_memory
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batches.batch import Batch
-from moa_data.trainer.batches.batch_reader import BatchReader
-from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
-from moa_data.trainer.fit.run import build_module
-from moa_data.trainer.step.module import DrafterModule
+from moa_data.trainer.batches import Batch, BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream
+from moa_data.trainer.fit import build_module
+from moa_data.trainer.step import DrafterModule
 
 
 class DrafterStep:

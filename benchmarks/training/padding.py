@@ -29,10 +29,10 @@ import torch
 
 from benchmarks.kit.records import ROOT, add_out_option, settings_of, write_record
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batches.batch_reader import BatchReader
-from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream, epoch_order
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit.run import build_module
+from moa_data.trainer.data import StoreDataModule, TrainingStream, epoch_order
+from moa_data.trainer.fit import build_module
 
 SIZES = {"eagle3": {"fused_layers": (1, 3, 4)}}
 """Sizes of a drafter that has no default for small targets."""

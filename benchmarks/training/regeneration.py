@@ -26,9 +26,8 @@ from moa_data.pipeline.config import ExtractConfig, RegenerateConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.regenerate import regenerate
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.config import PRESETS, TrainConfig
-from moa_data.trainer.files import REPORT_FILE
-from moa_data.trainer.fit.run import train
+from moa_data.trainer.config import PRESETS, REPORT_FILE, TrainConfig
+from moa_data.trainer.fit import train
 
 KINDS = {"dataset": "the dataset's answers", "own": "the target's own answers"}
 Rows = list[dict[str, Any]]

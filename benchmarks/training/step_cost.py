@@ -21,9 +21,9 @@ from benchmarks.training.drafters import DRAFTERS, settings_given
 from benchmarks.training.online_step import DrafterStep
 from moa_data.machine import keep_freed_memory
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batches.batch_reader import BatchReader
-from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
-from moa_data.trainer.fit.run import build_module
+from moa_data.trainer.batches import BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream
+from moa_data.trainer.fit import build_module
 
 FIRST = "eagle"
 WARM_UP = 2

@@ -3,9 +3,8 @@
 The target is a shape with random weights, by default Llama-3-8B's: a store of two long sequences with all layers' keys
 and values, the bundle of embeddings and LM head, and no target. Each drafter trains in a process of its own, on a CPU
 a micro-batch of one sequence, elsewhere the one that a run would choose, from the stored sequences over and over.
-Reported are seconds, the peak memory (of the process; on a GPU, what torch allocated for the steps), and what the
-trial foretold: the bytes of a step and the micro-batches of a batch of 32, here and with 80 GB. The share of the
-device's peak counts all products that a step executes, attention as if each query saw each key; the kernels of
+Reported are seconds and the peak memory (of the process; on a GPU, what torch allocated for the steps). The share of
+the device's peak counts all products that a step executes, attention as if each query saw each key; the kernels of
 attention are those of the last step. The loader reads the same sequences with 1 and 2 threads in turn; GB are 10^9 raw
 bytes.
 
@@ -45,7 +44,7 @@ from benchmarks.kit.accelerator import (
 )
 from benchmarks.kit.records import add_out_option, settings_of, write_record
 from benchmarks.kit.shapes import SHAPES, shape_config
-from moa_data.machine import keep_freed_memory
+from moa_data.machine import free_memory, keep_freed_memory
 from moa_data.moa.drafters.eagle3 import default_fused_layers
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes
@@ -56,16 +55,14 @@ from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
-from moa_data.trainer.batches.batch import Batch
-from moa_data.trainer.batches.batch_reader import BatchReader
-from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
+from moa_data.trainer.batches import Batch, BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit.callbacks import plan_memory
-from moa_data.trainer.fit.run import build_module, measure_run
-from moa_data.trainer.step.module import DrafterModule
+from moa_data.trainer.data import StoreDataModule, TrainingStream
+from moa_data.trainer.fit import build_module
+from moa_data.trainer.step import DrafterModule
+from moa_data.trainer.trial import Trial
 
 N_SEQUENCES = 2
-BATCH = 32
 
 
 def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
@@ -113,7 +110,7 @@ def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> Tra
 
 
 def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the trials, and then the steps, in this process."""
+    """Choose a micro-batch, and take the steps, in this process."""
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     device = torch.device(options.device)
@@ -124,35 +121,19 @@ def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dic
     found: dict[str, Any] = {"n_parameters": sum(weight.numel() for weight in module.drafter.parameters())}
     module.recomputes = options.does == "recompute"
     micro_batch = options.micro_batch or 1
-    if options.does in ("foretell", "auto"):
-        found |= _foretell(module, data, device)
-        module.recomputes = found["recomputes_here"]
-        if device.type != "cpu" and not options.micro_batch:
-            micro_batch = found["micro_batch_of_32_here"]
-    if options.does != "foretell":
-        found |= {"recomputes": module.recomputes, "micro_batch": micro_batch}
-        found |= _steps(module, data, device, micro_batch, options)
+    if options.does == "auto":
+        began = time.perf_counter()
+        mixed = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type != "cpu")
+        trial = Trial(module, data.longest_sequence(), device, mixed)
+        sizes = [options.micro_batch or 1] if options.micro_batch or device.type == "cpu" else [32, 16, 8, 4, 2, 1]
+        chosen = trial.choose(sizes, free_memory(), 2)
+        micro_batch, module.recomputes = chosen.micro_batch, chosen.recomputes
+        found |= {"trial_s": time.perf_counter() - began}
+    found |= {"recomputes": module.recomputes, "micro_batch": micro_batch}
+    found |= _steps(module, data, device, micro_batch, options)
     if device.type == "cuda":
         return found | {"peak_bytes": torch.cuda.max_memory_allocated(device)}
     return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-def _foretell(module: DrafterModule, data: StoreDataModule, device: torch.device) -> dict[str, Any]:
-    """Run the trials."""
-    began = time.perf_counter()
-    measured = measure_run(module, data)
-    trial_s = time.perf_counter() - began
-    plan = plan_memory(measured, data, BATCH, device, 1)
-    here, there = plan.here(), plan.on(80 * 10**9)
-    return {
-        "trial_s": trial_s,
-        "plain_bytes": measured.plain.step_bytes(1, data.longest),
-        "recomputing_bytes": measured.recomputing.step_bytes(1, data.longest),
-        "fixed_bytes": measured.plain.fixed_bytes,
-        "recomputes_here": here.memory.recomputes,
-        "micro_batch_of_32_here": here.micro_batch,
-        "micro_batch_of_32_in_80_gb": there.micro_batch,
-    }
 
 
 def _steps(
@@ -238,7 +219,7 @@ def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
     It comes from a server that has imported everything and computed nothing: neither CUDA nor OpenMP survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moa_data.trainer.fit.run", "moa_data.demo.target", "torch.utils.flop_counter"])
+    context.set_forkserver_preload(["moa_data.trainer.fit", "moa_data.demo.target", "torch.utils.flop_counter"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, *arguments))
     process.start()
@@ -286,9 +267,9 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="tokens of the target's vocabulary; default: as its shape")
     parser.add_argument(
         "--does",
-        choices=("foretell", "auto", "plain", "recompute"),
+        choices=("auto", "plain", "recompute"),
         default="auto",
-        help="trials alone; a step as they choose; or a step without trials, which keeps the inside of layers or not",
+        help="a step as a trial chooses it; or one without a trial, which keeps the inside of layers or not",
     )
     parser.add_argument("--count-flops", action="store_true", help="count the operations on a CPU too: a step more")
     parser.add_argument("--drafters", nargs="*", choices=list(DRAFTERS), default=list(DRAFTERS))

@@ -65,7 +65,6 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
     assert list(steps) == ["moa", "eagle", "eagle3", "glide", "medusa", "independent"]
     for kind, found in steps.items():
         positive(found, "mfu", "flops", "step_s", "forward_s", "peak_bytes", "micro_batch", "loss")
-        positive(found, "plain_bytes", "recomputing_bytes")
         assert bool(found["attention_kernels"]) == (kind != "medusa"), "Medusa's heads do not attend"
     rows = [row for record in records["codec-shape"] for row in record["codecs"]]
     assert [row["codec"] for row in rows] == ["lossless", "int8", "transform:1"]

@@ -1,4 +1,4 @@
-"""Compares training runs."""
+"""Training runs of some steps on a CPU, and their comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,43 @@ from typing import Any
 import torch
 
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.trainer.checkpoints.saving import read_checkpoint
-from moa_data.trainer.fit.curves import read_metrics
+from moa_data.trainer.checkpoints import read_checkpoint
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.fit import train
+from moa_data.trainer.logs import read_metrics
+
+BASE: dict[str, Any] = {
+    "batch_size": 8,
+    "learning_rate": 1e-3,
+    "peak_multiplier": 3.0,
+    "warmup_steps": 4,
+    "decay_steps": -1,
+    "validation_fraction": 0.2,
+    "validate_every": 6,
+    "checkpoint_every": 4,
+    "log_every": 2,
+    "draft_length": 3,
+    "accelerator": "cpu",
+    "precision": "32-true",
+}
+
+
+def settings(store: Any, out: str | Path = "unused", **changes: Any) -> Any:
+    rounds = {"step_bound_min": 3, "step_bound_max": 6} if changes.get("drafter", "moa") == "moa" else {}
+    return TrainConfig.of(store=str(store), out=str(out), **(BASE | rounds | changes))
+
+
+def run(store: Any, out: Any, **changes: Any) -> Any:
+    return train(settings(store, out, **changes), provenance={"argv": ["test"]})
+
+
+def last_state(out: Any) -> Any:
+    return read_checkpoint(out / "checkpoints" / "last.ckpt")
+
+
+def assert_same_weights(one: Path, other: Path, rtol: float = 0, atol: float = 0) -> None:
+    """Compare the last checkpoints of two runs, bit for bit unless there is a tolerance."""
+    torch.testing.assert_close(last_state(one)["state_dict"], last_state(other)["state_dict"], rtol=rtol, atol=atol)
 
 
 def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:

@@ -33,7 +33,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
-from moa_data.trainer.batches.batch_reader import BatchReader, needed_fields
+from moa_data.trainer.batches import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")

@@ -18,7 +18,7 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import flip, read_tree
-from moa_data.trainer.batches.batch_reader import BatchReader
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
 
 SOURCES = {

@@ -20,7 +20,7 @@ def curves(request: pytest.FixtureRequest, pictures: None) -> Iterator[None]:
     """Lay out no curves but in tests marked as ``draws``: it takes as long as training for ten steps."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("draws") is None:
-            patch.setattr("moa_data.trainer.fit.run.plot_curves", lambda run, out: out.touch())
+            patch.setattr("moa_data.trainer.fit.plot_curves", lambda run, out: out.touch())
         yield
 
 

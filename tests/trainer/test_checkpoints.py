@@ -1,0 +1,259 @@
+"""Checkpoint files: old or new after a kill at any moment, and nothing but this run's own is ever used."""
+
+import errno
+import io
+import os
+import pickle
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.errors import CheckpointError, StorageUnavailable
+from moa_data.moa import files as tensor_file
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.tests.kit.runs import run
+from moa_data.trainer import checkpoints
+from moa_data.trainer.checkpoints import CheckpointFiles, read_checkpoint, remove_leftovers
+
+SETTINGS: dict[str, Any] = {"max_steps": 4, "optimizer": "muon", "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped half way."""
+    out = tmp_path_factory.mktemp("checkpoints") / "run"
+    run(store_path, out, **SETTINGS, stop_after_steps=2)
+    return out
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Any:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def last_of(out: Any) -> Any:
+    return out / "checkpoints" / "last.ckpt"
+
+
+def test_nothing_goes_through_the_temporary_folder(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    run(store_path, tmp_path / "run", max_steps=2, checkpoint_every=1, validate_every=1)
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.ckpt", "last.ckpt"]
+
+
+def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
+    state: dict[Any, Any] = {
+        "numbers": [1, -2.5, float("inf"), True, None, 10**30, 1e-45],
+        "pair": (0.9, "ä"),
+        3: {"empty": {}, "text": ""},
+        "weights": [torch.arange(6).reshape(2, 3), torch.randn(3, 2).T, torch.tensor(2.0), torch.zeros(0, 4)],
+        "others": {t: torch.ones(3).to(getattr(torch, t)) for t in ("bfloat16", "float16", "float64", "int8", "bool")},
+    }
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    CheckpointFiles().save_checkpoint(state, file)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    found: dict[Any, Any] = CheckpointFiles().load_checkpoint(file)
+    assert (found["numbers"], found["pair"], found[3]) == (state["numbers"], state["pair"], state[3])
+    for one, other in zip(state["weights"], found["weights"], strict=True):
+        assert torch.equal(one, other)
+    for name, value in state["others"].items():
+        assert value.dtype == found["others"][name].dtype
+        assert torch.equal(value, found["others"][name])
+
+
+def _umask() -> Any:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_before_each_change_of_a_save_all_is_old_or_new(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
+) -> None:
+    """What a reader finds at these moments, and in the middle of each write, is what a kill would leave."""
+    out, drafter = tmp_path / "out", load_drafter(trained)
+    seen: list[Any] = []
+    is_looking: list[bool] = []
+    out.mkdir()
+
+    def save(value: Any) -> None:
+        for weight in drafter.parameters():
+            weight.data.fill_(value)
+        CheckpointFiles().save_checkpoint({"weights": torch.full((4, 5), value)}, last_of(out))
+        checkpoints.write_drafter(drafter, out / "drafter", drafter.state_dict())
+
+    def look() -> None:
+        seen.append(_after_a_kill(shutil.copytree(out, tmp_path / str(len(seen)))))
+
+    def looking(real: Any, *arguments: Any, **options: Any) -> Any:
+        if not is_looking:
+            is_looking.append(True)  # what looks copies and cleans up by the same calls
+            look()
+            is_looking.clear()
+        return real(*arguments, **options)
+
+    class Torn(io.FileIO):
+        def write(self, data: Any) -> int:
+            half = len(data) // 2
+            return super().write(data[:half]) + int(looking(super().write, data[half:]))
+
+    if was_there:
+        save(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "open", lambda path, mode: Torn(path, mode), raising=False)
+        for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
+            real = getattr(os, name)
+            patch.setattr(os, name, partial(looking, real))
+        save(2.0)
+    look()
+    old = 1.0 if was_there else None
+    assert list(dict.fromkeys(seen)) == [(old, old), (2.0, old), (2.0, 2.0)]
+    assert len(seen) > 20
+
+
+def _after_a_kill(out: Any) -> Any:
+    """The values in a checkpoint and in a drafter, each of which holds one value alone; None for none."""
+    remove_leftovers(out)
+    assert {path.name for path in out.rglob("*")} <= {
+        "checkpoints", "last.ckpt", "drafter", "drafter.json", "drafter.safetensors"
+    }  # fmt: skip
+    found = []
+    if last_of(out).exists():
+        found.append(read_checkpoint(last_of(out))["weights"].unique().tolist())
+    else:
+        found.append([None])
+    if (out / "drafter").exists():
+        found.append(torch.cat([weight.flatten() for weight in load_drafter(out).parameters()]).unique().tolist())
+    else:
+        found.append([None])
+    assert all(len(values) == 1 for values in found)
+    return tuple(values[0] for values in found)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(
+    copied: Any, store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = last_of(copied).read_bytes()
+
+    def full(path: Path, *rest: Any) -> None:
+        Path(path).write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
+    with pytest.raises(StorageUnavailable):
+        run(store_path, copied, **SETTINGS, resume=True)
+    assert last_of(copied).read_bytes() == before
+    assert not list(copied.rglob("*.partial"))
+
+
+def test_leftovers_of_a_kill_are_removed(copied: Any, store_path: Path) -> None:
+    (copied / "checkpoints" / "last.ckpt.partial").write_bytes(b"torn")
+    (copied / "drafter.partial").mkdir()
+    (copied / "drafter.partial" / "drafter.json").write_text("{")
+    (copied / "report.json.partial").write_text("{")
+    run(store_path, copied, **SETTINGS, resume=True)
+    assert not list(copied.rglob("*.partial"))
+
+
+def header(text: Any, length: Any = None) -> Any:
+    return (len(text) if length is None else length).to_bytes(8, "little") + text
+
+
+HOSTILE: dict[str, Any] = {
+    "nothing": b"",
+    "noise": bytes(range(256)) * 50,
+    "pickle": pickle.dumps({"state_dict": {}}),
+    "endless header": header(b"{}", 2**63 - 1),
+    "no state": header(b'{"__metadata__":{"format":"pt"}}'),
+    "deep": header(b'{"__metadata__":{"state":"' + b"[" * 200_000 + b'"}}'),
+    "a number": header(b'{"__metadata__":{"state":"3"}}'),
+    "absent tensors": header(b'{"__metadata__":{"state":"{\\"dict\\":[[1,{\\"tensor\\":\\"b\\"}]]}"}}'),
+    "out of the file": header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_checkpoint_is_refused(copied: Any, store_path: Path, content: Any) -> None:
+    last_of(copied).write_bytes(content)
+    with pytest.raises(CheckpointError):
+        run(store_path, copied, **SETTINGS, resume=True)
+
+
+def test_what_is_no_file_is_refused(copied: Any, store_path: Path) -> None:
+    last = last_of(copied)
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        last.unlink()
+        make(last)
+        with pytest.raises(CheckpointError):
+            run(store_path, copied, **SETTINGS, resume=True)
+        last.rmdir() if last.is_dir() else last.unlink()
+        last.touch()
+
+
+def set_at(*path: Any, to: Any) -> Any:
+    def change(state: Any) -> None:
+        *above, name = path
+        for key in above:
+            state = state[key]
+        state[name] = to(state[name]) if callable(to) else to
+
+    return change
+
+
+def remove(*path: Any) -> Any:
+    def change(state: Any) -> None:
+        *above, name = path
+        for key in above:
+            state = state[key]
+        del state[name]
+
+    return change
+
+
+WEIGHT = "drafter.self_attention.self_attn.q_proj.weight"
+STRANGE: dict[str, Any] = {
+    "a weight is missing": remove("state_dict", WEIGHT),
+    "a tensor too many": set_at("state_dict", "more", to=torch.zeros(2)),
+    "another shape": set_at("state_dict", WEIGHT, to=torch.zeros(2, 2)),
+    "another dtype": set_at("state_dict", WEIGHT, to=lambda weight: weight.double()),
+    "no tensor": set_at("state_dict", WEIGHT, to=3),
+    "no optimizer": remove("optimizer_states"),
+    "moments of other weights": set_at("optimizer_states", 0, "state", 999, to={"momentum": torch.zeros(1)}),
+    "moments of another shape": set_at("optimizer_states", 0, "state", 0, "momentum", to=torch.zeros(1)),
+    "another optimizer": set_at("optimizer_states", 0, "param_groups", to=[]),
+    "a step that is none": set_at("global_step", to="2"),
+    "no counts": set_at("loops", "fit_loop", to=[]),
+}
+
+
+@pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE)
+def test_another_runs_checkpoint_is_refused(copied: Any, store_path: Path, change: Any) -> None:
+    """Each is well-formed."""
+    state = CheckpointFiles().load_checkpoint(last_of(copied))
+    change(state)
+    CheckpointFiles().save_checkpoint(state, last_of(copied))
+    with pytest.raises(CheckpointError):
+        run(store_path, copied, **SETTINGS, resume=True)
+
+
+def test_best_can_take_the_place_of_last(copied: Any, store_path: Path) -> None:
+    run(store_path, copied, **SETTINGS, resume=True)
+    shutil.copy(copied / "checkpoints" / "best.ckpt", last_of(copied))
+    assert run(store_path, copied, **SETTINGS, resume=True).n_steps == 4
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.randn(2, 2), "c": torch.tensor(1.5)}
+    tensor_file.write_tensors(tmp_path / "file", tensors, {"of": "test"})
+    for name, value in load_file(tmp_path / "file").items():
+        assert torch.equal(value, tensors[name])

@@ -1,0 +1,307 @@
+"""Batches are a pure function of store, settings and step; what is read is what was stored."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moa_data.errors import TrainingError
+from moa_data.moa.drafters.training import Draws
+from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.training import build_store
+from moa_data.trainer import data as data_module
+from moa_data.trainer.batches import BatchReader, needed_fields
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.data import (
+    TrainingStream,
+    ValidationBatches,
+    device_share,
+    draw,
+    epoch_order,
+    split_sequences,
+    sum_loss_weights,
+)
+
+
+def config(**changes: Any) -> Any:
+    return TrainConfig.of(store="", out="", **({"batch_size": 4, "reader_threads": 2} | changes))
+
+
+def stream_of(store: Any, settings: Any, max_steps: int = 20, rank: int = 0, n_ranks: int = 1) -> Any:
+    lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
+    return TrainingStream(
+        BatchReader(store, settings, torch.device("cpu")), np.arange(len(store)), lengths, max_steps, rank, n_ranks
+    )
+
+
+def test_batches_hold_what_the_store_holds(store_path: Path) -> None:
+    store = ActivationStore(store_path)
+    reader = BatchReader(store, config(target_layer_inference=1), torch.device("cpu"))
+    lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
+    rows = np.array([5, 0, 17])
+    inputs, encoded = reader.read(rows, lengths[rows])
+    assert not encoded
+    assert inputs.kv is not None
+    assert inputs.entering_hidden is not None
+    assert inputs.response_mask is not None
+    for row, sequence in enumerate(rows.tolist()):
+        n = lengths[sequence]
+        assert torch.equal(inputs.tokens[row, :n], torch.from_numpy(store.read(sequence, "tokens").astype(np.int64)))
+        assert np.array_equal(inputs.kv[row, :n].numpy(), store.read(sequence, "kv").reshape(n, 3, -1))
+        assert np.array_equal(inputs.hidden[row, :n].numpy(), store.read(sequence, "hidden/last"))
+        assert np.array_equal(inputs.entering_hidden[row, :n].numpy(), store.read(sequence, "hidden/layer_1"))
+        for padding in (
+            inputs.kv[row, n:],
+            inputs.hidden[row, n:],
+            inputs.tokens[row, n:],
+            inputs.response_mask[row, n:],
+        ):
+            assert not padding.any(), "padding must be zero, not left-over memory"
+
+
+def test_bfloat16_bits_arrive_unchanged(tmp_path: Path) -> None:
+    store = ActivationStore(build_store(tmp_path / "store", n_sequences=6, dtype="bfloat16"))
+    n = store.sequences["n_tokens"].to_numpy().astype(np.int64)
+    inputs, _ = BatchReader(store, config(), torch.device("cpu")).read(np.array([2]), n[[2]])
+    assert inputs.kv is not None
+    assert inputs.kv.dtype == torch.bfloat16
+    assert np.array_equal(inputs.kv[0].view(torch.uint16).numpy(), store.read(2, "kv").reshape(n[2], 3, -1))
+
+
+def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> None:
+    store = ActivationStore(store_path)
+    first, later = stream_of(store, config()), stream_of(store, config())
+    later.start_step = 17  # in the second epoch
+    iterator, resumed = iter(first), iter(later)
+    for _ in range(17):
+        next(iterator)
+    for _ in range(5):
+        one, other = next(iterator), next(resumed)
+        assert torch.equal(one.inputs.tokens, other.inputs.tokens)
+        assert torch.equal(one.draws.step_bound, other.draws.step_bound)
+        assert torch.equal(one.draws.staircase_rows, other.draws.staircase_rows)
+        assert one.denominator == other.denominator
+
+
+def test_micro_batches_make_up_the_batch(store_path: Path) -> None:
+    store = ActivationStore(store_path)
+    whole = next(iter(stream_of(store, config())))
+    iterator = iter(stream_of(store, config(micro_batch_size=1)))
+    parts = [next(iterator) for _ in range(4)]
+    assert sum(part.n_tokens for part in parts) == whole.n_tokens
+    n_positions = [sum_loss_weights(part.inputs.response_mask, part.draws, config()) for part in parts]
+    assert sum(n_positions) == whole.denominator
+    assert all(part.denominator == whole.denominator / 4 for part in parts)
+
+
+def test_devices_share_one_batch_and_its_denominator(store_path: Path) -> None:
+    """Gradients are averaged over devices and micro-batches, so each divides by its share of ALL loss positions."""
+    store, settings = ActivationStore(store_path), config()
+    whole = next(iter(stream_of(store, settings)))
+    parts = []
+    for rank in range(2):
+        iterator = iter(stream_of(store, config(micro_batch_size=1), rank=rank, n_ranks=2))
+        parts += [next(iterator) for _ in range(2)]
+    assert sum(part.n_tokens for part in parts) == whole.n_tokens
+    assert all(part.denominator == whole.denominator / 4 for part in parts)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_devices_read_their_own_sequences_alone(store_path: Path, n_ranks: int) -> None:
+    """Bytes are those of the chunks that hold them, and of the response masks of the whole batch."""
+    fields = ["tokens", *needed_fields(ActivationStore(store_path), config()).values()]
+    for rank in range(n_ranks):
+        store = ActivationStore(store_path)
+        stream = stream_of(store, config(batch_size=8, prefetch_batches=1), rank=rank, n_ranks=n_ranks)
+        for step, batch in zip(range(3), stream, strict=False):
+            order = epoch_order(store.lengths.astype(np.int64), 8, 0, 0)[step]
+            alone = ActivationStore(store_path)
+            alone.read_batch(order, "response_mask")
+            alone.read_batch(order[rank::n_ranks], fields)
+            assert batch.n_bytes_read == alone.n_bytes_read
+            assert batch.n_tokens == int(store.lengths[order[rank::n_ranks]].sum())
+            assert batch.n_tokens_of_all == int(store.lengths[order].sum())
+
+
+def test_an_epoch_visits_every_sequence_about_once() -> None:
+    lengths = np.random.default_rng(0).integers(10, 500, 1003)
+    order = epoch_order(lengths, 8, seed=3, epoch=0)
+    assert order.shape == (125, 8)
+    assert len(np.unique(order)) == 1000
+    spread = np.mean([np.ptp(lengths[batch]) for batch in order])
+    assert spread < 0.3 * np.ptp(lengths), "batches are grouped by length"
+    assert not np.array_equal(order, epoch_order(lengths, 8, seed=3, epoch=1))
+    assert not np.array_equal(order, epoch_order(lengths, 8, seed=4, epoch=0))
+    assert np.array_equal(order, epoch_order(lengths, 8, seed=3, epoch=0))
+
+
+def test_no_sequence_is_left_out_more_often_than_others() -> None:
+    lengths = np.random.default_rng(0).integers(10, 500, 60)
+    n_left_out = np.zeros(60, int)
+    for epoch in range(300):
+        n_left_out[np.setdiff1d(np.arange(60), epoch_order(lengths, 8, seed=0, epoch=epoch))] += 1
+    assert n_left_out.sum() == 300 * (60 % 8)
+    assert 5 < n_left_out.min() <= n_left_out.max() < 40, "20 times each on average"
+
+
+def test_the_split_follows_content_not_order() -> None:
+    ids = [f"{value:08x}" for value in np.random.default_rng(0).integers(0, 2**32, 4000)]
+    train, held_out = split_sequences(ids, 0.1)
+    assert 300 < len(held_out) < 500
+    assert not set(train) & set(held_out)
+    shuffled = ids[::-1]
+    assert {ids[i] for i in held_out} == {shuffled[i] for i in split_sequences(shuffled, 0.1)[1]}
+
+
+def test_draws_cover_their_range_and_the_curriculum() -> None:
+    settings = config(batch_size=64)
+    bounds: set[int] = set()
+    for step in range(40):
+        drawn = draw(settings, step, 100)
+        assert drawn.step_bound is not None
+        bounds |= set(drawn.step_bound.tolist())
+    assert bounds == set(range(5, 16)), "uniform over 5..15, both ends included"
+    assert draw(settings, 0, 100).staircase_rows.all()
+    assert not draw(settings, 50, 100).staircase_rows.any()
+    drawn = draw(settings, 7, 100)
+    assert isinstance(drawn, Draws)
+    assert drawn.step_bound is not None
+    assert drawn.offset is not None
+    assert (drawn.offset < drawn.step_bound).all()
+
+
+def test_the_order_is_computed_once_per_epoch(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def noted(*args: Any) -> Any:
+        calls.append(args[3])
+        return epoch_order(*args)
+
+    monkeypatch.setattr(data_module, "epoch_order", noted)
+    iterator = iter(stream_of(ActivationStore(store_path), config()))
+    for _ in range(20):
+        next(iterator)
+    assert calls == [0, 1]
+
+
+def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
+    running, done = [], []
+
+    def read(i: int) -> int:
+        done.append(i)
+        return i
+
+    def reads() -> Iterator[Any]:
+        for i, n_bytes in enumerate([40, 40, 40, 500, 10, 10, 10, 10, 10]):
+            running.append((i, n_bytes))
+            yield n_bytes, partial(read, i)
+
+    iterator: Any = data_module._read_ahead(reads(), max_batches=3, max_bytes=100)
+    assert next(iterator) == 0
+    assert [i for i, _ in running] == [0, 1, 2], "40 + 40 fit, the third waits"
+    assert [next(iterator), next(iterator)] == [1, 2]
+    assert len(running) == 4, "500 waits until nothing else is ahead"
+    assert next(iterator) == 3
+    assert next(iterator) == 4
+    assert len(running) == 8, "three batches at most, and one looked at"
+    assert list(iterator) == [5, 6, 7, 8]
+    assert done == list(range(9))
+
+
+def test_reader_threads_follow_the_cores(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationStore(store_path)
+    for n_cores, n_ranks, n_threads in ((1, 1, 1), (2, 1, 2), (2, 4, 1), (64, 8, 8), (64, 1, 16)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=n_cores: set(range(n)))
+        given = [
+            BatchReader(store, config(reader_threads=chosen), torch.device("cpu"), n_ranks).n_threads
+            for chosen in (None, 3)
+        ]
+        assert given == [n_threads, 3]
+
+
+def test_errors_of_the_reading_thread_arrive(store_path: Path) -> None:
+    broken: Any = [(1, lambda: 1 // 0)]
+    iterator = data_module._read_ahead(iter(broken), 2, 10)
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+
+
+def test_micro_batches_divide_the_share_of_a_device() -> None:
+    assert device_share(config(batch_size=32), 2) == 16
+    assert device_share(config(batch_size=32, micro_batch_size=8), 2) == 16
+    with pytest.raises(TrainingError, match="32 does not divide over 3 devices"):
+        device_share(config(batch_size=32), 3)
+    with pytest.raises(TrainingError, match="--micro-batch-size 3 does not divide the 16 sequences"):
+        device_share(config(batch_size=32, micro_batch_size=3), 2)
+
+
+def test_memory_is_used_again(store_path: Path) -> None:
+    store = ActivationStore(store_path)
+    reader = BatchReader(store, config(), torch.device("cpu"))
+    lengths = store.lengths.astype(np.int64)
+    iterator = iter(TrainingStream(reader, np.arange(len(store)), lengths, 20, 0, 1))
+    for _ in range(12):
+        batch = next(iterator)
+        epoch = epoch_order(lengths, 4, 0, 0)
+    warm = reader._buffers.n_allocations
+    for _ in range(40):
+        batch = next(iterator)
+        assert batch.inputs.kv is not None
+        for row, n in enumerate((batch.inputs.kv.flatten(2).abs().sum(2) > 0).sum(1).tolist()):
+            assert not batch.inputs.hidden[row, n:].any()
+    assert reader._buffers.n_allocations - warm < 20 < 40 * 2, "two buffers for each of 40 batches would be 80"
+    assert epoch.shape[1] == 4
+
+
+def test_validation_is_the_same_on_each_pass(store_path: Path) -> None:
+    store = ActivationStore(store_path)
+    sequences = np.argsort(store.lengths, kind="stable")[:10]
+    batches = ValidationBatches(
+        BatchReader(store, config(), torch.device("cpu")), sequences, store.lengths[sequences], 4
+    )
+    assert len(batches) == 3
+    first, second = list(batches), list(batches)
+    assert [len(batch.inputs.tokens) for batch in first] == [4, 4, 2]
+    for one, other in zip(first, second, strict=True):
+        for a, b in ((one.inputs.kv, other.inputs.kv), (one.draws.offset, other.draws.offset)):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 5])
+def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> None:
+    """Equally many batches each, for devices meet between them; together those of one device, the last one again."""
+    store = ActivationStore(store_path)
+    sequences = np.argsort(store.lengths, kind="stable")[:15]
+
+    def batches(rank: int = 0, n_ranks: int = 1) -> list[Any]:
+        reader = BatchReader(store, config(), torch.device("cpu"))
+        return list(ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks))
+
+    whole, shares = batches(), [batches(rank, n_ranks) for rank in range(n_ranks)]
+    assert [batch.index for batch in whole] == [0, 1, 2, 3]
+    assert {len(share) for share in shares} == {-(-4 // n_ranks)}
+    assert {batch.index for share in shares for batch in share} == {0, 1, 2, 3}
+    for batch in (batch for share in shares for batch in share):
+        assert torch.equal(batch.inputs.kv, whole[batch.index].inputs.kv)
+        assert torch.equal(batch.draws.offset, whole[batch.index].draws.offset)
+
+
+@pytest.mark.parametrize(("changes", "size"), [({"micro_batch_size": 2}, 2), ({}, 8)])
+def test_validation_batches_are_micro_batches(
+    store_path: Path, changes: dict[str, Any] | dict[str, int], size: int
+) -> None:
+    settings = config(batch_size=8, validation_fraction=0.3, **changes)
+    module = data_module.StoreDataModule(ActivationStore(store_path), settings)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, world_size=1, num_devices=1)
+    module.trainer = trainer
+    sizes = [len(batch.inputs.tokens) for batch in module.val_dataloader()]
+    assert max(sizes) == size
+    assert sum(sizes) == len(module.validation_sequences)

@@ -1,0 +1,212 @@
+"""Several devices give what one gives: the loss of each step, the validation, and the weights up to rounding.
+
+Devices are processes that meet over gloo. They import once and train all runs of a test one after the other.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from moa_data.errors import TrainingError
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.tests.kit.ranks import free_port, run_ranks
+from moa_data.tests.kit.runs import last_state, run, settings
+from moa_data.tests.kit.training import build_store
+from moa_data.tests.kit.variants import quick
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.fit import train
+from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.step import DrafterModule
+
+STEPS: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "validate_every": 2, "log_every": 1, "micro_batch_size": 2}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "moa": {},
+    "moa with a target layer": {"target_layer_inference": 1},
+    "eagle": {},
+    "eagle3": {"fused_layers": (0, 1), "draft_vocabulary": 50, "test_time_steps": 3},
+    "glide": {"block_size": 4},
+    "medusa": {"medusa_heads": 3},
+    "independent": {"independent_width": 24},
+    "dspark": {"fused_layers": (0, 1), "block_layers": 1, "markov_rank": 8},
+    "dspark on keys and values": {"context": "kv", "fused_layers": (1,), "block_layers": 1, "markov_rank": 8},
+    "dflash": {"fused_layers": (0, 1), "block_layers": 1, "block_size": 8},
+    "dflash on a memory": {"context": "memory", "block_layers": 1, "block_size": 8},
+}
+MOST_OFF = 1e-5
+"""Of the loss of each step and of each weight tensor, in its norm."""
+MOST_OFF_OF_WAY = 1e-3
+"""Of the way that a weight tensor has gone from its initial value: Adam divides small gradients by themselves, and Muon
+makes all directions equally long, so that the rounding of sums over devices is a larger share of it."""
+
+
+@pytest.fixture(scope="session")
+def full_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store from which every drafter can be trained."""
+    activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
+    return build_store(tmp_path_factory.mktemp("full") / "store", activations=activations)
+
+
+def train_all(configs: list[TrainConfig]) -> None:
+    """Train runs in a process of several, and note how many weights it holds between two steps."""
+    real: Any = DrafterModule.on_train_end
+
+    def noting(module: DrafterModule) -> None:
+        weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in module.parameters()]
+        n_own = sum(weight.numel() for weight in weights)
+        Path(module.config.out, f"n_own-{os.environ['RANK']}").write_text(str(n_own))
+        real(module)
+
+    setattr(DrafterModule, "on_train_end", noting)  # noqa: B010
+    for config in configs:
+        train(config)
+
+
+def losses(out: Path) -> dict[str, list[tuple[int, float]]]:
+    names = ("train/loss", "train/forward_kl", "val/kl", "val/top1_agreement", "val/expected_acceptance_length")
+    return {name: points for name, points in read_metrics(out).items() if name in names}
+
+
+def assert_like(out: Path, one: Path, init: dict[str, torch.Tensor]) -> None:
+    """Compare two runs: figures of each step, weights by the way they have gone from the initial ones."""
+    expected, got = losses(one), losses(out)
+    assert expected.keys() == got.keys()
+    for name, points in expected.items():
+        assert [step for step, _ in got[name]] == [step for step, _ in points]
+        assert [value for _, value in got[name]] == pytest.approx([value for _, value in points], rel=MOST_OFF), name
+    weights, others = last_state(one)["state_dict"], last_state(out)["state_dict"]
+    for name, weight in weights.items():
+        off, way = (float((weight.float() - other[name].float()).norm()) for other in (others, init))
+        assert off <= min(MOST_OFF * float(weight.float().norm()), MOST_OFF_OF_WAY * way), name
+    exported = load_drafter(out).state_dict()
+    for name, weight in load_drafter(one).state_dict().items():
+        torch.testing.assert_close(exported[name], weight, rtol=1e-3, atol=1e-5)
+
+
+def initial_weights(store: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """The weights of a run before its first step: a step at a rate of almost nothing."""
+    run(store, out, **changes | {"max_steps": 1, "learning_rate": 1e-30, "matrix_learning_rate": 1e-30})
+    return dict(last_state(out)["state_dict"])
+
+
+@pytest.mark.parametrize("strategy", quick(["ddp", "fsdp"], ["ddp"]))
+def test_two_machines_train_as_one(store_path: Path, tmp_path: Path, strategy: str) -> None:
+    """From the start and from a checkpoint of one device, and on with one; three validation batches are dealt."""
+    one, whole, half = tmp_path / "one", tmp_path / "whole", tmp_path / "half"
+    run(store_path, one, **STEPS)
+    init = initial_weights(store_path, tmp_path / "init", **STEPS)
+    run(store_path, half, stop_after_steps=2, **STEPS)
+    two = STEPS | {"devices": 1, "num_nodes": 2, "strategy": strategy}
+    runs = [settings(store_path, whole, **two), settings(store_path, half, resume=True, **two)]
+    run_ranks(2, train_all, runs, folder=tmp_path, n_nodes=2)
+    for config in runs:
+        assert_like(Path(config.out), one, init)
+    n_all = sum(weight.numel() for weight in load_drafter(one).parameters())
+    n_own = [int((whole / f"n_own-{rank}").read_text()) for rank in (0, 1)]
+    if strategy == "ddp":
+        assert n_own == [n_all, n_all]
+    else:
+        assert sum(n_own) == n_all
+        assert max(n_own) < 0.55 * n_all
+    # And back: what two devices have left is gone on with by one.
+    for out in (one, whole):
+        run(store_path, out, resume=True, **STEPS | {"max_steps": 6, "decay_steps": 4})
+    ends = [last_state(out)["state_dict"] for out in (one, whole)]
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_drafter_on_two_devices(full_store: Path, tmp_path: Path, optimizer: str) -> None:
+    """On both strategies, and with half of the steps on one device, in both orders."""
+    runs, resumed = [], []
+    for name, sizes in DRAFTERS.items():
+        own = STEPS | sizes | {"drafter": name.split()[0], "optimizer": optimizer}
+        run(full_store, tmp_path / name / "one", **own)
+        run(full_store, tmp_path / name / "half-fsdp", stop_after_steps=2, **own)
+        for strategy in ("ddp", "fsdp"):
+            shared = {"devices": 2, "strategy": strategy}
+            runs.append(settings(full_store, tmp_path / name / strategy, **shared, **own))
+        fsdp = {"devices": 2, "strategy": "fsdp"}
+        runs.append(settings(full_store, tmp_path / name / "half-fsdp", resume=True, **fsdp, **own))
+        runs.append(settings(full_store, tmp_path / name / "fsdp-half", stop_after_steps=2, **fsdp, **own))
+        resumed.append((tmp_path / name / "fsdp-half", own))
+    run_ranks(2, train_all, runs, folder=tmp_path)
+    for out, own in resumed:
+        run(full_store, out, resume=True, **own)
+    for name, sizes in DRAFTERS.items():
+        own = STEPS | sizes | {"drafter": name.split()[0], "optimizer": optimizer}
+        init = initial_weights(full_store, tmp_path / name / "init", **own)
+        for way in ("ddp", "fsdp", "half-fsdp", "fsdp-half"):
+            assert_like(tmp_path / name / way, tmp_path / name / "one", init)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun", "slurm", "by hand"])
+def test_two_machines_by_launchers(store_path: Path, tmp_path: Path, launcher: str) -> None:
+    """Two agents of torchrun, two tasks of SLURM (its environment), and the command on two machines by hand."""
+    own = STEPS | {"drafter": "eagle", "num_nodes": 1 if launcher == "lightning" else 2}
+    own |= {"devices": 2 if launcher == "lightning" else 1}
+    run(store_path, tmp_path / "one", **STEPS | {"drafter": "eagle"})
+    config = settings(store_path, tmp_path / "two", **own)
+    (tmp_path / "two.yaml").write_text(config.to_yaml())
+    command = ["-m", "moa_data", "train", "--config", str(tmp_path / "two.yaml")]
+    running = [
+        subprocess.Popen([sys.executable, *prefix, *command], env=os.environ | more, stderr=subprocess.PIPE, text=True)
+        for prefix, more in launches(launcher)
+    ]
+    ended = [process.communicate(timeout=300)[1] for process in running]
+    assert not any(process.returncode for process in running), ended
+    assert not any("sync_dist" in text for text in ended)
+    init = initial_weights(store_path, tmp_path / "init", **STEPS | {"drafter": "eagle"})
+    assert_like(tmp_path / "two", tmp_path / "one", init)
+
+
+def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What each machine is started with: words before the command, and environment."""
+    if launcher == "lightning":
+        yield [], {}
+        return
+    port = str(free_port())
+    for machine in ("0", "1"):
+        if launcher == "torchrun":
+            found = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1"]
+            yield ["-m", "torch.distributed.run", "--nnodes", "2", *found], {}
+        elif launcher == "slurm":
+            yield [], {
+                "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1234",
+                "SLURM_PROCID": machine, "SLURM_NODEID": machine, "SLURM_LOCALID": "0",
+                "SLURM_NODELIST": "127.0.0.1,127.0.0.1", "SLURM_JOB_NAME": "train", "MASTER_PORT": port,
+            }  # fmt: skip
+        else:
+            yield [], {"NODE_RANK": machine, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nodes": 2, "devices": 3, "batch_size": 32}, "32 does not divide over 6 devices"),
+        ({"strategy": "fsdp", "precision": "16-mixed"}, "does not scale losses"),
+    ],
+)
+def test_refusals(store_path: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    from moa_data.errors import OptionInvalid
+
+    with pytest.raises((TrainingError, OptionInvalid), match=message):
+        run(store_path, tmp_path / "run", **changes)
+
+
+def test_a_launcher_that_contradicts(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of one device each would otherwise train the same run twice, in one folder."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TrainingError, match="2 processes were launched for the 1 devices of --devices 1 --num-nodes 1"):
+        run(store_path, tmp_path / "run", devices=1)
+    with pytest.raises(TrainingError, match="2 processes were launched for the 3 devices of --devices 3 --num-nodes 1"):
+        run(store_path, tmp_path / "other", devices=3, batch_size=6)

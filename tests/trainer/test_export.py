@@ -1,0 +1,145 @@
+"""`moa-data export-drafter`: a trained drafter in the folder of another program, checked and loaded again."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moa_data.cli import main
+from moa_data.errors import CheckpointError, OptionInvalid, OutputOccupied, TargetError
+from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.drafters.registry import drafter_class
+from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter
+from moa_data.moa.targets.bundle import FrozenTarget, hash_target
+from moa_data.tests.kit.drafters import PAPER
+from moa_data.trainer import export as drafter_export
+from moa_data.trainer.config import DrafterExportConfig
+from moa_data.trainer.export import export_drafter
+
+from ..pipeline.exchange.conftest import extract_config, store, target
+
+__all__ = ["extract_config", "store", "target"]  # fixtures
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "moa": PAPER,
+    "eagle": {},
+    "eagle3": {"fused_layers": (0, 1, 2)},
+    "dspark": {"block_layers": 1, "markov_rank": 8},
+    "dflash": {"block_layers": 1},
+}
+"""Sizes with which a drafter of a kind fits the layouts of other programs."""
+
+
+def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:
+    """A run as training leaves it, of a drafter with random weights."""
+    config, identity = AutoConfig.from_pretrained(target), hash_target(target) | identity
+    build = drafter_class(kind)
+    drafter: Drafter = build(build.config_class.from_target(config, identity, **KINDS[kind]))
+    drafter.initialize(torch.Generator().manual_seed(0))
+    drafter.adopt(FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)), lambda: torch.zeros(0))
+    save_drafter(drafter, folder / "drafter")
+    (folder / "run.yaml").write_text(yaml.safe_dump({"store": str(store), "drafter": kind}))
+    return folder
+
+
+@pytest.fixture
+def runs(target: Path, store: Path, tmp_path: Path) -> dict[str, Path]:
+    return {kind: make_run(tmp_path / kind, target, store, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_format_from_a_run(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
+    run, out = runs[LAYOUTS[name].kind], tmp_path / "out"
+    report = export_drafter(DrafterExportConfig.of(drafter=str(run), format=name, out=str(out)))
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert report.n_tensors == len(load_file(out / "model.safetensors"))
+    assert report.written_bytes == (out / "model.safetensors").stat().st_size
+    assert f"loaded again and equal\n{'note' if report.notes else ''}".strip() in report.describe()
+    before, after = load_drafter(run), load_drafter(out)
+    assert before.config == after.config
+    assert all(torch.equal(value, after.state_dict()[key]) for key, value in before.state_dict().items())
+    # From one format to the next, without the run.
+    if name == "vllm-eagle":
+        export_drafter(
+            DrafterExportConfig(drafter=str(out), format="sglang-eagle", out=str(tmp_path / "next"), dtype="bfloat16")
+        )
+        assert load_drafter(tmp_path / "next").config == before.config
+
+
+def test_embeddings_are_the_targets_from_store_or_model(runs: dict[str, Path], target: Path, tmp_path: Path) -> None:
+    for name, model in (("store", None), ("model", str(target))):
+        export_drafter(
+            DrafterExportConfig(
+                drafter=str(runs["eagle"]), format="eagle", out=str(tmp_path / name), model=model, dtype="bfloat16"
+            )
+        )
+    from_store, from_model = (load_file(tmp_path / name / "model.safetensors") for name in ("store", "model"))
+    assert torch.equal(from_store["embed_tokens.weight"], from_model["embed_tokens.weight"])
+    weights = load_file(target / "model.safetensors")
+    assert torch.equal(from_store["embed_tokens.weight"], weights["model.embed_tokens.weight"])
+    for name, model in (("head of the store", None), ("head of the model", str(target))):
+        out = str(tmp_path / name)
+        export_drafter(DrafterExportConfig(drafter=str(runs["dspark"]), format="dspark", out=out, model=model))
+        copied = load_file(tmp_path / name / "model.safetensors")
+        assert torch.equal(copied["lm_head.weight"], weights["lm_head.weight"].float())
+        assert torch.equal(copied["embed_tokens.weight"], weights["model.embed_tokens.weight"].float())
+
+
+def test_what_cannot_be_exported_is_named(
+    runs: dict[str, Path], target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eagle, out = str(runs["eagle"]), str(tmp_path / "out")
+    with pytest.raises(OptionInvalid, match=r"format is 'eagle4', expected one of moa, moa-vllm.*; dtype is 'int8'"):
+        DrafterExportConfig.of(drafter=eagle, format="eagle4", out=out, dtype="int8")
+    assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
+    with pytest.raises(CheckpointError, match="holds drafters of kind moa, this one is of kind eagle"):
+        export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
+    with pytest.raises(CheckpointError, match="does not exist"):
+        export_drafter(DrafterExportConfig(drafter=str(tmp_path / "nowhere"), format="moa", out=out))
+    with pytest.raises(OutputOccupied, match="is not an empty folder"):
+        export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=eagle))
+    with pytest.raises(TargetError, match="neither a folder nor a Hub id"):
+        export_drafter(DrafterExportConfig(drafter=eagle, format="eagle", out=out, model="/nowhere"))
+    other = make_run(tmp_path / "other", target, store, "eagle", weights_sha256="ef" * 32)
+    for model in (str(target), str(store), None):
+        with pytest.raises(TargetError, match="weights efefefefefef"):
+            export_drafter(DrafterExportConfig(drafter=str(other), format="eagle", out=out, model=model))
+    gone = make_run(tmp_path / "gone", target, tmp_path / "no-store", "eagle")
+    with pytest.raises(TargetError, match=r"no-store' of .*gone is not there\. Give the target with --model"):
+        export_drafter(DrafterExportConfig(drafter=str(gone), format="eagle", out=out))
+    (gone / "run.yaml").unlink()
+    with pytest.raises(TargetError, match="drafter is no run"):
+        export_drafter(DrafterExportConfig(drafter=str(gone / "drafter"), format="eagle", out=out))
+    assert not Path(out).exists()
+
+    def damaged(folder: Path) -> Any:  # a disk that changes what is written
+        weights = load_file(folder / "model.safetensors")
+        save_file(weights | {"fc.weight": weights["fc.weight"] + 1}, folder / "model.safetensors")
+        return load_drafter(folder)
+
+    # The run is loaded first, the folder that was written second.
+    loads = iter((load_drafter, damaged))
+    monkeypatch.setattr(drafter_export, "load_drafter", lambda folder: next(loads)(folder))
+    with pytest.raises(CheckpointError, match=r"fc\.weight does not load as it was written"):
+        export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=out))
+    assert {path.name for path in tmp_path.iterdir()} == {*KINDS, "other", "gone"}
+
+
+def test_the_command_says_what_it_did_and_how_it_failed(runs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    arguments = ["export-drafter", str(runs["eagle"]), "--format", "sglang-eagle", "--out", str(out)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "eagle drafter for SGLang (sglang-eagle), 19 tensors" in done.output
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
+    again = CliRunner().invoke(main, arguments)
+    assert again.exit_code == 2
+    assert "is not an empty folder. Choose another --out." in again.output

@@ -1,0 +1,319 @@
+"""Training from the store alone: no target, exact resume, clear refusals, and a drafter that gets better."""
+
+import builtins
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from moa_data.errors import Interrupted, OutputOccupied, RunWarning, TrainingError
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.pipeline.recode import recode
+from moa_data.tests.kit.runs import assert_same_weights, last_state, run, settings
+from moa_data.tests.kit.training import build_store
+from moa_data.trainer import callbacks
+from moa_data.trainer.checkpoints import read_checkpoint
+from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.step import DrafterModule
+
+
+@pytest.mark.draws
+def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path) -> None:
+    report = run(store_path, tmp_path / "run", max_steps=150, validate_every=25)
+    out = tmp_path / "run"
+    metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
+    assert metrics["val/kl"][-1] < 0.8 * metrics["val/kl"][0]
+    assert {"train/feature_loss", "train/tokens_per_s", "train/data_wait_share"} <= metrics.keys()
+    assert last_state(out)["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(1e-3)
+    assert metrics["val/top1_agreement"][-1] > metrics["val/top1_agreement"][0] + 0.05
+    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    assert report.n_steps == 150
+    assert report.n_pending_parts == 0
+    assert 0 <= report.data_wait_share < 1
+    for name in ("curves.png", "metrics.csv", "run.yaml", "provenance.json", "checkpoints/best.ckpt", "drafter"):
+        assert (out / name).exists(), name
+    assert list((out / "tensorboard").glob("events*"))
+    drafter = load_drafter(out)
+    assert drafter.config.target == {"weights_sha256": "ab" * 32}
+    assert json.loads((out / "report.json").read_text())["n_parameters"] == report.n_parameters
+    assert not any("frozen" in key for key in last_state(out)["state_dict"])
+
+
+def test_no_target_is_ever_loaded(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the target's classes out of reach, training goes on, target layer inference included."""
+    real_import = builtins.__import__
+
+    def guarded(name: Any, *args: Any, **kwargs: Any) -> Any:
+        assert "modeling_llama" not in name, "training must not import the target's class"
+        return real_import(name, *args, **kwargs)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("training must not load a model")
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.PreTrainedModel, "__init__", refuse)
+    assert run(store_path, tmp_path / "run", max_steps=3, target_layer_inference=1).n_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("stop", "changes"),
+    [
+        pytest.param(8, {}, marks=pytest.mark.slow),
+        pytest.param(8, {"micro_batch_size": 4, "target_layer_inference": 1}, marks=pytest.mark.slow),
+        (6, {"micro_batch_size": 4, "log_every": 3}),
+    ],
+)
+def test_resume_is_bit_exact(
+    store_path: Path, tmp_path: Path, stop: int, changes: dict[str, Any] | dict[str, int]
+) -> None:
+    """Also where it stopped at a step that is validated."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    at_once = run(store_path, whole, max_steps=16, **changes)
+    run(store_path, parts, max_steps=16, stop_after_steps=stop, **changes)
+    assert last_state(parts)["global_step"] == stop
+    resumed = run(store_path, parts, max_steps=16, resume=True, **changes)
+    assert resumed.n_tokens < at_once.n_tokens == at_once.n_tokens_total == resumed.n_tokens_total
+    assert at_once.n_bytes_read == resumed.n_bytes_read > at_once.n_tokens
+    assert_same_weights(whole, parts)
+    one, other = last_state(whole), last_state(parts)
+    assert one["global_step"] == other["global_step"] == 16
+    for key, moments in one["optimizer_states"][0]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(other["optimizer_states"][0]["state"][key][name])
+            )
+    assert one["lr_schedulers"] == other["lr_schedulers"]
+    metrics_whole, metrics_parts = read_metrics(whole), read_metrics(parts)
+    for name in ("train/loss", "val/kl"):
+        assert metrics_whole[name] == metrics_parts[name], "also the part before the resumption is kept"
+
+
+def test_resume_with_another_accumulation(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with another number of devices: steps, validations and the log still fall on whole batches."""
+    settings = {"max_steps": 14, "checkpoint_every": 5}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(store_path, whole, **settings)
+    run(store_path, parts, **settings, stop_after_steps=5)
+    monkeypatch.setattr("moa_data.trainer.callbacks.free_memory", lambda: 1)
+    real, steps = DrafterModule.training_step, []
+
+    def recording(module: Any, batch: Any, index: Any) -> Any:
+        steps.append(module.global_step)
+        return real(module, batch, index)
+
+    monkeypatch.setattr(DrafterModule, "training_step", recording)
+    with pytest.warns(RunWarning):
+        run(store_path, parts, **settings, resume=True)
+    assert Counter(steps) == dict.fromkeys(range(5, 14), 8)
+    one, other = read_metrics(whole), read_metrics(parts)
+    for name in ("train/loss", "val/kl"):
+        assert [step for step, _ in one[name]] == [step for step, _ in other[name]]
+    assert [step for step, _ in one["val/kl"]] == [5, 11, 13]
+    assert_same_weights(whole, parts, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.usefixtures("heeded_signals")
+def test_an_interruption_between_micro_batches_changes_nothing(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
+) -> None:
+    """The half-accumulated step is done again from its first micro-batch."""
+    settings = {"max_steps": 10, "micro_batch_size": 4}
+    at_once = run(store_path, tmp_path / "whole", **settings)
+    strike(MoADrafter, "objective", 1 + 7, signal.SIGINT)  # the trial calls it once
+    with pytest.raises(Interrupted, match="stopped at step 3; go on with the same command and --resume"):
+        run(store_path, tmp_path / "parts", **settings)
+    monkeypatch.undo()
+    resumed = run(store_path, tmp_path / "parts", resume=True, **settings)
+    assert (resumed.n_tokens_total, resumed.n_bytes_read) == (at_once.n_tokens_total, at_once.n_bytes_read)
+    assert last_state(tmp_path / "parts")["global_step"] == 10
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.usefixtures("heeded_signals")
+def test_the_last_step_is_validated(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
+) -> None:
+    """Also where the interval does not divide the run, or Ctrl-C fell into that validation."""
+    settings = {"max_steps": 7, "validate_every": 5, "micro_batch_size": 4}
+    report = run(store_path, tmp_path / "whole", **settings)
+    lengths = read_metrics(tmp_path / "whole")["val/expected_acceptance_length"]
+    assert [step for step, _ in lengths] == [4, 6], "metrics count steps from 0"
+    values = [value for _, value in lengths]
+    assert report.best_expected_acceptance_length == pytest.approx(max(values))
+    assert report.metrics["val/expected_acceptance_length"] == pytest.approx(values[1])
+    best = read_checkpoint(tmp_path / "whole" / "checkpoints" / "best.ckpt")
+    assert best["global_step"] == (7 if values[1] > values[0] else 5)
+    exported = load_drafter(tmp_path / "whole").state_dict()
+    saved = {name.removeprefix("drafter."): value for name, value in best["state_dict"].items()}
+    torch.testing.assert_close(dict(exported), saved, rtol=0, atol=0)
+
+    run(store_path, tmp_path / "parts", **settings, stop_after_steps=6)
+    assert [step for step, _ in read_metrics(tmp_path / "parts")["val/kl"]] == [4], "a run to go on with has no end yet"
+    strike(DrafterModule, "on_validation_epoch_start", 1, signal.SIGINT)
+    with pytest.raises(Interrupted, match="stopped at step 7"):
+        run(store_path, tmp_path / "parts", **settings, resume=True)
+    monkeypatch.undo()
+    again = run(store_path, tmp_path / "parts", **settings, resume=True)
+    assert again.best_expected_acceptance_length == report.best_expected_acceptance_length
+    torch.testing.assert_close(exported, load_drafter(tmp_path / "parts").state_dict(), rtol=0, atol=0)
+    assert read_metrics(tmp_path / "parts")["val/kl"][-1][1] == read_metrics(tmp_path / "whole")["val/kl"][-1][1]
+    facts = json.loads((tmp_path / "parts" / "report.json").read_text())
+    assert (facts["n_steps"], facts["metrics"]["val/kl"]) == (7, report.metrics["val/kl"])
+    assert facts["tokens_per_s"] > 0, "speed is that of an invocation that trained"
+    whole, parts = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    assert parts["optimizer_states"][0]["state"].keys() == whole["optimizer_states"][0]["state"].keys()
+    assert run(store_path, tmp_path / "parts", **settings, resume=True).metrics == {}, "nothing is left to do"
+
+
+@pytest.mark.usefixtures("heeded_signals")
+def test_a_validation_that_did_not_end_is_done_again(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
+) -> None:
+    """A kill left a checkpoint from before the validation of its step; Ctrl-C fell into one."""
+    settings = {"max_steps": 8, "validate_every": 4, "micro_batch_size": 4, "checkpoint_every": 4}
+    run(store_path, tmp_path / "whole", **settings)
+    real = callbacks.Validations.on_validation_end
+
+    def before(self: Any, trainer: Any, module: Any) -> None:
+        shutil.copyfile(tmp_path / "parts" / "checkpoints" / "last.ckpt", tmp_path / "before.ckpt")
+        real(self, trainer, module)
+
+    monkeypatch.setattr(callbacks.Validations, "on_validation_end", before)
+    run(store_path, tmp_path / "parts", **settings, stop_after_steps=4)
+    monkeypatch.undo()
+    (tmp_path / "before.ckpt").replace(tmp_path / "parts" / "checkpoints" / "last.ckpt")
+    for _ in range(2):
+        strike(DrafterModule, "on_validation_epoch_start", 1, signal.SIGINT)
+        with pytest.raises(Interrupted, match="stopped at step 4"):
+            run(store_path, tmp_path / "parts", **settings, resume=True)
+        monkeypatch.undo()
+    (tmp_path / "parts" / "metrics-000.csv").unlink()
+    run(store_path, tmp_path / "parts", **settings, resume=True)
+    one, other = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
+    assert [step for step, _ in one["val/kl"]] == [3, 7]
+    for name in ("val/kl", "val/expected_acceptance_length"):
+        assert one[name] == other[name]
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_refusals(store_path: Path, tmp_path: Path) -> None:
+    run(store_path, tmp_path / "run", max_steps=2)
+    with pytest.raises(OutputOccupied, match="already holds a run; pass --resume"):
+        run(store_path, tmp_path / "run", max_steps=2)
+    with pytest.raises(OutputOccupied, match="batch_size was 8, now 4"):
+        run(store_path, tmp_path / "run", max_steps=2, batch_size=4, resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    with pytest.raises(OutputOccupied, match="holds no run"):
+        run(store_path, tmp_path / "other", max_steps=2)
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        run(store_path, tmp_path / "none", max_steps=2, resume=True)
+    with pytest.raises(TrainingError, match=r"which cannot fill a batch of 500; extract more or lower --batch-size"):
+        run(store_path, tmp_path / "big", max_steps=2, batch_size=500)
+    with pytest.raises(TrainingError, match="must be below the target's 3 layers"):
+        run(store_path, tmp_path / "deep", max_steps=2, target_layer_inference=3)
+    with pytest.raises(TrainingError, match="does not divide"):
+        run(store_path, tmp_path / "micro", max_steps=2, micro_batch_size=3)
+    assert not any((tmp_path / name).exists() for name in ("none", "big", "bad")), "a refusal leaves nothing behind"
+
+
+def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None:
+    """Another process is refused while it lives; a killed one leaves its file and no lock."""
+    run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
+    hold = "import sys, time; from moa_data.storage.disk.locking import lock_file; from pathlib import Path\n"
+    hold += "lock = lock_file(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    (tmp_path / "new").mkdir()
+    for name, resume in (("run", True), ("new", False)):
+        out = tmp_path / name
+        command = [sys.executable, "-c", hold, str(out / "run.lock")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+            with pytest.raises(
+                OutputOccupied, match=rf"is being trained by process {other.pid} on .*; wait until it ends"
+            ):
+                run(store_path, out, max_steps=4, resume=resume)
+            assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+            other.kill()
+        assert run(store_path, out, max_steps=4, resume=resume).n_steps == 4
+
+
+@pytest.mark.parametrize("gradient_clip", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_stops_the_run(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gradient_clip: float
+) -> None:
+    real, is_finite = MoADrafter.objective, torch.Tensor.isfinite
+    asked: list[torch.Size] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor.shape)
+        return is_finite(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "isfinite", noted)
+    run(store_path, tmp_path / "good", max_steps=3, micro_batch_size=4, gradient_clip=gradient_clip)
+    assert asked == [torch.Size()] * 3, "a question per step, because an accelerator has to wait for each"
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        terms = real(*args, **kwargs)
+        return replace(terms, total=terms.total * torch.inf)
+
+    monkeypatch.setattr(MoADrafter, "objective", broken)
+    with pytest.raises(TrainingError, match=r"is not finite at step 0.*lower --learning-rate"):
+        run(store_path, tmp_path / "run", max_steps=2, gradient_clip=gradient_clip)
+
+
+@pytest.mark.slow
+def test_two_devices_train_one_run(store_path: Path, tmp_path: Path) -> None:
+    """Lightning starts the command a second time; that process must not take the run for somebody else's."""
+    run(store_path, tmp_path / "one", max_steps=3)
+    two = settings(store_path, tmp_path / "two", max_steps=3, devices="2")
+    script = tmp_path / "two.py"
+    script.write_text(
+        "from moa_data.trainer.config import TrainConfig\nfrom moa_data.trainer.fit import train\n"
+        f"train(TrainConfig(**{two.model_dump()!r}))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same_weights(tmp_path / "one", tmp_path / "two", rtol=1e-3, atol=2e-5)
+
+
+def test_resume_refuses_another_store(store_path: Path, tmp_path: Path) -> None:
+    run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
+    other = build_store(tmp_path / "other", n_sequences=40)
+    with pytest.raises(OutputOccupied, match=r"on another store: n_sequences was 60, now 40"):
+        run(other, tmp_path / "run", max_steps=4, resume=True)
+    recode(store_path, "int8", tmp_path / "coded")
+    with pytest.raises(OutputOccupied, match=r"on another store: codec was 'lossless', now 'int8'"):
+        run(tmp_path / "coded", tmp_path / "run", max_steps=4, resume=True)
+    moved = store_path.parent / "alias"
+    moved.symlink_to(store_path)
+    record = tmp_path / "run" / "store.json"
+    content = record.read_text()
+    for damaged in ("{", "[1]", "null"):
+        record.write_text(damaged)
+        with pytest.raises(TrainingError, match=r"store\.json cannot be read, so nothing can be resumed"):
+            run(moved, tmp_path / "run", max_steps=4, resume=True)
+    record.write_text(content)
+    assert run(moved, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
+
+
+def test_resume_refuses_a_record_that_is_none(store_path: Path, tmp_path: Path) -> None:
+    run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
+    for text in ("[1]", "optimizer: [", "learning_rate: 1e-3", "store: s"):
+        (tmp_path / "run" / "run.yaml").write_text(text)
+        with pytest.raises(TrainingError, match=r"run\.yaml cannot be read, so nothing can be resumed"):
+            run(store_path, tmp_path / "run", max_steps=4, resume=True)

@@ -1,0 +1,221 @@
+"""What a drafter feels of keys and values is its Gauss-Newton matrix, and codecs give their bits to it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd.functional import jacobian
+
+from moa_data.errors import DrafterError, Interrupted, OptionInvalid, SelectionInvalid, StoreMismatch, TrainingError
+from moa_data.moa.drafters.training import Draws
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.pipeline.forwards.calibrate import target_rope
+from moa_data.pipeline.recode import recode
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.codecs.transform import TransformCodec, TransformSettings
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import kv_field
+from moa_data.tests.kit.command import refused
+from moa_data.tests.kit.command import run as run_command
+from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, stored
+from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.training import build_store, tiny_model
+from moa_data.trainer.sensitivity import DrafterMetrics, drawn_gradients
+
+N_DRAWS = 1_000
+
+
+@pytest.fixture(scope="module")
+def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_store(tmp_path_factory.mktemp("exact") / "store", n_sequences=30)
+
+
+def codec_of(model: Any, scope: str) -> TransformCodec:
+    config = model.config
+    spec = kv_field(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    return TransformCodec(spec, TransformSettings.parse(f"transform:1@{scope}"), target_rope(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("moa", {}),
+        pytest.param(
+            "moa", {"layer_groups": 2, "unrotated_keys": True, "cross_attention_drafts": True}, marks=pytest.mark.slow
+        ),
+        pytest.param("dspark", {"context": "kv", "block_layers": 1, "fused_layers": (1,)}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(kind: str, form: dict[str, Any]) -> None:
+    model = build_model()
+    drafter, codec = build(kind, model, **form), codec_of(model, "layer")
+    frozen, layers = (
+        frozen_for(drafter, model),
+        type(drafter).reads(codec.spec.token_shape[0], drafter.config).kv_layers,
+    )
+    tokens = torch.randint(5, 60, (1, 8), generator=torch.Generator().manual_seed(0))
+    kv = stored(build_drafter(model), model, tokens, torch.ones_like(tokens)).kv  # of all layers
+    assert kv is not None
+    kv = kv.float().unflatten(-1, codec.spec.token_shape[1:])
+    inputs = dataclasses.replace(stored(drafter, model, tokens, torch.ones_like(tokens)), kv=kv)
+    draws = Draws(torch.tensor([4]), torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
+    parts = [part for group in codec.parts(kv[0]) for part in group]
+    sizes = [part.shape[1] for part in parts]
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:  # of keys before RoPE and values of all layers, side by side
+        cut = list(rows.split(sizes, dim=1))
+        kv = codec.whole([cut[i : i + 2] for i in range(0, len(cut), 2)]).flatten(2)[None]
+        kv = kv if layers is None else kv[:, :, list(layers)]
+        outputs = drafter.drafted_features(frozen, dataclasses.replace(inputs, kv=kv), draws)
+        found: torch.Tensor = drafter.draft_logits(frozen, outputs.features[outputs.valid])
+        return found
+
+    rows = torch.cat(parts, dim=1).detach()
+    p = logits(rows).softmax(dim=-1).detach()
+    derivative = jacobian(logits, rows)  # [P, V, T, all parts]
+    curvature = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    exact = torch.einsum("pvti,pvw,pwtj->ij", derivative, curvature, derivative)
+
+    drawn, generator = torch.zeros_like(exact), torch.Generator().manual_seed(1)
+    for _ in range(N_DRAWS):
+        gradients = drawn_gradients(drafter, frozen, inputs, draws, codec, layers, generator)
+        assert [[part.shape[1] for part in group] for group in gradients] == [sizes[:2]] * len(codec.groups)
+        own = torch.cat([part for group in gradients for part in group], dim=1)
+        drawn += own.T @ own / N_DRAWS
+    assert (drawn - exact).norm() < 0.15 * exact.norm()
+    assert float(drawn.trace()) == pytest.approx(float(exact.trace()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("moa", {}),
+        ("moa", {"layer_stride": 3, "layer_groups": 1}),
+        ("glide", {}),
+        ("dspark", {"context": "kv", "block_layers": 1, "fused_layers": (1,)}),
+    ],
+)
+def test_metrics_of_what_a_drafter_reads(store_path: Path, kind: str, sizes: dict[str, Any]) -> None:
+    model = tiny_model()
+    drafter, codec, seen = build(kind, model, **sizes), codec_of(model, "layer"), []
+    with ActivationStore(store_path) as store:
+        sequences = [1, 5, 6]
+        metrics = DrafterMetrics(drafter, lambda *progress: seen.append(progress[:2]))(store, codec, sequences)
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+    assert [len(group) for group in metrics] == [2] * 3
+    for group in metrics:
+        for metric in group:
+            assert metric.shape == (16, 16)
+            np.testing.assert_allclose(metric, metric.T)
+            assert np.linalg.eigvalsh(metric).min() > -1e-6 * max(np.trace(metric), 1e-12)
+    reads = type(drafter).reads(3, drafter.config).kv_layers
+    felt = [layer for layer in range(3) if np.trace(metrics[layer][1]) > 0]
+    assert felt == ([0, 1, 2] if reads is None else sorted(layer % 3 for layer in reads))
+
+
+def test_a_drafter_that_feels_no_keys_and_values_is_refused(store_path: Path) -> None:
+    model = tiny_model()
+    codec = codec_of(model, "all")
+    with ActivationStore(store_path) as store:
+        with pytest.raises(TrainingError, match="kind eagle with these settings reads no keys and values"):
+            DrafterMetrics(build("eagle", model))(store, codec, [0])
+        with pytest.raises(DrafterError, match="trained for another target"):
+            DrafterMetrics(build_drafter(build_model()))(store, codec, [0])
+        other = build_drafter(model)
+        other.config = dataclasses.replace(other.config, target={"weights_sha256": "cd" * 32})
+        with pytest.raises(DrafterError, match="weights cdcdcdcdcdcd, this one has abababababab"):
+            DrafterMetrics(other)(store, codec, [0])
+        with pytest.raises(SelectionInvalid, match="lacks hidden/layer_0, which the drafter reads"):
+            DrafterMetrics(build_drafter(model, n_target_layers=2))(store, codec, [0])
+
+
+def test_values_and_drafters_that_are_not_finite_are_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    drafter, codec = build("glide", model), codec_of(model, "all")
+    for weight in drafter.parameters():
+        weight.data.fill_(torch.nan)
+    with ActivationStore(store_path) as store:
+        with pytest.raises(TrainingError, match="the drafter gives NaN on this store"):
+            DrafterMetrics(drafter)(store, codec, [0])
+        read = ActivationStore.read
+        monkeypatch.setattr(ActivationStore, "read", lambda *given: read(*given) * np.float32(np.nan))
+        monkeypatch.setattr("moa_data.trainer.sensitivity.to_float32", lambda values, dtype: values)
+        with pytest.raises(TrainingError, match=r"sequence 0 of .* has keys or values that are NaN or infinite"):
+            DrafterMetrics(build("glide", model))(store, codec, [0])
+
+
+def test_stores_that_no_drafter_can_be_measured_on_are_refused(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = DrafterMetrics(build("glide", tiny_model()))
+    without = build_store(tmp_path / "without", ("hidden:last",), n_sequences=4)
+    with pytest.raises(OptionInvalid, match="has no keys and values for a drafter to read"):
+        recode(without, "transform:2", tmp_path / "new", kv_metrics=metrics)
+    monkeypatch.setattr("moa_data.pipeline.recode._LEAST_RESPONSE", 100)
+    with pytest.raises(OptionInvalid, match="has a response of 100 tokens"):
+        recode(store_path, "transform:2@layer", tmp_path / "new", kv_metrics=metrics)
+
+
+def test_an_interrupted_run_goes_on_with_the_same_drafter(store_path: Path, tmp_path: Path) -> None:
+    metrics = DrafterMetrics(build("glide", tiny_model()))
+
+    def interrupting(done: int, total: int, message: str) -> None:
+        if message.startswith("recode part 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=r"1 of \d parts"):
+        recode(store_path, "transform:2@layer", tmp_path / "new", interrupting, kv_metrics=metrics)
+    report = recode(store_path, "transform:2@layer", tmp_path / "new", kv_metrics=metrics)
+    assert report.n_parts_done == report.n_parts - 1
+    recode(store_path, "transform:2@layer", tmp_path / "whole", kv_metrics=metrics)
+    with ActivationStore(tmp_path / "new") as one, ActivationStore(tmp_path / "whole") as other:
+        assert one.manifest == other.manifest
+        assert one.manifest.identities["drafter.weights_sha256"] == metrics.identity
+        for i in range(len(one)):
+            np.testing.assert_array_equal(one.read(i, "kv"), other.read(i, "kv"))
+
+
+def test_a_store_for_a_drafter(store_path: Path, tmp_path: Path) -> None:
+    """Of one that reads the last layer alone: its keys and values err less than in an even store of the same size."""
+    drafter = build("glide", tiny_model())
+    errors = {}
+    for name, metrics in (("even", None), ("own", DrafterMetrics(drafter))):
+        report = recode(store_path, "transform:2@layer", tmp_path / name, kv_metrics=metrics)
+        assert report.n_parts_done == report.n_parts
+        assert verify_store(tmp_path / name).ok
+        with ActivationStore(store_path) as exact, ActivationStore(tmp_path / name) as coded:
+            described = coded.manifest.codec["transform"]["kv"]["error_metric"]
+            assert described == ("plain" if metrics is None else "given")
+            wrong = [
+                to_float32(exact.read(i, "kv"), exact.fields["kv"].dtype)
+                - to_float32(coded.read(i, "kv"), coded.fields["kv"].dtype)
+                for i in range(len(exact))
+            ]
+        errors[name] = np.square(np.concatenate(wrong), dtype=np.float64).mean(axis=(0, 2, 3, 4))  # [layer]
+    assert errors["own"][2] < 0.2 * errors["even"][2]
+    assert errors["own"][0] > 2 * errors["even"][0]
+
+    again = recode(store_path, "transform:2@layer", tmp_path / "own", kv_metrics=DrafterMetrics(drafter))
+    assert again.n_parts_done == 0
+    other = build("glide", tiny_model(), seed=2)
+    for folder, given in (("own", None), ("own", DrafterMetrics(other)), ("even", DrafterMetrics(drafter))):
+        with pytest.raises(StoreMismatch, match=r"drafter\.weights_sha256"):
+            recode(store_path, "transform:2@layer", tmp_path / folder, kv_metrics=given)
+
+
+def test_the_command_refuses_in_one_line(store_path: Path, tmp_path: Path) -> None:
+    for kind in ("moa", "eagle"):
+        save_drafter(build(kind, tiny_model()), tmp_path / kind)
+    out = ("--out", tmp_path / "new")
+    given = ("recode", store_path, *out, "--drafter")
+    refused(run_command(*given, tmp_path / "moa", "--codec", "int8"), "int8 gives all keys and values the same bits")
+    refused(run_command(*given, tmp_path / "eagle", "--codec", "transform:2"), "eagle with these settings reads no")
+    refused(run_command(*given, tmp_path / "none", "--codec", "transform:2"), "none")
+    assert not (tmp_path / "new").exists()
+    done = run_command(*given, tmp_path / "moa", "--codec", "transform:2")
+    assert done.exit_code == 0, done.output
+    assert "codec transform:2" in done.stdout

@@ -1,0 +1,417 @@
+"""Callbacks around the steps: throughput, micro-batches, validation, checkpoints, progress, and stopping on signals."""
+
+import contextlib
+import json
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch import Tensor
+
+from ..errors import Interrupted, RunWarning
+from ..machine import free_memory
+from ..storage.disk.durable import write_atomic
+from ..text import Progress
+from .batches import Batch
+from .checkpoints import write_drafter
+from .data import StoreDataModule, TrainingStream, device_share
+from .sharding import ShardedStrategy
+from .step import DrafterModule
+from .trial import WHAT_HELPS, Trial
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPEAT_S = 1.0
+"""A second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher."""
+
+
+class Throughput(L.Callback):
+    """Logs tokens/s and the share of time that training waits for data, over each logging interval.
+
+    Attributes:
+        n_tokens: real tokens trained on in this invocation.
+        n_tokens_total: real tokens trained on in all invocations of the run.
+        n_bytes_read: bytes of the store that were read in all invocations; other devices are taken to read as many.
+        step_s: seconds in steps and waiting, without validation and the writing of checkpoints.
+        wait_s: seconds waiting for the next batch.
+    """
+
+    def __init__(self) -> None:
+        self.n_tokens, self.step_s, self.wait_s = 0, 0.0, 0.0
+        self.n_tokens_total, self.n_bytes_read = 0, 0
+        self._at_step = (0, 0)  # both, at the end of the last whole step
+        self._interval = (0, 0.0, 0.0)
+        self._wait_before_s = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave out the wait for what was read during the setup."""
+        self._wait_before_s = _stream_of(trainer).wait_s
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Count the batch; log at the logging interval."""
+        stream = _stream_of(trainer)
+        # Whatever is done between two batches ends before the trainer asks for the next one.
+        self.step_s += time.perf_counter() - stream.asked_s
+        self.wait_s = stream.wait_s - self._wait_before_s
+        self.n_tokens += batch.n_tokens_of_all
+        self.n_tokens_total += batch.n_tokens_of_all
+        self.n_bytes_read += batch.n_bytes_read * trainer.world_size
+        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if ends_step:
+            self._at_step = (self.n_tokens_total, self.n_bytes_read)
+        # Lightning sets this attribute in one of its connectors, where mypy doesn't see it.
+        if ends_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            tokens, step_s, wait_s = self._interval
+            spent = max(1e-9, self.step_s - step_s)
+            speed = (self.n_tokens - tokens) / spent
+            pl_module.log("tok/s", speed, prog_bar=True, logger=False, batch_size=1)
+            pl_module.log("train/tokens_per_s", speed, batch_size=1)
+            pl_module.log("train/data_wait_share", (self.wait_s - wait_s) / spent, batch_size=1)
+            self._interval = (self.n_tokens, self.step_s, self.wait_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals for resuming, without micro-batches of an unfinished step, which come again."""
+        n_tokens_total, n_bytes_read = self._at_step
+        return {"n_tokens_total": n_tokens_total, "n_bytes_read": n_bytes_read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the totals."""
+        self._at_step = (state_dict["n_tokens_total"], state_dict["n_bytes_read"])
+        self.n_tokens_total, self.n_bytes_read = self._at_step
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Real tokens per second of ``step_s``, in this invocation; None before the first step."""
+        return self.n_tokens / self.step_s if self.step_s else None
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of ``step_s`` spent waiting for data; None before the first step."""
+        return self.wait_s / self.step_s if self.step_s else None
+
+
+def _stream_of(trainer: L.Trainer) -> TrainingStream:
+    stream = trainer.train_dataloader
+    assert isinstance(stream, TrainingStream)
+    return stream
+
+
+def drafter_weights(trainer: L.Trainer) -> dict[str, Tensor]:
+    """Gather the drafter's weights, which devices may share; all must ask, the first gets them."""
+    prefix = "drafter."
+    found = trainer.strategy.lightning_module_state_dict()
+    return {name.removeprefix(prefix): weight for name, weight in found.items() if name.startswith(prefix)}
+
+
+class ExportBest(L.Callback):
+    """Writes ``drafter/`` and ``best.ckpt`` whenever the expected acceptance length reaches a new best."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        self.folder, self.file = folder, file
+        self.best = float("-inf")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Export when better."""
+        assert isinstance(pl_module, DrafterModule)
+        value = trainer.callback_metrics.get("val/expected_acceptance_length")
+        if trainer.sanity_checking or value is None or not float(value) > self.best:
+            return
+        self.best = float(value)
+        weights = drafter_weights(trainer)
+        if trainer.is_global_zero:
+            write_drafter(pl_module.drafter, self.folder, weights)
+        trainer.save_checkpoint(self.file)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, for resuming."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best value."""
+        self.best = state_dict["best"]
+
+
+class ShowSteps(L.Callback):
+    """Reports optimizer steps to a progress callback, and what the run is doing between two of them."""
+
+    def __init__(self, progress: Progress, max_steps: int) -> None:
+        self.progress, self.max_steps = progress, max_steps
+        self._figures = "train"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Report the step that the run begins with."""
+        self._report(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Report a step, or which micro-batch of it is done: on a CPU a step can take minutes."""
+        n_done = batch_idx % trainer.accumulate_grad_batches + 1
+        if n_done < trainer.accumulate_grad_batches:
+            self._report(trainer, f", micro-batch {n_done} of {trainer.accumulate_grad_batches}")
+            return
+        self._read_figures(trainer)  # once a step, as it waits for the device
+        self._report(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *args: Any
+    ) -> None:
+        """Report how far a validation is."""
+        [n_batches] = trainer.num_val_batches
+        self._report(trainer, f", validation {batch_idx + 1} of {n_batches}")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Report what the validation gave."""
+        self._read_figures(trainer)
+        self._report(trainer)
+
+    def _read_figures(self, trainer: L.Trainer) -> None:
+        found = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        self._figures = ", ".join(["train", *(f"{name} {value:,.4g}" for name, value in found.items())])
+
+    def _report(self, trainer: L.Trainer, doing: str = "") -> None:
+        if trainer.is_global_zero:
+            self.progress(trainer.global_step, self.max_steps, self._figures + doing)
+
+
+class KeepLast(L.Callback):
+    """Saves the state every so many steps."""
+
+    def __init__(self, every_n_steps: int, file: Path) -> None:
+        self.every_n_steps, self.file = every_n_steps, file
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave out the step that a resumed run begins with."""
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Save once at each of these steps; this is called for each of its micro-batches."""
+        step = trainer.global_step
+        if step % self.every_n_steps == 0 and step != self._saved_step:
+            trainer.save_checkpoint(self.file)
+            self._saved_step = step
+
+
+class WholeSteps(L.Callback):
+    """Lets a resumed run begin at a whole step, counted in its own micro-batches.
+
+    Lightning counts micro-batches, and a step where their number divides. The stream begins at the first micro-batch of
+    a step, so after a checkpoint from the middle of a step, or of an invocation with other devices or another size of
+    micro-batches, each step would mix two batches.
+    """
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Set Lightning's counts to those at the end of the checkpoint's step."""
+        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+        n_batches = step * trainer.accumulate_grad_batches
+        progress = loops["epoch_loop.batch_progress"]
+        for part in ("total", "current"):
+            progress[part] = dict.fromkeys(progress[part], n_batches)
+        # Where a validation is due, Lightning passes its end once more, done or not, and counts the step only there.
+        is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
+
+
+class MicroBatches(L.Callback):
+    """Chooses by trials the sequences per forward, and whether decoder layers are recomputed.
+
+    Args:
+        file: where the choice is noted; a resumed run takes it again where it fits, and then adds up in the same order.
+    """
+
+    def __init__(self, data: StoreDataModule, file: Path) -> None:
+        self.data, self.file = data, file
+        self._has_chosen = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Set the micro-batch, and what Lightning counts in micro-batches; all devices are connected by now."""
+        assert isinstance(pl_module, DrafterModule)
+        share = device_share(self.data.config, trainer.world_size)
+        if not self._has_chosen:  # it is asked again for a validation after the last step
+            self._choose(trainer, pl_module, share)
+            self._has_chosen = True
+        trainer.accumulate_grad_batches = share // self.data.micro_batch
+        if trainer.enable_validation:
+            every = self.data.config.validation.validate_every
+            trainer.val_check_interval = every * trainer.accumulate_grad_batches
+
+    def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
+        device, n_devices = trainer.strategy.root_device, trainer.world_size
+        given = self.data.config.data.micro_batch_size
+        sizes = [given] if given else [size for size in range(share, 0, -1) if share % size == 0]
+        noted = self._noted()
+        # Two moments, and DDP's copy of the gradients; a device of N has shares of moments, weights and gradients.
+        copies = 4 / n_devices if isinstance(trainer.strategy, ShardedStrategy) else 3 if n_devices > 1 else 2
+        free = free_memory() if device.type == "cpu" else None
+        free = None if free is None else free // trainer.num_devices
+        trial = Trial(module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context)
+        chosen = trial.choose(sizes, free, copies)
+        # Devices of unlike memory take steps together.
+        size = int(trainer.strategy.reduce(torch.tensor(chosen.micro_batch, device=device), reduce_op="min"))
+        before = noted.get("micro_batch_size")
+        if not given and type(before) is int and 0 < before <= size and share % before == 0:
+            size = before
+        self.data.micro_batch = size
+        module.recomputes = chosen.recomputes or noted.get("recomputes") is True
+        if trainer.is_global_zero:
+            facts = {"micro_batch_size": size, "recomputes": module.recomputes}
+            write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
+        if not chosen.fits:
+            text = f"a step of {sizes[-1]} of the longest sequences does not fit into the free memory; what helps: "
+            warnings.warn(text + WHAT_HELPS, RunWarning, stacklevel=2)
+
+    def _noted(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet
+            return dict(json.loads(self.file.read_text()))
+        return {}
+
+
+class Validations(L.Callback):
+    """Validates the last step of a run, whatever the interval, and repeats an unfinished validation on resume.
+
+    Args:
+        max_steps: steps of the run; an invocation that is to end earlier does not validate where it ends.
+
+    Attributes:
+        validated_step: None before the first validation.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self.validated_step: int | None = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Tell Lightning to stop after the last step: it then validates once more."""
+        if trainer.global_step >= self.max_steps:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the step."""
+        self.validated_step = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, for resuming."""
+        return {"validated_step": self.validated_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the step."""
+        self.validated_step = state_dict["validated_step"]
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Make Lightning run the validation of the checkpoint's step from its first batch, unless it had ended."""
+        step = checkpoint["global_step"]
+        is_open = step > 0 and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
+        # Lightning runs one that has started a batch and not processed it.
+        count = {"ready": int(is_open), "started": int(is_open), "processed": 0, "completed": 0}
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+        progress |= {"total": dict(count), "current": dict(count), "is_last_batch": False}
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """Ctrl-C was pressed again before the state could be saved."""
+
+    signum = signal.SIGINT
+
+
+class StopGuard(L.Callback):
+    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, and stops training at the next micro-batch, state saved.
+
+    An exception out of a signal's handler could tear an optimizer's step in half, or leave one process of several in a
+    collective operation for ever. So the handlers only note the signal, and each micro-batch looks for one.
+
+    Signals that are ignored stay ignored. SIGUSR1 is left to Lightning, which on SLURM saves and queues the job again.
+
+    Attributes:
+        signum: number of the first signal noted; 0 before.
+        has_started: whether training has, so that a checkpoint is restored.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.signum = 0
+        self.has_started = False
+        self._noted_s = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+        self._mask: set[Any] | None = None
+
+    def __enter__(self) -> "StopGuard":
+        """Take the handlers over; until a trainer is set up, signals are blocked."""
+        # Processes that Lightning starts inherit the block for good: a signal to the whole group reaches them through
+        # the first process, and doesn't end them while they import.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        if threading.current_thread() is threading.main_thread():
+            for signum in STOP_SIGNALS:
+                handler = signal.getsignal(signum)
+                if handler not in (signal.SIG_IGN, None):
+                    self._before[signum] = handler
+                    signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give the handlers back; whoever entered the guard acts on a signal that was noted and not acted upon."""
+        self._let_signals_in()
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _let_signals_in(self) -> None:
+        if self._mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            self._mask = None
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signum and signum == signal.SIGINT and now > self._noted_s + REPEAT_S:
+            raise StoppedAtOnce
+        if not self.signum:
+            self.signum, self._noted_s = signum, now
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Unblock signals: all processes have been started and are connected."""
+        self._let_signals_in()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note that whatever was to be restored is."""
+        self.has_started = True
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Stop between two micro-batches."""
+        self._stop_if_asked(trainer)
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Stop between two batches of a validation, which is then done again."""
+        self._stop_if_asked(trainer)
+
+    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+        signum = self.signum
+        if trainer.world_size > 1:
+            noted = torch.tensor(signum, device=trainer.strategy.root_device)
+            signum = int(trainer.strategy.reduce(noted, reduce_op="max"))
+        if signum:
+            self.signum = signum
+            trainer.save_checkpoint(self.checkpoint)
+            raise Interrupted(stopped_at(trainer.global_step), self.signum)
+
+
+def stopped_at(step: int) -> str:
+    """Return the line for a run whose state is saved."""
+    return f"stopped at step {step}; go on with the same command and --resume."
+
+
+class SignalsLeftAlone(_SignalConnector):
+    """Lightning's handlers without those for stop signals: its own for SIGTERM communicates within the handler."""
+
+    @staticmethod
+    def _register_signal(signum: Any, handlers: Any) -> None:
+        if signum not in STOP_SIGNALS:
+            _SignalConnector._register_signal(signum, handlers)

@@ -1,0 +1,191 @@
+"""Writes a drafter for another program: `moa-data export-drafter`. The formats are in ``moa/formats/table.py``."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError, OutputOccupied, TargetError
+from ..moa.drafters.base import Drafter
+from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
+from ..moa.files import read_header
+from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
+from ..moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
+from ..moa.targets.live import resolve_model_folder
+from ..storage.disk.checking import exists
+from ..storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard
+from ..storage.disk.files import open_path
+from ..storage.names import MANIFEST_NAME, TARGET_NAME
+from ..storage.paths import RemotePath
+from ..storage.read.store import ActivationStore
+from .config import RUN_FILE, DrafterExportConfig
+
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class DrafterExportReport:
+    """The outcome of an export.
+
+    Attributes:
+        reader: the program that loads it.
+        notes: what to know before using it.
+    """
+
+    folder: Path
+    format: str
+    reader: str
+    kind: str
+    n_tensors: int
+    written_bytes: int
+    notes: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return the report as text."""
+        line = (
+            f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), {self.n_tensors} tensors, "
+            f"{self.written_bytes / 1e6:,.1f} MB; loaded again and equal"
+        )
+        return "\n".join((line, *(f"note: {note}" for note in self.notes)))
+
+
+@dataclass(frozen=True)
+class TargetPieces:
+    """What a layout may need of a target."""
+
+    config: Any
+    """Its transformers config."""
+    identity: dict[str, str]
+    """weights_sha256 and config_sha256."""
+    embeddings: Tensor | None
+    """[V, E], where they were asked for."""
+    lm_head: Tensor | None
+    """[V, E], likewise; the embeddings where the target has no LM head of its own."""
+
+
+def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
+    """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal.
+
+    Raises:
+        OutputOccupied: the folder holds something.
+        TargetError: the layout needs the target, and it is not to be found.
+        DrafterError: the drafter cannot be loaded, is of another kind, would be run differently by the other program,
+            or belongs to another target.
+        CheckpointError: what was written does not load as the same drafter.
+    """
+    layout = LAYOUTS[config.format]
+    source, folder = Path(config.drafter).expanduser(), Path(config.out).expanduser()
+    drafter = load_drafter(source)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputOccupied(f"{folder} is not an empty folder. Choose another --out.")
+    pieces = None
+    needs_target = layout.needs_target_config or layout.needs_embeddings or layout.needs_head
+    if config.model or (layout.kind == drafter.kind and needs_target):
+        pieces = find_target(config.model, source, layout.needs_embeddings, layout.needs_head)
+        check_sizes_fit(drafter.config, target_sizes(pieces.config))
+        check_identity_fits(drafter.config, pieces.identity)
+    dtype = getattr(torch, config.dtype)
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk_full_guard(folder):
+            n_tensors = write_layout(
+                drafter, layout, partial, dtype,
+                target_config=pieces.config if pieces else None, embeddings=pieces.embeddings if pieces else None,
+                lm_head=pieces.lm_head if pieces else None,
+            )  # fmt: skip
+        _compare(drafter, partial, dtype)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    file = folder / "model.safetensors"
+    notes = tuple(layout.notes(drafter.config))
+    return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, file.stat().st_size, notes)
+
+
+def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_head: bool = False) -> TargetPieces:
+    """Read the target's config, identity and weights from a store, a model folder or the Hub.
+
+    Args:
+        model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
+
+    Raises:
+        TargetError: there is no run, its store is gone, or the target has no embeddings.
+        TargetError: the target cannot be read.
+    """
+    place = model or _store_of(drafter)
+    if _is_store(place):
+        with ActivationStore(place, parts=()) as opened:  # whatever its parts are like
+            folder, recorded = opened.target_path, opened.manifest.identities
+            prefix = "target."
+            identity = {key.removeprefix(prefix): str(v) for key, v in recorded.items() if key.startswith(prefix)}
+            return _pieces(folder, [folder / FROZEN_FILE], "", identity, with_embeddings, with_head)
+    folder = resolve_model_folder(place)
+    load_target_config(folder)
+    return _pieces(folder, weight_files(folder), "model.", hash_target(folder), with_embeddings, with_head)
+
+
+def _pieces(
+    folder: Path, files: list[Path], prefix: str, identity: dict[str, str], with_embeddings: bool, with_head: bool
+) -> TargetPieces:
+    """Read the pieces of a target from files whose tensors' names begin with a prefix."""
+    embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
+    head = _read_tensor(files, (_HEAD, prefix + _EMBEDDINGS), folder) if with_head else None
+    return TargetPieces(load_target_config(folder), identity, embeddings, head)
+
+
+def _store_of(drafter: Path) -> str:
+    """Find the store of a run; ``drafter`` may be its subfolder."""
+    for folder in (drafter, drafter.parent):
+        if (folder / RUN_FILE).is_file():
+            settings = yaml.safe_load((folder / RUN_FILE).read_text(encoding="utf-8"))
+            store = str(settings.get("store", "")) if isinstance(settings, dict) else ""
+            if store and _is_store(store):
+                return store
+            raise TargetError(
+                f"the format needs weights or settings of the target, and the store {store!r} of {folder} is not "
+                "there. Give the target with --model."
+            )
+    raise TargetError(
+        f"the format needs weights or settings of the target, and {drafter} is no run. Give the target with --model."
+    )
+
+
+def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Tensor:
+    """Read the first of some tensors that there is."""
+    for name in names:
+        for file in files:
+            if name in read_header(file, TargetError):
+                with safe_open(file, framework="pt") as tensors:
+                    tensor: Tensor = tensors.get_tensor(name)
+                    return tensor
+    raise TargetError(f"{folder} has no tensor {names[0]}. Give another target with --model.")
+
+
+def _is_store(place: str) -> bool:
+    """Whether a store with a target bundle lies there; of a remote one, whether a store does."""
+    path = open_path(place)
+    if isinstance(path, RemotePath):
+        return exists(path / MANIFEST_NAME)
+    return (path / TARGET_NAME / FROZEN_FILE).is_file()
+
+
+def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
+    """Load what was written and compare it with the drafter in that dtype."""
+    again = load_drafter(folder)
+    if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(drafter.config.to_dict(), sort_keys=True):
+        raise CheckpointError(f"{folder} does not load with the same sizes. Report this drafter.json.")
+    weights = again.state_dict()
+    for name, value in drafter.state_dict().items():
+        meant = value.to(dtype).to(weights[name].dtype) if value.is_floating_point() else value
+        if not torch.equal(weights[name], meant):
+            raise CheckpointError(f"{folder}: {name} does not load as it was written. Check the disk and try again.")

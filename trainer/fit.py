@@ -1,0 +1,518 @@
+"""Trains a drafter from a store; the target is never loaded.
+
+::
+
+    train                    catches interruptions, turns them into one line
+      _train                 locks the folder, checks it against the run and the store, records the settings
+        build_module         frozen target weights, drafter with its initial weights
+        _fit                 Lightning's trainer with the callbacks; then the report, the curves and drafter/
+                             -> DrafterModule.training_step for each micro-batch
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from ..errors import CheckpointError, Interrupted, MoaDataError, OutputOccupied, TrainingError
+from ..machine import is_first_process, keep_freed_memory
+from ..moa.drafters.registry import drafter_class
+from ..moa.targets.bundle import FrozenTarget, target_sizes
+from ..storage.disk.durable import PARTIAL_SUFFIX, check_room, disk_full_guard, write_atomic
+from ..storage.disk.locking import LockHeld, lock_file
+from ..storage.disk.read_cache import cache_at
+from ..storage.parts.manifest_commit import check_target_bundle
+from ..storage.read.store import ActivationStore
+from ..text import Progress, first_line
+from . import callbacks
+from .batches import BatchReader, sequence_bytes
+from .checkpoints import (
+    FULL_DISK_ADVICE,
+    CheckpointFiles,
+    check_for,
+    damaged_checkpoint,
+    initial_drafter,
+    read_step,
+    remove_leftovers,
+    write_drafter,
+)
+from .config import (
+    BEST,
+    CURVES_FILE,
+    DRAFTER,
+    LAST,
+    LOCK_FILE,
+    MEMORY_FILE,
+    PROVENANCE_FILE,
+    REPORT_FILE,
+    RUN_FILE,
+    STORE_FILE,
+    MachineSettings,
+    TrainConfig,
+)
+from .data import StoreDataModule, device_share
+from .logs import build_loggers, check_logger, keep_earlier_metrics, plot_curves
+from .sharding import ShardedStrategy
+from .step import DrafterModule
+from .trial import WHAT_HELPS
+
+_FREE_TO_CHANGE = frozenset(
+    {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
+     "checkpoint_every", "devices", "num_nodes", "strategy", "accelerator", "logger", "project", "max_steps", "epochs",
+     "decay_steps", "dry_run", "cache_dir", "cache_gb"}
+)  # fmt: skip
+"""Settings that may differ between two invocations of one run; those of its length only as far as :func:`_check_length`
+allows."""
+
+
+_WEIGHT_COPIES_ON_DISK = 3 * 3 + 1
+"""Two checkpoints and one that is being written, with two moments each; and ``drafter/``."""
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """The results of a run."""
+
+    out: str
+    n_steps: int
+    n_parameters: int
+    n_tokens: int
+    """Real tokens trained on in this invocation."""
+    tokens_per_s: float | None
+    """None where no step was left to train."""
+    data_wait_share: float | None
+    metrics: dict[str, float]
+    """Last training and validation metrics, those that are finite."""
+    best_expected_acceptance_length: float | None
+    """None for a run without validation."""
+    n_pending_parts: int = 0
+    """Parts of the store that were planned but not extracted yet, so not trained on."""
+    n_tokens_total: int = 0
+    """Real tokens trained on in all invocations."""
+    n_bytes_read: int = 0
+    """Bytes of the store that were read in all invocations."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will take."""
+
+    n_steps: int
+    steps_per_epoch: int
+    n_sequences: int
+    n_tokens_per_epoch: int
+    read_bytes_per_epoch: int
+    """Bytes of decoded activations."""
+    n_parameters: int
+    disk_bytes: int
+    """Of checkpoints and drafter, with room for the one that is being written."""
+    free_disk_bytes: int
+
+
+def train(
+    config: TrainConfig, progress: Progress | None = None, provenance: dict[str, Any] | None = None
+) -> TrainReport:
+    """Train a drafter from a store.
+
+    Args:
+        progress: called with optimizer steps.
+        provenance: command, versions and machine of the run, written beside it.
+
+    Returns:
+        Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
+
+    Raises:
+        TrainingError: settings that do not fit the store, an output folder that holds another run or in which another
+            process trains, or an interruption.
+    """
+    keep_freed_memory()
+    out = Path(config.out)
+    # Launchers start this very command once more for each further device.
+    is_first = is_first_process()
+    try:
+        with disk_full_guard(out, FULL_DISK_ADVICE):
+            return _train(config, out, progress, provenance, is_first)
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}") from error
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Ctrl-C before or after the guard, or a second one within it; Lightning turns it into an exit.
+        interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
+        if not isinstance(interrupt, KeyboardInterrupt):
+            raise
+        signum = getattr(interrupt, "signum", signal.SIGINT)
+        if not is_first:
+            raise SystemExit(128 + signum) from interrupt  # one line, by the first process, is enough
+        raise Interrupted(_where_to_go_on(out, interrupt), signum) from interrupt
+
+
+def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
+    """Return the line for a run that was stopped at once, by the checkpoint that it left."""
+    try:
+        step = read_step(out / LAST)
+    except (CheckpointError, OSError):
+        return "stopped before the first checkpoint; run the same command again."
+    if isinstance(interrupt, callbacks.StoppedAtOnce):
+        return f"stopped without saving; go on from the checkpoint of step {step} with the same command and --resume."
+    return callbacks.stopped_at(step)
+
+
+def _train(
+    config: TrainConfig, out: Path, progress: Progress | None, provenance: dict[str, Any] | None, is_first: bool
+) -> TrainReport:
+    check_logger(config)
+    if is_first:
+        _check_folder(config, out)
+        check_room(out)
+    store = ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb))
+    data = StoreDataModule(store, config)
+    config = data.config  # the batch of a small store is smaller
+    module = build_module(store, config, data)
+    if is_first:
+        # The next checkpoint with at least one moment of the weights, and the drafter.
+        n_bytes = 3 * sum(weights.nbytes for weights in module.drafter.parameters())
+        check_room(out, n_bytes, FULL_DISK_ADVICE)
+    with _lock_run(out) if is_first else contextlib.nullcontext():
+        if is_first:
+            _check_folder(config, out)  # another training may have ended here since it was checked
+            _check_same_store(config, out, store)
+            _check_length(config, out, data)
+            remove_leftovers(out)
+            _record_run(config, out, store, provenance)
+        report = _fit(config, store, data, module, progress, is_first)
+    store.close()
+    return report
+
+
+def _fit(
+    config: TrainConfig,
+    store: ActivationStore,
+    data: StoreDataModule,
+    module: DrafterModule,
+    progress: Progress | None,
+    is_first: bool,
+) -> TrainReport:
+    """Run the steps and write the results; the process of the first device writes for all."""
+    out = Path(config.out)
+    last = out / LAST
+    guard, throughput = callbacks.StopGuard(last), callbacks.Throughput()
+    best = callbacks.ExportBest(out / DRAFTER, out / BEST)
+    validations = callbacks.Validations(data.max_steps)
+    micro_batches = callbacks.MicroBatches(data, out / MEMORY_FILE)
+    files = CheckpointFiles()
+    _hush_lightning()
+    trainer = _build_trainer(
+        config,
+        data,
+        [
+            guard, micro_batches, throughput, validations, best, callbacks.WholeSteps(),
+            *([callbacks.ShowSteps(progress, data.max_steps)] if progress else []),
+            callbacks.KeepLast(config.record.checkpoint_every, last),
+        ],
+        files,
+    )  # fmt: skip
+    files.check = check_for(module)
+    try:
+        with guard:
+            trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)
+            if trainer.global_step >= data.max_steps != validations.validated_step and len(data.validation_sequences):
+                # All steps were done before, and the process ended within their last validation.
+                trainer.validate(module, datamodule=data, verbose=False)
+            trainer.save_checkpoint(last)
+        if guard.signum:
+            raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        # Lightning takes a checkpoint apart without checking it; once training has started the error is another one.
+        if isinstance(error, MoaDataError) or guard.has_started or not config.resume:
+            raise
+        raise damaged_checkpoint(last, f"{type(error).__name__} {first_line(error)}") from error
+    except Interrupted as stop:
+        if is_first:
+            raise
+        # Lightning kills all when a process that it started ends with another code than 0, the first one included.
+        is_ours = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
+        raise SystemExit(0 if is_ours else 128 + (stop.signum or signal.SIGINT)) from stop
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics = {
+        name: value for name, value in logged.items() if name.startswith(("train/", "val/")) and math.isfinite(value)
+    }
+    report = TrainReport(
+        out=str(out),
+        n_steps=trainer.global_step,
+        n_parameters=sum(p.numel() for p in module.drafter.parameters()),
+        n_tokens=throughput.n_tokens,
+        tokens_per_s=throughput.tokens_per_s,
+        data_wait_share=throughput.data_wait_share,
+        metrics=metrics,
+        best_expected_acceptance_length=best.best if math.isfinite(best.best) else None,
+        n_pending_parts=store.manifest.n_parts - store.n_parts_committed,
+        n_tokens_total=throughput.n_tokens_total,
+        n_bytes_read=throughput.n_bytes_read,
+    )
+    weights = callbacks.drafter_weights(trainer) if report.best_expected_acceptance_length is None else None
+    if is_first:
+        if weights is not None:
+            write_drafter(module.drafter, out / DRAFTER, weights)
+        plot_curves(out, out / CURVES_FILE)
+        _write_report(out / REPORT_FILE, report)
+    return report
+
+
+def _write_report(file: Path, report: TrainReport) -> None:
+    """Write the report; a finished run that is resumed keeps its own, but for a validation that it lacked."""
+    facts = dataclasses.asdict(report)
+    if not report.n_tokens and file.is_file():
+        if not report.metrics:
+            return
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged one is replaced
+            earlier = json.loads(file.read_text(), parse_constant=lambda _: None)  # older ones may hold NaN
+            metrics = earlier["metrics"] | report.metrics
+            kept = ("n_steps", "best_expected_acceptance_length")
+            facts = earlier | {name: facts[name] for name in kept} | {"metrics": metrics}
+    write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
+
+
+def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
+    """Build frozen target weights from the store's bundle, and a drafter with its initial weights."""
+    frozen = FrozenTarget.load(store.target_path, config.target_layer_inference, None, store.manifest.target)
+    check_target_bundle(store.path, store.target_path)
+    identity = {
+        name.removeprefix("target."): str(value)
+        for name, value in store.manifest.identities.items()
+        if name.startswith("target.")
+    }
+    if arguments := store.manifest.extraction.get("template_kwargs"):
+        identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)  # decoding renders prompts with them
+    build = drafter_class(config.drafter.kind)
+    known = {item.name for item in dataclasses.fields(build.config_class)}
+    sizes = {name: value for name, value in config.drafter if name in known}
+    drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
+    most = drafter.config.max_depth
+    if most is not None and config.validation.draft_length > most:
+        raise TrainingError(
+            f"--draft-length {config.validation.draft_length} asks validation for more levels than the {most} that "
+            f"this {build.kind} drafter drafts; lower it, or give the drafter more."
+        )
+    drafter.initialize(torch.Generator().manual_seed(config.seed))
+    reader = BatchReader(store, config, torch.device("cpu"))
+    frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
+    drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
+    if config.init_from and not config.resume:
+        drafter = initial_drafter(config.init_from, drafter, config.drafter, target_sizes(frozen.config))
+    return DrafterModule(drafter, frozen, config, config.schedule.decay_end_step(data.steps_per_epoch))
+
+
+def _build_trainer(
+    config: TrainConfig, data: StoreDataModule, extra: list[L.Callback], files: CheckpointFiles
+) -> L.Trainer:
+    out, machine, has_validation = Path(config.out), config.machine, len(data.validation_sequences) > 0
+    devices: Any = machine.devices if machine.devices == "auto" else int(machine.devices)
+    try:
+        trainer = L.Trainer(
+            default_root_dir=out,
+            accelerator=machine.accelerator,
+            devices=devices,
+            num_nodes=machine.num_nodes,
+            strategy=ShardedStrategy() if machine.strategy == "fsdp" else machine.strategy,
+            precision=_precision(machine),
+            max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
+            max_epochs=-1,
+            gradient_clip_val=config.optimizer.gradient_clip or None,
+            log_every_n_steps=config.record.log_every,
+            val_check_interval=config.validation.validate_every if has_validation else None,
+            check_val_every_n_epoch=None if has_validation else 1,
+            limit_val_batches=1.0 if has_validation else 0,
+            num_sanity_val_steps=0,
+            logger=build_loggers(config),
+            callbacks=extra,
+            plugins=[files],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            use_distributed_sampler=False,
+        )
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise TrainingError(
+            f"this machine cannot train with --accelerator {machine.accelerator} --devices {machine.devices} "
+            f"--num-nodes {machine.num_nodes} --strategy {machine.strategy} --precision {machine.precision} ({error}); "
+            "choose others, or auto."
+        ) from error
+    _check_processes(machine, trainer.num_nodes * trainer.num_devices)
+    trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
+    device_share(config, trainer.world_size)  # refuses before anything is started
+    return trainer
+
+
+def _check_processes(machine: MachineSettings, n_devices: int) -> None:
+    """Refuse another number of processes than of devices: each would train alone, in one folder, or wait for ever."""
+    launched = None
+    if TorchElasticEnvironment.detect():
+        launched = int(os.environ["WORLD_SIZE"])
+    elif SLURMEnvironment.detect():
+        launched = int(os.environ["SLURM_NTASKS"])
+    if launched not in (None, n_devices):
+        raise TrainingError(
+            f"{launched} processes were launched for the {n_devices} devices of --devices {machine.devices} "
+            f"--num-nodes {machine.num_nodes}; launch one for each device, on each machine as many as --devices says."
+        )
+
+
+def plan_run(config: TrainConfig) -> RunPlan:
+    """Say how long a run is and what it writes, without training; nothing is written."""
+    with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
+        data = StoreDataModule(store, config)
+        module = build_module(store, data.config, data)
+        weights = list(module.drafter.parameters())
+        n_tokens = int(data.lengths[data.train_sequences].sum())
+        there = Path(config.out).absolute()
+        while not there.exists():
+            there = there.parent
+        return RunPlan(
+            n_steps=data.max_steps,
+            steps_per_epoch=data.steps_per_epoch,
+            n_sequences=len(data.train_sequences),
+            n_tokens_per_epoch=n_tokens,
+            read_bytes_per_epoch=sequence_bytes(store, data.config, n_tokens),
+            n_parameters=sum(weight.numel() for weight in weights),
+            disk_bytes=_WEIGHT_COPIES_ON_DISK * sum(weight.nbytes for weight in weights),
+            free_disk_bytes=shutil.disk_usage(there).free,
+        )
+
+
+def _hush_lightning() -> None:
+    """Drop Lightning's advertisements and its warnings about folders that were checked here."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # Validation logs what is the same on all devices already.
+    advice = (
+        "Experiment logs directory",
+        "Checkpoint directory",
+        "`isinstance\\(treespec",
+        "It is recommended to use `self",
+    )
+    for message in advice:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _precision(machine: MachineSettings) -> Any:
+    if machine.precision != "auto":
+        return machine.precision
+    on_cpu = machine.accelerator == "cpu" or (machine.accelerator == "auto" and not torch.cuda.is_available())
+    return "32-true" if on_cpu else "bf16-mixed"
+
+
+def _check_folder(config: TrainConfig, out: Path) -> None:
+    """Refuse an output folder in which two runs would mix."""
+    record, last = out / RUN_FILE, out / LAST
+    if config.resume:
+        if not last.exists():
+            raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
+        read_step(last)
+        before = _recorded_config(out).named()
+        changed = [
+            f"{name} was {before.get(name)!r}, now {value!r}"
+            for name, value in config.named().items()
+            if name not in _FREE_TO_CHANGE and before.get(name) != value
+        ]
+        if changed:
+            raise OutputOccupied(f"cannot resume {out} with other settings: {'; '.join(changed)}.")
+    elif out.exists() and not out.is_dir():
+        raise OutputOccupied(f"{out} is a file, expected a folder or nothing; choose another --out.")
+    elif record.is_file():
+        if not last.is_file():
+            return  # it ended before its first checkpoint: there is nothing to go on from, so it starts again
+        raise OutputOccupied(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
+    elif out.is_dir() and any(entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()):
+        raise OutputOccupied(f"{out} is not empty and holds no run; choose another --out.")
+
+
+def _recorded_config(out: Path) -> TrainConfig:
+    """Read the settings of a run, as it recorded them."""
+    record = out / RUN_FILE
+    try:
+        return TrainConfig(**yaml.safe_load(record.read_text()))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise TrainingError(f"{record} cannot be read, so nothing can be resumed; restore it.") from error
+
+
+@contextlib.contextmanager
+def _lock_run(out: Path) -> Iterator[None]:
+    """Keep other trainings out of the folder while this one runs."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_file(out / LOCK_FILE)
+    except LockHeld as held:
+        raise OutputOccupied(
+            f"{out} is being trained by {held.holder}; wait until it ends, or choose another --out."
+        ) from held
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _store_facts(store: ActivationStore) -> dict[str, Any]:
+    """List what decides the order and content of batches: a store may move between two invocations, but not change."""
+    identities = dict(sorted(store.manifest.identities.items()))
+    codec = store.manifest.codec["name"]
+    return {"n_sequences": len(store), "n_tokens": int(store.lengths.sum()), "codec": codec, **identities}
+
+
+def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) -> None:
+    """Refuse to go on with a run on another store, or on one that has grown."""
+    if not config.resume or not (out / STORE_FILE).is_file():
+        return
+    now = _store_facts(store)
+    try:
+        before = dict(json.loads((out / STORE_FILE).read_text()))
+    except (ValueError, TypeError) as error:
+        raise TrainingError(f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it.") from error
+    # What is newer than the run, such as the codec, was not recorded.
+    changed = [
+        f"{name} was {before[name]!r}, now {value!r}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
+    if changed:
+        raise OutputOccupied(f"cannot resume {out} on another store: {'; '.join(changed)}.")
+
+
+def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None:
+    """Refuse another length of a run where the learning rates of steps already taken depend on it."""
+    if not config.resume or (schedule := _recorded_config(out).schedule) == config.schedule:
+        return
+    step = read_step(out / LAST)
+    if data.max_steps < step:
+        raise OutputOccupied(f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now.")
+    before = schedule.decay_end_step(data.steps_per_epoch)
+    now = config.schedule.decay_end_step(data.steps_per_epoch)
+    if now != before:
+        raise OutputOccupied(
+            f"the learning rate of {out} falls until step {before}, not {now}, and {step} steps are taken: give "
+            f"--decay-steps {before} to go on at the rate it ends with, or start a new run from its weights with "
+            f"--init-from {out}."
+        )
+
+
+def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
+    """Write the resolved settings, the store's identity, and the provenance."""
+    # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
+    # Absolute, so that whoever reads it in another folder finds the store, as `export-drafter` does.
+    place = store.path.absolute() if isinstance(store.path, Path) else store.path
+    write_atomic(out / RUN_FILE, config.replaced(store=str(place)).to_yaml().encode())
+    write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
+    keep_earlier_metrics(out)
+    write_atomic(out / PROVENANCE_FILE, (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode())

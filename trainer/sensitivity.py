@@ -1,0 +1,186 @@
+"""Measures which errors of stored keys and values a drafter feels, for codecs that give bits to what counts.
+
+An error ``e`` of a token's keys or values changes a drafter's next-token distributions by about ``e @ M @ e / 2`` nats
+(the KL, summed over the positions that see the token), where ``M`` is the drafter's Gauss-Newton matrix: with ``J`` the
+derivative of its logits and ``p`` its distribution, the sum of ``J^T (diag(p) - p p^T) J`` over positions. It is the
+mean, over draws, of outer products of gradients of the log-probability of tokens that are drawn from the drafter itself
+(Martens 2020, "New insights and perspectives on the natural gradient method", section 5), so that one backward samples
+all positions.
+
+Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, E width of a feature.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import SelectionInvalid, TrainingError
+from ..moa.drafters.base import Drafter
+from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
+from ..moa.drafters.training import Draws, Reads, TrainingInputs
+from ..moa.targets.bundle import FrozenTarget
+from ..storage.codecs.transform import TransformCodec
+from ..storage.dtypes import to_float32
+from ..storage.read.store import ActivationStore
+from ..storage.schema import TOKENS
+from ..text import Progress, add_command
+from .batches import read_fields
+
+DRAFT_LENGTH = 5
+"""Drafts of a round, where the drafter makes as many."""
+_LOGITS_BYTES = 1 << 26
+
+
+def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
+    """Return what a drafter reads of a store, or refuse a drafter that was not trained on keys and values like these.
+
+    Raises:
+        TrainingError: it reads no keys and values.
+        SelectionInvalid: the store lacks something that it reads.
+        TargetError: it was trained for another target.
+    """
+    check_sizes_fit(drafter.config, store.manifest.target)
+    check_identity_fits(drafter.config, {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")})
+    reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)
+    if not reads.kv:
+        raise TrainingError(
+            f"a drafter of kind {drafter.kind} with these settings reads no keys and values, so errors of theirs cost "
+            "it nothing. Give one that does, e.g. moa."
+        )
+    if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
+        raise SelectionInvalid(
+            f"{store.path} lacks {', '.join(missing)}, which the drafter reads; add with "
+            f"{add_command(str(store.path), missing)}, or give a drafter that was trained from this store."
+        )
+    return reads
+
+
+@dataclass(frozen=True)
+class DrafterMetrics:
+    """Measures what errors of a token's keys and values cost a drafter, on average over tokens.
+
+    Attributes:
+        drafter: in evaluation mode, in float32.
+        progress: called with (sequences done, sequences in all, message).
+    """
+
+    drafter: Drafter
+    progress: Progress | None = None
+
+    @property
+    def identity(self) -> str:
+        """The SHA-256 of the names and values of the drafter's weights."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.drafter.state_dict().items()):
+            digest.update(name.encode() + weight.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def __call__(
+        self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
+    ) -> list[list[np.ndarray]]:
+        """Measure on some sequences of a store with the exact values.
+
+        Args:
+            codec: that of ``kv``, which cuts it into groups of layers and parts, with keys before RoPE.
+            sequences: indices of sequences with responses that draft rounds fit into.
+
+        Returns:
+            The metric of each part of each group, float64 [W, W], for ``TransformCodec.metrics``.
+
+        Raises:
+            TrainingError: as by :func:`check_measurable`; or values of the store, or drafts, are not finite.
+            SelectionInvalid, TargetError: as by :func:`check_measurable`.
+            TargetError: the store's target has fewer decoder layers than the drafter's drafts pass through.
+        """
+        drafter = self.drafter
+        reads, n_last = check_measurable(drafter, store), drafter.config.target_layer_inference
+        frozen = FrozenTarget.load(store.target_path, n_last, sizes=store.manifest.target)
+        generator = torch.Generator().manual_seed(0)
+        n_steps = 1 + min(DRAFT_LENGTH, drafter.config.max_depth or DRAFT_LENGTH)
+        sums: list[list[Tensor]] = []
+        n_tokens = 0
+        for done, index in enumerate(sequences):
+            if self.progress:
+                self.progress(done, len(sequences), f"measure: drafter on sequence {done + 1}/{len(sequences)}")
+            inputs = _read(store, reads, index)
+            draws = Draws(torch.tensor([n_steps]), torch.zeros(1, dtype=torch.bool), torch.tensor([done % n_steps]))
+            gradients = drawn_gradients(drafter, frozen, inputs, draws, codec, reads.kv_layers, generator)
+            # In place and part by part: at the width of an 8B model all metrics together take gigabytes.
+            sums = sums or [[part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in p] for p in gradients]
+            for totals, parts in zip(sums, gradients, strict=True):
+                for total, part in zip(totals, parts, strict=True):
+                    total += part.T @ part
+            n_tokens += len(inputs.tokens[0])
+        return [[total.div_(n_tokens).numpy() for total in parts] for parts in sums]
+
+
+def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
+    """Read a sequence with all layers of its keys and values, in float32, as a batch of one."""
+
+    def states(field: str) -> Tensor:
+        return torch.from_numpy(to_float32(store.read(index, field), store.fields[field].dtype))[None]
+
+    read = {attribute: states(field) for attribute, field in reads.fields.items()}
+    if not read["kv"].isfinite().all():
+        raise TrainingError(
+            f"sequence {index} of {store.path} has keys or values that are NaN or infinite, which a transform codec "
+            "cannot hold. Choose another codec, or extract without that chat."
+        )
+    return TrainingInputs(
+        tokens=torch.from_numpy(store.read(index, TOKENS).astype(np.int64))[None],
+        response_mask=torch.from_numpy(store.read(index, "response_mask").astype(bool))[None],
+        **read,
+        layer_outputs=tuple(states(f"hidden/layer_{layer}") for layer in reads.outputs),
+    )
+
+
+def drawn_gradients(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    inputs: TrainingInputs,
+    draws: Draws,
+    codec: TransformCodec,
+    kv_layers: Sequence[int] | None,
+    generator: torch.Generator,
+) -> list[list[Tensor]]:
+    """Draw gradients, [T, W] of each part of each group, whose outer products have the Gauss-Newton matrix as mean.
+
+    They are those of the log-probability of tokens drawn from the drafter, one for each position that it drafts. The
+    draws are independent and their gradients have mean zero, so that products between positions cancel on average.
+
+    Args:
+        inputs: one sequence, whose ``kv`` is [1, T, L, H, 2, d] of all layers.
+
+    Raises:
+        TrainingError: a draft's distribution has NaN.
+    """
+    assert inputs.kv is not None
+    parts = [[part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])]
+    kv = codec.whole(parts).flatten(2)[None]  # [1, T, L, D]
+    inputs = replace(inputs, kv=kv if kv_layers is None else kv[:, :, list(kv_layers)])
+    outputs = drafter.drafted_features(frozen, inputs, draws)
+    features = outputs.features[outputs.valid]
+    leaves = [part for group in parts for part in group]
+    by_feature = _drawn_feature_gradients(drafter, frozen, features.detach(), generator)
+    found = iter(torch.autograd.grad(features, leaves, by_feature, materialize_grads=True))
+    return [[next(found) for _ in group] for group in parts]
+
+
+def _drawn_feature_gradients(
+    drafter: Drafter, frozen: FrozenTarget, features: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Draw a token at each position, and return the gradients of its log-probability by the features: both [P, E]."""
+    gradients = []
+    n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))
+    for some in features.split(n_rows):  # the logits of a long sequence are gigabytes
+        rows = some.clone().requires_grad_()
+        log_p = drafter.draft_logits(frozen, rows).float().log_softmax(dim=-1)
+        if log_p.isnan().any():
+            raise TrainingError("the drafter gives NaN on this store. Give one whose training went well.")
+        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+        gradients += torch.autograd.grad(log_p.gather(-1, drawn).sum(), rows)
+    return torch.cat(gradients)
