@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import MoaDataError
     from .evaluation.config import EvalConfig
-    from .evaluation.generate import generate
-    from .evaluation.run import evaluate
+    from .evaluation.run import evaluate, generate
     from .moa.formats.checkpoint import load_drafter
     from .moa.targets.live import Target
     from .pipeline.config import ExtractConfig
@@ -35,7 +34,7 @@ _HOMES = {
     "TrainConfig": "trainer.config",
     "train": "trainer.fit",
     "Target": "moa.targets.live",
-    "generate": "evaluation.generate",
+    "generate": "evaluation.run",
     "load_drafter": "moa.formats.checkpoint",
     "EvalConfig": "evaluation.config",
     "evaluate": "evaluation.run",

@@ -20,7 +20,7 @@ GROUPS = {
         "recode": "extract",
     },
     "Measure and hand on": {
-        "disconnect": "evaluate", "export": "exchange", "import": "exchange", "export-drafter": "exchange",
+        "export": "exchange", "import": "exchange", "export-drafter": "exchange",
         "push": "hub", "pull": "hub",
     },
 }  # fmt: skip

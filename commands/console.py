@@ -89,7 +89,7 @@ _GO_ON = {
     "repair": "What was repaired is kept; run the same command again to go on.",
     "demo": "Run the same command again; finished phases are kept.",
     "chat": "With --session FILE, --resume FILE goes on with the answer.",
-    **dict.fromkeys(("eval", "disconnect"), "No report was written; run the same command again."),
+    "eval": "No report was written; run the same command again.",
     **dict.fromkeys(
         ("plan", "inspect", "verify", "audit", "generate", "export-drafter"),
         "Nothing was written; run the same command again.",
@@ -99,7 +99,7 @@ _GO_ON = {
 _EXTRAS = {
     **dict.fromkeys(("train", "export-drafter"), "train"),
     **dict.fromkeys(("serve", "chat"), "serve"),
-    **dict.fromkeys(("demo", "eval", "disconnect"), "all"),
+    **dict.fromkeys(("demo", "eval"), "all"),
 }
 """The extra of docs/install.md that a command needs; `extract` for all others."""
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of the demo's report; those of the evaluation come from `evaluation.figures`."""
+"""Draws the pictures of the demo's report; those of the evaluation come from `evaluation.views`."""
 
 from __future__ import annotations
 

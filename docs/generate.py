@@ -68,7 +68,7 @@ def table(settings: Iterable[Setting]) -> Iterator[str]:
         yield f"| `{setting.key}`{kind} | {takes} | {default and f'`{default}`'} | {text} |"
 
 
-DECODING = ("generate", "eval", "disconnect", "serve", "chat", "export-drafter")
+DECODING = ("generate", "eval", "serve", "chat", "export-drafter")
 
 
 def options_page() -> str:

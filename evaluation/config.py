@@ -1,4 +1,4 @@
-"""Settings of measurements: ``moa-data eval``, ``disconnect`` and ``generate``."""
+"""Settings of measurements: ``moa-data eval`` and ``generate``."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,16 +52,25 @@ class DecodingConfig(Config):
         return []
 
     def tree_shape(self) -> "Shape | None":
-        """Return the shape of ``tree``.
-
-        Raises:
-            DrafterError: it is no shape, or one that cannot be decoded with this sampling.
-        """
+        """Return the shape of ``tree``; raises DrafterError where it cannot be decoded with this sampling."""
         from ..moa.decoding.tree import parse_shape
 
         shape = parse_shape(self.tree)
         self.sampling.build().check_shape(shape)
         return shape
+
+
+class DisconnectionSettings(Config):
+    """What drafters write when the target can no longer be reached."""
+
+    disconnect: Common[Natural] = 0
+    """Also cut the target's greedy answers, and let each drafter write this many tokens after a cut without
+    verification; 0 does not."""
+    cuts: Count = 3
+    """Cuts of each answer, evenly spaced over it."""
+    scorer: str | None = None
+    """Function that scores answers after cuts, module:function or file.py:function: called with the text of the prompt
+    and that of the answer (what the target wrote up to the cut and what followed), it returns a number."""
 
 
 class EvalConfig(DecodingConfig):
@@ -91,56 +100,22 @@ class EvalConfig(DecodingConfig):
     """Times that each method decodes each prompt; the median counts."""
     warmup: Natural = 2
     """Prompts that each method decodes before anything is measured."""
+    disconnection: DisconnectionSettings = Field(default_factory=DisconnectionSettings)
+
+    @property
+    def needs_drafters(self) -> bool:
+        """Whether a method or the disconnection uses the drafters."""
+        return bool(set(self.method) & set(DRAFTING)) or self.disconnection.disconnect > 0
 
     @override
     def problems(self) -> list[str]:
         found = super().problems()
         if self.method[:1] != ("plain",):
             found.append(f"method is {','.join(self.method) or 'empty'}, expected plain first (the baseline)")
-        drafting = [name for name in self.method if name in DRAFTING]
-        if drafting and not self.drafter:
-            found.append(f"method {drafting[0]} needs a drafter: give --drafter RUN, or --method plain")
-        return found
-
-
-class DisconnectConfig(Config):
-    """Settings of `moa-data disconnect`."""
-
-    model: Common[str]
-    """The target: a folder or a hub id."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model; default: main."""
-    template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
-    the drafters were trained from."""
-    prompts: Common[str]
-    """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions, of
-    which the first turn is used."""
-    drafter: Common[tuple[str, ...]]
-    """Runs of `moa-data train`, or folders with a drafter; several are separated by commas."""
-    out: Common[str] = "disconnection.json"
-    """The report as JSON; a Markdown file and a figure are written beside it under the same name."""
-    n_prompts: Common[Count | None] = None
-    """Use this many prompts: the first ones of chats, taken in turn from each category of Spec-Bench; default: all."""
-    n_tokens: Common[Count] = 32
-    """Tokens that a drafter writes after each cut."""
-    cuts: Common[Count] = 3
-    """Cuts of each answer, evenly spaced over it."""
-    max_new_tokens: Common[Count] = 128
-    """Cut an answer within its first tokens up to this many."""
-    scorer: str | None = None
-    """Function that scores answers, module:function or file.py:function: called with the text of the prompt and that of
-    the answer (what the target wrote up to the cut and what followed), it returns a number."""
-    batch_size: Count = 8
-    """Cuts that are continued together."""
-    dtype: Dtype = "float32"
-    """Dtype of target and drafters."""
-    device: Common[str] = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
-
-    @override
-    def problems(self) -> list[str]:
-        found = [] if self.drafter else ["no drafter is given: give --drafter RUN"]
-        if self.scorer is not None and not all(self.scorer.rpartition(":")[::2]):
-            found.append(f"scorer is {self.scorer!r}, expected module:function or file.py:function")
+        if self.needs_drafters and not self.drafter:
+            user = next((f"method {name}" for name in self.method if name in DRAFTING), "disconnect")
+            found.append(f"{user} needs a drafter: give --drafter RUN, or --method plain")
+        scorer = self.disconnection.scorer
+        if scorer is not None and not all(scorer.rpartition(":")[::2]):
+            found.append(f"scorer is {scorer!r}, expected module:function or file.py:function")
         return found

@@ -1,15 +1,18 @@
 """Measures what drafters write without their target (arXiv 2410.03804: the client after a disconnection).
 
-The target answers up to a cut. From there on a drafter writes alone: one chain without verification, with the target's
-activations of everything before the last token and nothing after. In Mixture of Attentions and GLIDE nothing behind the
+The target answers up to a cut. From there on a drafter writes without verification: one chain, with the target's
+activations of everything before the last token and none after it. In Mixture of Attentions and GLIDE nothing after the
 cut has target KV, in EAGLE the features that are fed back are its own.
 
 Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
 
+import importlib
+import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +28,19 @@ from ..text import Progress
 from .drafters import LoadedDrafter
 from .measure import opening_tokens
 from .prompts import Prompt
-from .scorer import Scorer
+from .statistics import Interval, ratio_with_interval
 
 TARGET = "target"
-"""Name of the target among the writers: what it writes behind the cut is the reference."""
+"""Name of the target among the writers: what it writes after the cut is the reference."""
+_BATCH = 8
+"""Cuts that are continued together; no figure depends on it."""
+Scorer = Callable[[str, str], float]
+"""(the prompt's messages as text, the answer's text) -> a number; greater is better."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens that the target or a drafter wrote behind a cut.
+    """The tokens that the target or a drafter wrote after a cut.
 
     Attributes:
         tokens: up to the first end of sequence, included.
@@ -68,32 +75,21 @@ class CutRow:
     cut: int
     n_prompt_tokens: int
     n_written: int
-    by_writer: dict[str, Continuation]
-
-
-@dataclass
-class _Cut:
-    """The text before a cut, and what the target would have written behind it."""
-
-    prompt: Prompt
-    number: int
-    prompt_tokens: list[int]
-    written: list[int]
-    reference: list[int]
     by_writer: dict[str, Continuation] = field(default_factory=dict)
 
-    @property
-    def committed(self) -> list[int]:
-        """The prompt and the answer up to the cut; the last token has no target activations."""
-        return self.prompt_tokens + self.written
+
+@dataclass(frozen=True)
+class _Cut:
+    """A row with the text before its cut, whose last token has no target activations, and the reference after it."""
+
+    row: CutRow
+    prompt: Prompt
+    committed: list[int]
+    reference: list[int]
 
 
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
-    """Return after how many of its tokens an answer is cut.
-
-    Returns:
-        Ascending numbers from 1 to ``n_answer_tokens - 1``, evenly spaced; fewer where there is no room.
-    """
+    """Return after how many of its tokens an answer is cut: evenly spaced, fewer than ``n_cuts`` where it is short."""
     points = {round(n_answer_tokens * (number + 1) / (n_cuts + 1)) for number in range(n_cuts)}
     return sorted(point for point in points if 0 < point < n_answer_tokens)
 
@@ -106,23 +102,17 @@ def measure_disconnections(
     n_tokens: int,
     n_cuts: int,
     max_new_tokens: int,
-    batch_size: int = 8,
+    batch_size: int = _BATCH,
     scorer: Scorer | None = None,
     progress: Progress | None = None,
 ) -> list[CutRow]:
-    """Cut the greedy answers to prompts and let every drafter go on from each cut.
+    """Cut the greedy answers to prompts and let every drafter continue from each cut.
 
     Args:
         prompts: of which the first turns are answered; one without room for an answer is left out.
-        n_tokens: that are written behind each cut, at most; fewer where the target's positions or the text end.
+        n_tokens: that are written after each cut, at most; fewer where the target's positions or the text end.
         max_new_tokens: cuts lie within this many tokens of an answer.
-        batch_size: prompts answered, and cuts continued, at once.
         progress: called with (done, total, message) per batch.
-
-    Raises:
-        DatasetError: the chat template refuses a prompt.
-        DrafterError: a drafter cannot be used with this target.
-        OptionInvalid: the scorer raises something, or returns no finite number.
     """
     usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
     cuts: list[_Cut] = []
@@ -131,25 +121,16 @@ def measure_disconnections(
         answers = generate_batch(target, [tokens for _, tokens in batch], max_new_tokens=max_new_tokens + n_tokens)
         for (prompt, tokens), answer in zip(batch, answers, strict=True):
             for number, point in enumerate(cut_points(min(len(answer.tokens), max_new_tokens), n_cuts)):
+                row = CutRow(prompt.prompt_id, prompt.category, number, len(tokens), point)
                 reference = answer.tokens[point : point + n_tokens]
-                cuts.append(_Cut(prompt, number, tokens, answer.tokens[:point], reference))
+                cuts.append(_Cut(row, prompt, tokens + answer.tokens[:point], reference))
         if progress is not None:
             progress(start + len(batch), len(usable), "answer")
     for start in range(0, len(cuts), batch_size):
         _continue_batch(target, drafters, cuts[start : start + batch_size], n_tokens, scorer)
         if progress is not None:
-            progress(start + len(cuts[start : start + batch_size]), len(cuts), "go on alone")
-    return [
-        CutRow(
-            cut.prompt.prompt_id,
-            cut.prompt.category,
-            cut.number,
-            len(cut.prompt_tokens),
-            len(cut.written),
-            cut.by_writer,
-        )
-        for cut in cuts
-    ]
+            progress(min(start + batch_size, len(cuts)), len(cuts), "continue")
+    return [cut.row for cut in cuts]
 
 
 @torch.inference_mode()
@@ -163,13 +144,13 @@ def _continue_batch(
             _prefill(target, cache, cuts)
             continuations = [cut.reference for cut in cuts]
         else:
-            continuations = _continue_alone(target, drafters[name], cuts, cache, n_tokens)
+            continuations = _draft(target, drafters[name], cuts, cache, n_tokens)
         found = continuation_log_probs(target, cache, [cut.committed[-1] for cut in cuts], continuations)
         for cut, tokens, log_probs in zip(cuts, continuations, found, strict=True):
             padded = [*tokens, *[-1] * len(cut.reference)]
             agrees = tuple(ours == theirs for ours, theirs in zip(padded, cut.reference, strict=False))
             score = None if scorer is None else _score(target, scorer, cut, tokens)
-            cut.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
+            cut.row.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
 
 
 def _prefill(target: Target, cache: TargetCache, cuts: Sequence[_Cut], proposer: DrafterProposer | None = None) -> None:
@@ -182,32 +163,31 @@ def _prefill(target: Target, cache: TargetCache, cuts: Sequence[_Cut], proposer:
         proposer.observe(hidden, kept)
 
 
-def _continue_alone(
+def _draft(
     target: Target, loaded: LoadedDrafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
-    """Draft a chain behind each cut, up to the end of sequence, of the target's positions or the drafter's levels."""
+    """Draft a chain after each cut, up to the end of sequence, of the target's positions or the drafter's levels."""
     proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
     proposer.begin(cache)
     _prefill(target, cache, cuts, proposer)
-    most = min(n_tokens, loaded.drafter.config.max_depth or n_tokens)
-    room = [min(most, target.max_positions - len(cut.committed)) for cut in cuts]
+    depth = min(n_tokens, loaded.drafter.config.max_depth or n_tokens)
+    room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
-    return [
-        _up_to_end(tokens[:own], target.eos_token_ids) for tokens, own in zip(drafts.tokens.tolist(), room, strict=True)
-    ]
+    found = []
+    for tokens, own in zip(drafts.tokens.tolist(), room, strict=True):
+        ends = [place + 1 for place, token in enumerate(tokens[:own]) if token in target.eos_token_ids]
+        found.append(tokens[: min(ends, default=own)])
+    return found
 
 
 def continuation_log_probs(
     target: Target, cache: TargetCache, roots: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Return the target's log-probability of each token of a continuation, given everything before it.
+    """Return the target's log-probability of each token of a continuation, given everything before it, in nats.
 
     Args:
         cache: with everything before the roots committed; it is left so.
         roots: the token before each continuation.
-
-    Returns:
-        Per row and token, in nats.
     """
     fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]
     hidden = target.forward(_padded(fed, target.device), cache)  # [B, n, E]
@@ -224,25 +204,94 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
 
 
-def _up_to_end(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    """Return the tokens up to the first end of sequence, included."""
-    stop = next((place + 1 for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
-    return tokens[:stop]
+def load_scorer(name: str) -> Scorer:
+    """Find a user's function by ``module:function`` or ``file.py:function``."""
+    where, _, function = name.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, Path(where).expanduser())
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except Exception as error:  # the user's module may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise OptionInvalid(f"--scorer {name}: {where} cannot be imported ({reason}); check the name.") from error
+    scorer: Scorer | None = getattr(module, function, None)
+    if not callable(scorer):
+        raise OptionInvalid(f"--scorer {name}: {where} has no function {function!r}; check the name.")
+    return scorer
 
 
 def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> float:
     prompt = "\n".join(str(message["content"]) for message in cut.prompt.turns[0])
-    answer = target.tokenizer.decode([*cut.written, *tokens], skip_special_tokens=True)
-    where = f"the scorer, called with an answer to prompt {cut.prompt.prompt_id},"
+    answer = target.tokenizer.decode([*cut.committed[cut.row.n_prompt_tokens :], *tokens], skip_special_tokens=True)
+    where = f"the scorer, called with an answer to prompt {cut.row.prompt_id},"
     try:
         score: Any = scorer(prompt, answer)
     except Exception as error:  # the user's function may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise OptionInvalid(f"{where} raised {reason}; mend the function.") from error
+        raise OptionInvalid(f"{where} raised {reason}; correct the function.") from error
     try:
         number = float(score)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise OptionInvalid(f"{where} returned {str(score)[:60]!r}, expected a finite number; mend the function.")
+        raise OptionInvalid(f"{where} returned {str(score)[:60]!r}, expected a finite number; correct the function.")
     return number
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over ``n`` values and its 95 % interval; None where nothing was counted, or for fewer than two prompts."""
+
+    mean: float | None
+    interval: Interval
+    n: int
+
+
+@dataclass(frozen=True)
+class WriterSummary:
+    """The figures of one writer, the target or a drafter, over all cuts.
+
+    Attributes:
+        common_prefix: tokens in common with the target's continuation.
+        agreement: share of the target's tokens that the writer has at the same place.
+        log_prob: the target's, per token.
+        agreement_by_offset: the same by tokens since the cut.
+        log_prob_by_offset: the same by tokens since the cut.
+    """
+
+    writer: str
+    n_cuts: int
+    common_prefix: Figure
+    agreement: Figure
+    log_prob: Figure
+    score: Figure
+    agreement_by_offset: tuple[Figure, ...]
+    log_prob_by_offset: tuple[Figure, ...]
+
+
+def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
+    """Sum up what one writer wrote."""
+    prompt_ids = [row.prompt_id for row in rows]
+    written = [row.by_writer[name] for row in rows]
+    longest = max(max(len(one.tokens), len(one.agrees)) for one in written)
+
+    def figure(values: Sequence[Sequence[float]]) -> Figure:
+        """Return the mean of values per cut, and its interval."""
+        mean, interval = ratio_with_interval(prompt_ids, [(sum(part), len(part)) for part in values])
+        return Figure(mean, interval, sum(map(len, values)))
+
+    return WriterSummary(
+        writer=name,
+        n_cuts=len(rows),
+        common_prefix=figure([(one.n_common,) for one in written]),
+        agreement=figure([one.agrees for one in written]),
+        log_prob=figure([one.log_probs for one in written]),
+        score=figure([() if one.score is None else (one.score,) for one in written]),
+        agreement_by_offset=tuple(figure([one.agrees[i : i + 1] for one in written]) for i in range(longest)),
+        log_prob_by_offset=tuple(figure([one.log_probs[i : i + 1] for one in written]) for i in range(longest)),
+    )

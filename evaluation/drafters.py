@@ -61,15 +61,7 @@ class LoadedDrafter:
 
 
 def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, LoadedDrafter]:
-    """Load drafters by name: the last part of the folder that is not shared.
-
-    Args:
-        folders: runs of ``moa-data train``, or folders with a drafter.
-
-    Raises:
-        DrafterError: one cannot be loaded, or belongs to another target.
-        OptionInvalid: a file of a run cannot be read.
-    """
+    """Load drafters, of runs of ``moa-data train`` or from folders; their names are those of the folders."""
     loaded: dict[str, LoadedDrafter] = {}
     for folder in folders:
         drafter = load_drafter(folder, dtype, target.device)
@@ -84,11 +76,7 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 
 
 def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
-    """Read what a run of ``moa-data train`` recorded of its drafter; other folders give the drafter's size alone.
-
-    Raises:
-        OptionInvalid: a file of the run cannot be read.
-    """
+    """Read what a run of ``moa-data train`` recorded of its drafter; other folders give the drafter's size alone."""
     n_parameters = sum(weight.numel() for weight in drafter.parameters())
     for place in (folder, folder.parent):
         if (place / _RUN_FILE).is_file() and (place / _REPORT_FILE).is_file():
@@ -112,22 +100,19 @@ def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
 
 
 def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Say why drafters are not comparable as drafters: what the training of one had that another's had not.
+    """Say why drafters are not comparable as drafters, one line each: what differed in their training.
 
     Args:
         drafters: name -> the fields of its :class:`DrafterFacts`.
-
-    Returns:
-        One line each; empty where all were trained alike, or there is one drafter only.
     """
     if len(drafters) < 2:
         return []
+    known = {name: facts for name, facts in drafters.items() if facts["settings"]}
     found = [
         f"{name}: its folder holds no training run, so nothing says how it was trained"
-        for name, facts in drafters.items()
-        if not facts["settings"]
+        for name in drafters
+        if name not in known
     ]
-    known = {name: facts for name, facts in drafters.items() if facts["settings"]}
     parts = (
         ("steps", {name: {"steps": facts["n_steps"]} for name, facts in known.items()}),
         ("training tokens", {name: {"training tokens": facts["n_tokens"]} for name, facts in known.items()}),

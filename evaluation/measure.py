@@ -4,7 +4,7 @@ All methods are counted by the same code: tokens are the ids that a method gener
 prefill included. So a method measured against itself gives equal counts, and a speed ratio of 1 up to noise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,10 @@ from ..moa.targets.chat import Message
 from ..moa.targets.chat_tokens import check_prompt, prompt_tokens
 from ..moa.targets.live import Target
 from ..text import Progress
-from .methods import Generate
 from .prompts import Prompt
+
+Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
+"""A method: (prompts as token ids, a seed for each) -> a generation for each."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,16 @@ class MethodRun:
     def tokens_per_s(self) -> float:
         """Generated tokens per second, prefill included."""
         return self.n_tokens / self.seconds
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """Tokens committed by target calls, and their number: a ratio's two sides."""
+        return sum(self.committed_per_call), self.n_target_calls
+
+    @property
+    def speed(self) -> tuple[int, float]:
+        """Generated tokens, and seconds: a ratio's two sides."""
+        return self.n_tokens, self.seconds
 
 
 @dataclass(frozen=True)

@@ -55,17 +55,13 @@ class PromptFile:
 
 
 def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
-    """Read a file of prompts.
+    """Read a file of prompts, one JSON object per line; a line that is no prompt is named.
 
     Every prompt has an id of its own: one that occurs again gets a number, ``id#2``. Figures are summed by it.
 
     Args:
-        path: a file with one JSON object per line.
         n_prompts: use this many: of chats the first ones, of Spec-Bench questions in turn from each category, so that
             every category is there; None uses all.
-
-    Raises:
-        DatasetError: no such file, a line that is no prompt (named), two formats in one file, or nothing in it.
     """
     path = Path(path).expanduser()
     try:
@@ -117,7 +113,7 @@ def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
 def _spec_bench_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise DatasetError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; mend or remove the line.")
+        raise DatasetError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; correct the line.")
     return Prompt(
         prompt_id=_identity(row, number, "question_id"),
         category=printable(str(row.get("category", "all"))),
@@ -128,14 +124,14 @@ def _spec_bench_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
 def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
     chat = parse_prompt(row)
     if isinstance(chat, Rejection):
-        raise DatasetError(f"{where}: {chat.reason} ({chat.detail}); mend or remove the line.")
+        raise DatasetError(f"{where}: {chat.reason} ({chat.detail}); correct the line.")
     # A chat that ends with the question is a prompt as it stands.
     messages = chat.messages
     n_before = len(messages)
     if messages[-1]["role"] == "assistant":
         n_before -= 1
     if n_before == 0:
-        raise DatasetError(f"{where}: nothing comes before the assistant's message; mend or remove the line.")
+        raise DatasetError(f"{where}: nothing comes before the assistant's message; correct the line.")
     category = printable(str(row.get("category") or "all"))
     tools = None if chat.tools is None else tuple(chat.tools)
     turns = (tuple(messages[:n_before]),)

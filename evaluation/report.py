@@ -3,9 +3,9 @@
 Acceptance length = tokens committed per target call, bonus token included, prefill not counted.
 """
 
-import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +14,23 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionInvalid
+from ..text import printable
+from .config import DRAFTING
+from .disconnection import CutRow, WriterSummary, summarize_writer
 from .drafters import training_differences
 from .measure import Measurement, MethodRun, PromptRow
-from .pairs import DrafterPair, drafter_pairs
 from .statistics import Interval, accepted_by_position, ratio_with_interval
 
 KIND = "moa-data evaluation report"
+SCHEMA_VERSION = 3
 _PROBE_BYTES = 256 << 10
 """About what a report and its figures take; that there is room is checked before everything is measured."""
-SCHEMA_VERSION = 3
 CONVENTIONS = {
     "acceptance_length": "tokens committed per target call, bonus token included, prefill not counted: the sum over "
     "all calls of all prompts divided by the number of calls; plain decoding has 1. Systems that leave the bonus token "
     "out report one less.",
-    "intervals": "95 %, bootstrap over prompts (turns of one prompt stay together), the same draws in every report",
+    "intervals": "95 %, bootstrap over prompts (turns and cuts of one prompt stay together), the same draws in every "
+    "report",
     "target_calls": "calls of the target after the prefill; each answer has one prefill besides",
     "tokens": "generated token ids, end-of-sequence included, never re-tokenised text; the prefill gives the first",
     "seconds": "the whole generation: prefill, drafting, verification and what lies between; the median of "
@@ -45,27 +48,33 @@ CONVENTIONS = {
     "be cut by the end-of-sequence token or the token limit",
     "exact_match": "the same token ids as the baseline's; first_divergence counts generated tokens from 0, top2_gap "
     "is the difference of the two highest target logits there, after the repetition penalty",
+    "cut": "after n_written tokens of the target's greedy answer; the last of them has no target activations yet, as "
+    "after any target call",
+    "continuation": "a chain of the drafter's likeliest tokens without verification, up to its first end of sequence; "
+    "nothing after the cut has target activations",
+    "agreement": "share of the tokens of the target's own greedy continuation that the writer has at the same place; a "
+    "place where the target has ended is not counted, one where only the writer has ended or can write no more counts "
+    "as different",
+    "common_prefix": "tokens up to the first that differs from the target's own, mean over cuts",
+    "log_prob": "mean over tokens of the target's log-probability of what was written, given the text before it, that "
+    "of the writer included; nats",
+    "offsets": "by_offset[i] is the (i + 1)-th token after the cut",
+    "score": "of the user's function, mean over answers: what the target wrote up to the cut and what followed",
 }
 
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The figures of one method over some rows.
+    """The figures of one method over some rows; ``CONVENTIONS`` says what is counted.
 
     Attributes:
         n_answers: answered turns.
-        n_tokens: generated tokens.
-        n_target_calls: target calls after the prefills.
-        seconds: of all generations.
-        verify_s: seconds of target calls after the prefill.
-        acceptance_length: tokens committed per target call, bonus included; None without a call.
-        acceptance_length_interval: 95 %; None for fewer than two prompts with a call.
+        acceptance_length: None without a target call.
+        acceptance_length_interval: None for fewer than two prompts with a call, as ``ratio_interval``.
         accepted_drafts: number of target calls that committed k + 1 tokens, by k.
-        accepted_by_position: share of target calls that accepted the draft at each position.
         n_exact: answers with the baseline's tokens.
         calls_saved: share of the baseline's target calls that was not needed.
         ratio: tokens_per_s over the baseline's.
-        ratio_interval: 95 %; None for fewer than two prompts.
         ratio_quartiles: lower quartile, median and upper quartile of the answers' ratios.
     """
 
@@ -90,14 +99,55 @@ class MethodSummary:
     ratio_quartiles: tuple[float, float, float]
 
     def call_ms(self, part: str) -> float:
-        """Return the milliseconds of a part of a round, per target call.
-
-        Args:
-            part: ``draft``, ``verify``, or ``rest`` for what is neither of them nor the prefill.
-        """
+        """Return the milliseconds per target call of ``draft``, ``verify``, or ``rest``: neither, nor the prefill."""
         rest = self.seconds - self.prefill_s - self.draft_s - self.verify_s
         seconds = {"draft": self.draft_s, "verify": self.verify_s, "rest": rest}[part]
         return 1e3 * seconds / max(1, self.n_target_calls)
+
+
+@dataclass(frozen=True)
+class DrafterPair:
+    """The ratio of two drafters by the same method, prompts paired.
+
+    Attributes:
+        acceptance_length: of the drafter over that of the other; None where no prompt has a target call in both.
+        speed: tokens/s of the drafter over those of the other.
+    """
+
+    method: str
+    drafter: str
+    over: str
+    acceptance_length: float | None
+    acceptance_length_interval: Interval
+    speed: float | None
+    speed_interval: Interval
+
+
+@dataclass(frozen=True)
+class Disconnection:
+    """What was written after cuts of answers.
+
+    Attributes:
+        n_skipped: prompts without a cut: no position to generate into, or an answer of one token.
+        writers: a summary of each writer, the target first; empty without a cut.
+    """
+
+    n_cuts: int
+    n_cut_prompts: int
+    n_skipped: int
+    writers: list[WriterSummary]
+    rows: list[CutRow]
+
+    @classmethod
+    def of(cls, rows: Sequence[CutRow], n_prompts: int) -> "Disconnection":
+        """Sum up the cuts of the answers to some prompts."""
+        n_cut_prompts = len({row.prompt_id for row in rows})
+        writers = [summarize_writer(name, rows) for name in rows[0].by_writer] if rows else []
+        return cls(len(rows), n_cut_prompts, n_prompts - n_cut_prompts, writers, list(rows))
+
+    def writer(self, name: str) -> WriterSummary:
+        """The summary of a writer by its name."""
+        return {summary.writer: summary for summary in self.writers}[name]
 
 
 @dataclass(frozen=True)
@@ -112,6 +162,7 @@ class EvaluationReport:
         drafters: name -> what a drafter is and how it was trained, see ``DrafterFacts``.
         warnings: why the drafters are not comparable, one line each; empty where they were trained alike.
         pairs: each drafter over the first one, method by method.
+        disconnection: what drafters wrote without the target; None where that was not measured.
     """
 
     config: dict[str, Any]
@@ -125,6 +176,7 @@ class EvaluationReport:
     drafters: dict[str, dict[str, Any]]
     warnings: list[str]
     pairs: list[DrafterPair]
+    disconnection: Disconnection | None = None
 
     def method(self, name: str) -> MethodSummary:
         """The summary of a method by its name."""
@@ -132,26 +184,18 @@ class EvaluationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; NaN does not occur."""
-        return {
-            "kind": KIND,
-            "schema_version": SCHEMA_VERSION,
-            "conventions": CONVENTIONS,
-            "config": self.config,
-            "environment": self.environment,
-            "provenance": self.provenance,
-            "prompts": self.prompts,
-            "auto": self.policies,
-            "drafters": self.drafters,
-            "warnings": self.warnings,
-            "methods": [dataclasses.asdict(summary) for summary in self.methods],
-            "pairs": [dataclasses.asdict(pair) for pair in self.pairs],
-            "categories": {
-                name: [dataclasses.asdict(summary) for summary in summaries]
-                for name, summaries in self.categories.items()
-            },
-            "rows": [_row_json(row) for row in self.measurement.rows],
-            "skipped": [dataclasses.asdict(turn) for turn in self.measurement.skipped],
-        }
+        values = dataclasses.asdict(self)
+        measurement, policies = values.pop("measurement"), values.pop("policies")
+        for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
+            for name, run in measured.runs.items():
+                row["runs"][name] |= {
+                    "n_target_calls": run.n_target_calls,
+                    "tokens_per_s": run.tokens_per_s,
+                    "exact_match": run.first_divergence is None,
+                }
+        head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS}
+        found: dict[str, Any] = head | values | {"auto": policies} | measurement
+        return found
 
 
 def build_report(
@@ -163,11 +207,12 @@ def build_report(
     prompts: Mapping[str, Any],
     policies: Mapping[str, str] | None = None,
     drafters: Mapping[str, dict[str, Any]] | None = None,
+    disconnection: Disconnection | None = None,
 ) -> EvaluationReport:
     """Sum up a measurement.
 
     Args:
-        policies: what those named auto did.
+        policies: what the methods named auto did.
     """
     rows = measurement.rows
     if not rows:
@@ -188,6 +233,7 @@ def build_report(
         drafters=dict(drafters or {}),
         warnings=training_differences(drafters or {}),
         pairs=drafter_pairs(rows, list(drafters or {})),
+        disconnection=disconnection,
     )
 
 
@@ -207,9 +253,8 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
     ratios = [run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, base, strict=True)]
     lower, median, upper = (float(value) for value in np.quantile(ratios, (0.25, 0.5, 0.75)))
     prompt_ids = [row.prompt_id for row in rows]
-    calls = [(sum(run.committed_per_call), run.n_target_calls) for run in runs]
-    length, length_interval = ratio_with_interval(prompt_ids, calls)
-    paired = [(run.n_tokens, run.seconds, other.n_tokens, other.seconds) for run, other in zip(runs, base, strict=True)]
+    length, length_interval = ratio_with_interval(prompt_ids, [run.calls for run in runs])
+    paired = [(*run.speed, *other.speed) for run, other in zip(runs, base, strict=True)]
     return MethodSummary(
         method=name,
         n_answers=len(runs),
@@ -233,68 +278,59 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
     )
 
 
-def _row_json(row: PromptRow) -> dict[str, Any]:
-    values = dataclasses.asdict(row)
-    for name, run in row.runs.items():
-        values["runs"][name] |= {
-            "n_target_calls": run.n_target_calls,
-            "tokens_per_s": run.tokens_per_s,
-            "exact_match": run.first_divergence is None,
-        }
-    return values
-
-
-def check_output(path: str | Path, kind: str = KIND) -> Path:
-    """Check the file that a report goes to, and return it.
+def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[DrafterPair]:
+    """Compare each drafter with the first one, for all methods that both were measured by.
 
     Args:
-        kind: of the report; an earlier one of this kind may be there.
-
-    Raises:
-        OptionInvalid: something other than a report is there, or nothing can be written there.
+        drafters: their names, as in those of the methods.
     """
+    prompt_ids = [row.prompt_id for row in rows]
+    pairs = []
+    for method in DRAFTING:
+        for drafter in drafters[1:]:
+            one, other = f"{method} {drafter}", f"{method} {drafters[0]}"
+            if one not in rows[0].runs or other not in rows[0].runs:
+                continue
+            calls = [(*row.runs[one].calls, *row.runs[other].calls) for row in rows]
+            speeds = [(*row.runs[one].speed, *row.runs[other].speed) for row in rows]
+            lengths, speed = ratio_with_interval(prompt_ids, calls), ratio_with_interval(prompt_ids, speeds)
+            pairs.append(DrafterPair(method, drafter, drafters[0], *lengths, *speed))
+    return pairs
+
+
+def check_output(path: str | Path) -> Path:
+    """Check the file that a report goes to, make its folder, and return it; an earlier report may be there."""
     path = Path(path).expanduser()
     if path.suffix != ".json":
         raise OptionInvalid(f"--out {path} does not end in .json; the report is JSON, with a .md file beside it.")
+    partial, notes = path.with_name(path.name + ".partial"), path.with_suffix(".md")
     try:
-        _check_predecessor(path, kind)
-        _check_writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            try:
+                is_report = json.loads(path.read_text(encoding="utf-8")).get("kind") == KIND
+            except (ValueError, AttributeError):
+                is_report = False
+            if not is_report:
+                raise OptionInvalid(f"--out {path} holds something that is not a {KIND}; choose another --out.")
+        elif notes.exists():
+            raise OptionInvalid(
+                f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
+            )
+        try:
+            partial.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
         raise OptionInvalid(f"--out {path} cannot be written ({reason}); choose another --out.") from error
     return path
 
 
-def _check_predecessor(path: Path, kind: str) -> None:
-    """Refuse to replace what is not a report, or the Markdown file of none."""
-    if not path.exists():
-        occupied = [folder for folder in path.parents if folder.exists() and not folder.is_dir()]
-        if occupied:
-            raise OptionInvalid(f"--out {path}: {occupied[0]} is a file, not a folder; choose another --out.")
-        if (notes := path.with_suffix(".md")).exists():
-            raise OptionInvalid(
-                f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
-            )
-        return
-    try:
-        is_report = json.loads(path.read_text(encoding="utf-8")).get("kind") == kind
-    except (OSError, ValueError, AttributeError):
-        is_report = False
-    if not is_report:
-        raise OptionInvalid(f"--out {path} holds something that is not a {kind}; choose another --out.")
-
-
-def _check_writable(path: Path) -> None:
-    """Write a file there for a moment, and its folder where it is missing; nothing is left."""
-    missing = [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(path.name + ".partial")  # the name that it is written under
-        try:
-            probe.write_bytes(bytes(_PROBE_BYTES))
-        finally:
-            probe.unlink(missing_ok=True)
-    finally:
-        for folder in missing:  # the innermost first
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+def write_report(values: dict[str, Any], markdown: str, path: Path) -> None:
+    """Write a JSON file and a Markdown file beside it; each replaces its predecessor in one step."""
+    text = json.dumps(values, indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
+    for file, content in ((path.with_suffix(".md"), printable(markdown)), (path, text)):
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(content, encoding="utf-8")
+        os.replace(partial, file)

@@ -1,31 +1,31 @@
-"""``eval`` and ``disconnect``: load target, drafters and prompts, measure, and write the report."""
+"""``eval``: loads target, drafters and prompts, measures, and writes the report; and ``generate`` from Python."""
 
-import contextlib
 import dataclasses
 import platform
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import ReportUnwritten
-from ..moa.targets.chat_tokens import check_template
+from ..moa.decoding.loop import Generation, OnTokens, generate_batch
+from ..moa.decoding.loop import generate as generate_tokens
+from ..moa.decoding.policy import AutoPolicy, ShapePolicy
+from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Proposer
+from ..moa.decoding.sampling import GREEDY, SamplingConfig
+from ..moa.decoding.tree import Shape, TreeShape
+from ..moa.drafters.base import Drafter
+from ..moa.targets.chat_tokens import check_template, prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import choose_template_arguments
 from ..text import Progress
-from .config import DRAFTING, DisconnectConfig, EvalConfig
-from .disconnection import measure_disconnections
-from .disconnection_report import KIND as DISCONNECTION
-from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
+from .config import EvalConfig
+from .disconnection import load_scorer, measure_disconnections
 from .drafters import LoadedDrafter, load_drafters
-from .figures import disconnection_figure, write_figures
-from .markdown import markdown_report, write_report
-from .measure import measure
-from .methods import build_methods
-from .prompts import PromptFile, load_prompts
-from .report import EvaluationReport, build_report, check_output
-from .scorer import load_scorer
+from .measure import Generate, measure
+from .prompts import load_prompts
+from .report import Disconnection, EvaluationReport, build_report, check_output, write_report
 
 
 def evaluate(
@@ -34,7 +34,7 @@ def evaluate(
     """Measure ways of decoding beside plain decoding of the same prompts.
 
     Args:
-        progress: called with (done, total, message) per prompt.
+        progress: called with (done, total, message) per batch.
 
     Returns:
         The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
@@ -43,21 +43,31 @@ def evaluate(
         OptionInvalid: settings or prompts that cannot be used, or an output that holds something else.
         ReportUnwritten: all was measured, and the report cannot be written.
         DrafterError: target or drafter cannot be loaded, or do not belong together.
-        WorkerError: the target has no chat template.
     """
-    out = check_output(config.out)
+    from .views import markdown_report, write_figures  # matplotlib, which `generate` does not need
+
+    out, alone = check_output(config.out), config.disconnection
+    scorer = None if alone.scorer is None else load_scorer(alone.scorer)
     prompts = load_prompts(config.prompts, config.n_prompts)
     dtype = getattr(torch, config.dtype)
     target = Target.load(config.model, dtype, config.device, config.revision)
     check_template(target.tokenizer, config.model)
     if config.compile:
         target.compile(config.compile)
-    drafters = load_drafters(config.drafter, target, dtype) if set(config.method) & set(DRAFTING) else {}
-    _set_template_arguments(config, target, drafters)
-    methods = build_methods(config, target, drafters)
+    drafters = load_drafters(config.drafter, target, dtype) if config.needs_drafters else {}
+    recorded = {name: loaded.drafter.config.target for name, loaded in drafters.items()}
+    check_template(target.tokenizer, config.model, choose_template_arguments(config.template_kwargs, recorded))
+    disconnection = None
+    if alone.disconnect:
+        rows = measure_disconnections(
+            target, drafters, prompts.prompts, n_tokens=alone.disconnect, n_cuts=alone.cuts,
+            max_new_tokens=config.max_new_tokens, scorer=scorer, progress=progress,
+        )  # fmt: skip
+        disconnection = Disconnection.of(rows, len(prompts.prompts))
+    methods, policies = build_methods(config, target, drafters)
     measurement = measure(
         target,
-        methods.by_name,
+        methods,
         prompts.prompts,
         warmup=config.warmup,
         batch_size=config.batch_size,
@@ -66,89 +76,62 @@ def evaluate(
         progress=progress,
         sampling=config.sampling.build(),
     )
+    n_used = len(prompts.prompts)
     report = build_report(
         measurement,
         config=config.named() | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
-        prompts=_prompt_facts(config.prompts, prompts),
-        policies={name: policy.describe() for name, policy in methods.policies.items()},
+        prompts={
+            "file": config.prompts, "kind": prompts.kind, "n_in_file": prompts.n_in_file, "n_used": n_used,
+        },
+        policies={name: policy.describe() for name, policy in policies.items()},
         drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
-    )
+        disconnection=disconnection,
+    )  # fmt: skip
     markdown = markdown_report(report)
-    with _kept_on_failure(out, markdown):
+    try:
         write_figures(report, out)
         # Last: a report that is there is whole, its figures included.
         write_report(report.to_json(), markdown, out)
-    return report
-
-
-def disconnect(
-    config: DisconnectConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
-) -> DisconnectionReport:
-    """Measure what drafters write when the target can no longer be reached.
-
-    Args:
-        progress: called with (done, total, message) per batch.
-
-    Raises:
-        OptionInvalid: settings, prompts or a scorer that cannot be used, or an output that holds something else.
-        DrafterError: target or drafter cannot be loaded, or do not belong together.
-        WorkerError: the target has no chat template.
-    """
-    out = check_output(config.out, DISCONNECTION)
-    scorer = None if config.scorer is None else load_scorer(config.scorer)
-    prompts = load_prompts(config.prompts, config.n_prompts)
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    check_template(target.tokenizer, config.model)
-    drafters = load_drafters(config.drafter, target, getattr(torch, config.dtype))
-    _set_template_arguments(config, target, drafters)
-    rows = measure_disconnections(
-        target,
-        drafters,
-        prompts.prompts,
-        n_tokens=config.n_tokens,
-        n_cuts=config.cuts,
-        max_new_tokens=config.max_new_tokens,
-        batch_size=config.batch_size,
-        scorer=scorer,
-        progress=progress,
-    )
-    report = build_disconnection_report(
-        rows,
-        config=config.named() | {"drafter": list(config.drafter)},
-        environment=_environment(target, config.dtype),
-        provenance=dict(provenance or {}),
-        prompts=_prompt_facts(config.prompts, prompts),
-        drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
-    )
-    markdown = disconnection_markdown(report)
-    with _kept_on_failure(out, markdown):
-        disconnection_figure(report, out.with_suffix(".png"))
-        write_report(report.to_json(), markdown, out)
-    return report
-
-
-@contextlib.contextmanager
-def _kept_on_failure(out: Path, markdown: str) -> Iterator[None]:
-    """Hand the report to the caller as text where it cannot be written."""
-    try:
-        yield
     except OSError as error:
         raise ReportUnwritten(out, error, markdown) from error
+    return report
 
 
-def _set_template_arguments(
-    config: EvalConfig | DisconnectConfig, target: Target, drafters: Mapping[str, LoadedDrafter]
-) -> None:
-    """Let prompts be rendered as the settings say, else as the chats that the drafters were trained on."""
-    recorded = {name: loaded.drafter.config.target for name, loaded in drafters.items()}
-    check_template(target.tokenizer, config.model, choose_template_arguments(config.template_kwargs, recorded))
+def build_methods(
+    config: EvalConfig, target: Target, drafters: Mapping[str, LoadedDrafter]
+) -> tuple[dict[str, Generate], dict[str, AutoPolicy]]:
+    """Build the methods of an evaluation by name, the baseline first, and the policies of those named auto.
 
+    With several drafters their names are part of the methods' names; a name that occurs again gets a number.
+    """
+    methods: dict[str, Generate] = {}
+    policies: dict[str, AutoPolicy] = {}
+    sampling, chain = config.sampling.build(), TreeShape(config.draft_length)
+    decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=sampling)
 
-def _prompt_facts(path: str, prompts: PromptFile) -> dict[str, Any]:
-    n_used = len(prompts.prompts)
-    return {"file": path, "kind": prompts.kind, "n_in_file": prompts.n_in_file, "n_used": n_used}
+    def add(name: str, proposer: Proposer | None, shape: Shape | ShapePolicy | None) -> None:
+        number = 1 + sum(known.split("#")[0] == name for known in methods)
+        name = name if number == 1 else f"{name}#{number}"
+        methods[name] = lambda prompts, seeds: decode(prompts, proposer=proposer, tree=shape, seed=seeds)
+        if isinstance(shape, AutoPolicy):
+            policies[name] = shape
+
+    for method in config.method:
+        if method == "plain":
+            add(method, None, None)
+            continue
+        if method == "prompt-lookup":
+            add(method, PromptLookupProposer(target.device), chain)
+            continue
+        for drafter, loaded in drafters.items():
+            proposer = DrafterProposer(target, loaded.drafter, loaded.frozen, sampling)
+            shape: Shape | ShapePolicy | None = config.tree_shape() if method == "tree" else chain
+            if method == "auto":
+                shape = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
+            add(f"{method} {drafter}" if len(drafters) > 1 else method, proposer, shape)
+    return methods, policies
 
 
 def _environment(target: Target, dtype: str) -> dict[str, Any]:
@@ -164,3 +147,49 @@ def _environment(target: Target, dtype: str) -> dict[str, Any]:
         "target_sizes": target.sizes,
         "eos_token_ids": sorted(target.eos_token_ids),
     }
+
+
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
+    *,
+    max_new_tokens: int = 256,
+    tree: Shape | ShapePolicy | None = None,
+    sampling: SamplingConfig = GREEDY,
+    seed: int = 0,
+    on_tokens: OnTokens | None = None,
+) -> Generation:
+    """Answer a prompt with drafts; greedy answers are those of plain decoding.
+
+    Args:
+        prompt: what the user says, a chat (messages with ``role`` and ``content``), or token ids.
+        max_new_tokens: limit of the answer.
+        tree: shape of the drafts; None for ``auto``, chains that give way to plain decoding where they do not pay.
+        on_tokens: called with each run of tokens, and for each of them whether it was drafted.
+
+    Returns:
+        The answer: ``text``, ``tokens`` and ``stats``.
+
+    Raises:
+        TemplateError: the target's chat template refuses the prompt.
+        DrafterError: the prompt is empty or longer than the target's positions, or the drafter is of another target.
+    """
+    return generate_tokens(
+        target, drafter, encode_prompt(target, drafter, prompt), max_new_tokens=max_new_tokens, tree=tree,
+        sampling=sampling, seed=seed, on_tokens=on_tokens,
+    )  # fmt: skip
+
+
+def encode_prompt(
+    target: Target, drafter: Drafter, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]
+) -> list[int]:
+    """Return the token ids of a prompt, with the template's arguments of the store that the drafter is from."""
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+        if not messages:
+            return [int(token) for token in prompt if not isinstance(token, Mapping)]
+    check_template(target.tokenizer, "the target", choose_template_arguments((), {"drafter": drafter.config.target}))
+    return prompt_tokens(target.tokenizer, messages)

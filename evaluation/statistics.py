@@ -1,4 +1,4 @@
-"""Computes ratios of sums over prompts with bootstrap intervals.
+"""Ratios of sums over prompts with bootstrap intervals.
 
 Calls and turns of one prompt are not independent, so that the prompt is the unit that is resampled.
 """
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-N_RESAMPLES = 2000
-CONFIDENCE = 0.95
+_N_RESAMPLES, _CONFIDENCE = 2000, 0.95
 
 Interval = tuple[float, float] | None
 
@@ -36,16 +35,14 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
 
     def ratio(drawn: np.ndarray) -> np.ndarray:
         ratios: np.ndarray = drawn[:, 0] / drawn[:, 1]
-        if drawn.shape[1] > 2:
-            ratios = ratios / (drawn[:, 2] / drawn[:, 3])
-        return ratios
+        return ratios if drawn.shape[1] == 2 else ratios / (drawn[:, 2] / drawn[:, 3])
 
     found = float(ratio(sums.sum(axis=0, keepdims=True))[0])
     if len(sums) < 2:
         return found, None
-    # How often each prompt is drawn in each resample; the same in every run.
-    counts = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), N_RESAMPLES)
-    tail = (1 - CONFIDENCE) / 2
+    # How often each prompt is drawn in each resample; a fixed seed gives equal reports equal intervals.
+    counts = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES)
+    tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile(ratio(counts @ sums), (tail, 1 - tail))
     return found, (float(low), float(high))
 

@@ -207,8 +207,8 @@ def test_control_tokens_in_prompts(room: Path, tmp_path: Path) -> None:
     refused(run("generate", *model, "--prompt", f"Hi {token}"), f"message 0 contains '{token}'", "Mend the text")
     questions = [["Hi?", "Why?"], ["Hi?", f"Why?{token}"]]
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"turns": turns} for turns in questions])
-    for command in ("eval", "disconnect"):
-        result = run(command, *model, "--prompts", prompts, "--out", tmp_path / "report.json")
+    for options in ((), ("--disconnect", "4")):
+        result = run("eval", *model, *options, "--prompts", prompts, "--out", tmp_path / "report.json")
         refused(result, f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT}: message 1 contains '{token}'")
         assert not (tmp_path / "report.json").exists()
 

@@ -26,7 +26,7 @@ from moa_data.trainer.fit import TrainReport
 
 COMMANDS = (
     "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval",
-    "disconnect", "export", "import", "export-drafter", "demo", "serve", "chat",
+    "export", "import", "export-drafter", "demo", "serve", "chat",
 )  # fmt: skip
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -30,7 +30,6 @@ COMMANDS: dict[str, Any] = {
     "train": "train store --out OUT --max-steps 2 --batch-size 2 --accelerator cpu --validation-fraction 0",
     "generate": "generate --model model --drafter run --prompt Hi --max-new-tokens 4 --device cpu",
     "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 --max-new-tokens 4",
-    "disconnect": "disconnect --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 --n-tokens 4",
     "export": "export store --format speculators --layers 0,1,1 --out OUT",
     "import": "import store --format specforge --model model --out OUT",
     "export-drafter": "export-drafter run --format moa --model model --out OUT",

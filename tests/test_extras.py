@@ -68,7 +68,7 @@ ARGUMENTS = {
     "serve": "--model M",
     "chat": "--server 127.0.0.1:1 --drafter D",
     "demo": "--out OUT --n-chats 8 --n-store-chats 8",
-    **dict.fromkeys(("eval", "disconnect"), "--model M --drafter D --prompts P"),
+    "eval": "--model M --drafter D --prompts P",
 }
 RUN_ALL = """
 import contextlib, io, json

@@ -82,7 +82,6 @@ def with_model(room: Path, model: Path, out: Path) -> Iterator[tuple[str, Argume
     yield "audit", (store, "--model", model)
     yield "generate", ("--model", model, "--drafter", room / "drafter", "--prompt", "Hi", "--device", "cpu")
     yield "eval", (*decode, "--drafter", room / "drafter")
-    yield "disconnect", (*decode, "--drafter", room / "drafter")
     yield "import", (out, "--format", "eagle", "--model", model, "--out", out / "imported")
     yield "export-drafter", (room / "drafter", "--format", "moa", "--model", model, "--out", out / "exported")
     (store / "commits" / "part-00000.json").write_text("{")

@@ -27,8 +27,8 @@ from benchmarks.kit.records import provenance
 from benchmarks.training.drafter_options import add_size_options, chosen, small_config
 from benchmarks.training.kept import kept, trained
 from moa_data.errors import DrafterError, TrainingError
-from moa_data.evaluation.config import DisconnectConfig, EvalConfig
-from moa_data.evaluation.run import disconnect, evaluate
+from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.run import evaluate
 from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -69,7 +69,6 @@ class Result:
     seed: int
     training: dict[str, Any]
     decoding: dict[str, Any]
-    alone: dict[str, Any]
 
     def acceptance(self, method: str) -> list[Value]:
         """Tokens and target calls of each answer."""
@@ -82,8 +81,8 @@ class Result:
         return ratio
 
     def _written(self) -> list[tuple[str, dict[str, Any]]]:
-        name = next(iter(self.alone["drafters"]))
-        return [(row["prompt_id"], row["by_writer"][name]) for row in self.alone["rows"]]
+        name = next(iter(self.decoding["drafters"]))
+        return [(row["prompt_id"], row["by_writer"][name]) for row in self.decoding["disconnection"]["rows"]]
 
     def agreement(self) -> list[Value]:
         """Tokens like the target's after each cut, of those compared."""
@@ -171,12 +170,9 @@ def measured(options: argparse.Namespace, variant: str, seed: int, training: dic
     }
     decoding = EvalConfig.of(
         method=("plain", "chain", "tree"), out=str(options.out / f"eval-{variant}-{seed}.json"),
-        tree=options.tree, batch_size=options.batch_size, **shared,
+        tree=options.tree, batch_size=options.batch_size, disconnect=options.n_tokens, cuts=options.cuts, **shared,
     )  # fmt: skip
-    alone = DisconnectConfig(
-        out=str(options.out / f"alone-{variant}-{seed}.json"), n_tokens=options.n_tokens, cuts=options.cuts, **shared
-    )
-    return Result(variant, seed, training, kept(decoding, evaluate), kept(alone, disconnect))
+    return Result(variant, seed, training, kept(decoding, evaluate))
 
 
 def validated(result: Result) -> float | None:

@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.kit.records import provenance
 from benchmarks.training.kept import kept
-from moa_data.evaluation.config import DisconnectConfig, EvalConfig
-from moa_data.evaluation.run import disconnect, evaluate
+from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.run import evaluate
 from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.trainer.config import REPORT_FILE
@@ -96,13 +96,14 @@ def by_position(options: argparse.Namespace, name: str, run: str) -> str:
 
 
 def alone(options: argparse.Namespace, name: str, run: str) -> list[float]:
-    """Let the drafter go on from cuts of the target's answers: tokens like the target's before the first other one."""
-    config = DisconnectConfig(
+    """Let the drafter continue from cuts of the target's answers: tokens like the target's before another one."""
+    config = EvalConfig.of(
         model=options.model, prompts=options.prompts, device=options.device, n_prompts=options.n_prompts,
         batch_size=options.batch_size, drafter=(run,), out=str(options.out / f"{name}-alone.json"),
-        n_tokens=ALONE_TOKENS, cuts=ALONE_CUTS,
+        method=("plain",), disconnect=ALONE_TOKENS, cuts=ALONE_CUTS,
     )  # fmt: skip
-    (found,) = [row["common_prefix"] for row in kept(config, disconnect)["writers"] if row["writer"] != "target"]
+    writers = kept(config, evaluate)["disconnection"]["writers"]
+    (found,) = [row["common_prefix"] for row in writers if row["writer"] != "target"]
     return [found["mean"], *(found["interval"] or (found["mean"],) * 2)]
 
 

@@ -1,0 +1,306 @@
+"""Shows evaluation reports: as Markdown, and as PNG figures of one message each, legible at 850 pixels."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from .config import DRAFTING
+from .disconnection import TARGET, WriterSummary
+from .disconnection import Figure as Mean
+from .report import Disconnection, EvaluationReport, MethodSummary
+from .statistics import Interval
+
+_MAX_DIVERGENCES = 10
+_SHOWN_OFFSETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_WIDTH, _DPI = 6.8, 125  # inches, 850 pixels
+
+
+def markdown_report(report: EvaluationReport) -> str:
+    """Return the report: settings, methods, costs of drafters and rounds, categories, and what followed cuts."""
+    config, environment, prompts = report.config, report.environment, report.prompts
+    lines = [
+        "# Speculative decoding against plain decoding",
+        "",
+        f"{prompts['n_answers']} answers of at most {config['max_new_tokens']} tokens to prompts of {prompts['file']} "
+        f"({prompts['kind']}); {_settings(report)}; {environment['dtype']} on {environment['device']}, "
+        f"{environment['n_threads']} threads; methods alternate.",
+        *_method_table(report),
+        "",
+        "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
+        "generated token ids over the whole generation, prefill included. Exact: answers with the very tokens of the "
+        "baseline. Intervals: 95 %, bootstrap over prompts.",
+        *_drafter_table(report),
+        *_pair_table(report),
+        *(f"\n{name} drafted {text.removeprefix('auto: ')}." for name, text in report.policies.items()),
+        *_cost_table(report),
+        *_category_table(report),
+        *_divergence_lines(report),
+    ]
+    skipped = report.measurement.skipped
+    if n_turns := sum(turn.n_prompt_tokens > 0 for turn in skipped):
+        lines += ["", f"{n_turns} turns were skipped: longer than the target's positions, or after one that is."]
+    if n_turns := sum(turn.n_prompt_tokens == 0 for turn in skipped):
+        lines += ["", f"{n_turns} turns were skipped: after an answer that spells a control token of the target."]
+    if report.disconnection is not None:
+        lines += _disconnection_lines(report.disconnection, config["disconnect"])
+    return "\n".join(lines) + "\n"
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, after an empty one."""
+    return ["", *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows))]
+
+
+def _settings(report: EvaluationReport) -> str:
+    config = report.config
+    methods = config["method"]
+    parts = []
+    if {"chain", "prompt-lookup"} & set(methods):
+        parts.append(f"drafts of {config['draft_length']} tokens")
+    if "tree" in methods:
+        parts.append(f"trees {config['tree']}")
+    parts.append(f"temperature {config['temperature']}" if config["temperature"] else "greedy")
+    usual = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    parts += [f"{name.replace('_', '-')} {config[name]}" for name, value in usual.items() if config[name] != value]
+    if config["compile"]:
+        parts.append(f"target calls compiled for {config['compile']} tokens")
+    if config["batch_size"] > 1:
+        parts.append(f"{config['batch_size']} prompts at once")
+    if config["repeats"] > 1:
+        parts.append(f"median of {config['repeats']} repeats")
+    return ", ".join(parts)
+
+
+def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
+    """Write a figure and its interval in brackets; a dash where there is none."""
+    if value is None:
+        return "-"
+    if bounds is None:
+        return form.format(value)
+    to = " to " if bounds[0] < 0 else "-"
+    return f"{form.format(value)} ({form.format(bounds[0])}{to}{form.format(bounds[1])})"
+
+
+def _length_and_ratio(summary: MethodSummary) -> tuple[str, str]:
+    length = figure_text(summary.acceptance_length, summary.acceptance_length_interval)
+    return length, figure_text(summary.ratio, summary.ratio_interval)
+
+
+def _method_table(report: EvaluationReport) -> list[str]:
+    titles = ["method", "acceptance length", "target calls", "calls saved", "tokens", "tokens/s", "ratio"]
+    titles += ["ratio per answer, median (quartiles)", "exact"]
+    rows = []
+    for summary in report.methods:
+        lower, median, upper = summary.ratio_quartiles
+        length, ratio = _length_and_ratio(summary)
+        cells = [summary.method, length, f"{summary.n_target_calls:,}", f"{summary.calls_saved:.1%}"]
+        cells += [f"{summary.n_tokens:,}", f"{summary.tokens_per_s:.1f}", ratio]
+        cells.append(f"{median:.2f} ({lower:.2f}-{upper:.2f})")
+        rows.append([*cells, "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"])
+    return _table(titles, rows)
+
+
+def _drafter_table(report: EvaluationReport) -> list[str]:
+    """Return the table of what each drafter cost to train and what it gives."""
+    if not report.drafters:
+        return []
+    by_name, several = {summary.method: summary for summary in report.methods}, len(report.drafters) > 1
+    methods = [method for method in DRAFTING if method in report.config["method"]]
+    titles = ["drafter", "kind", "weights", "steps", "training tokens", "read from the store"]
+    titles += [f"{method}: {column}" for method in methods for column in ("acceptance length", "ratio")]
+    rows = []
+    for name, facts in report.drafters.items():
+        steps, tokens = ("-" if facts[key] is None else f"{facts[key]:,}" for key in ("n_steps", "n_tokens"))
+        read = "-" if facts["n_bytes_read"] is None else f"{facts['n_bytes_read'] / 1e6:,.0f} MB"
+        cells = [name, facts["kind"], f"{facts['n_parameters']:,}", steps, tokens, read]
+        for method in methods:
+            cells += _length_and_ratio(by_name[f"{method} {name}" if several else method])
+        rows.append(cells)
+    lines = _table(titles, rows)
+    if report.warnings:
+        lines += ["", "Not trained alike, so differences are not the drafters' alone:", ""]
+        lines += [f"- {warning}" for warning in report.warnings]
+    elif several:
+        lines += ["", "All were trained alike: one store, equal steps, tokens and settings."]
+    return lines
+
+
+def _pair_table(report: EvaluationReport) -> list[str]:
+    if not report.pairs:
+        return []
+    rows = [
+        (
+            f"{pair.method} {pair.drafter}",
+            figure_text(pair.acceptance_length, pair.acceptance_length_interval),
+            figure_text(pair.speed, pair.speed_interval),
+        )
+        for pair in report.pairs
+    ]
+    return _table([f"over {report.pairs[0].over}", "acceptance length", "tokens/s"], rows)
+
+
+def _cost_table(report: EvaluationReport) -> list[str]:
+    titles = ["per target call, ms", "draft", "verify", "rest", "drafted tokens"]
+    rows = []
+    for summary in report.methods:
+        parts = [f"{summary.call_ms(part):.1f}" for part in ("draft", "verify", "rest")]
+        positions = ", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-"
+        drafted = summary.n_drafted / max(1, summary.n_target_calls)
+        rows.append([summary.method, *parts, f"{drafted:.1f}", positions])
+    return _table([*titles, "draft accepted at position 1, 2, ..."], rows)
+
+
+def _category_table(report: EvaluationReport) -> list[str]:
+    if len(report.categories) < 2:
+        return []
+    first = 1 if len(report.methods) > 1 else 0
+    titles = [f"{s.method} {column}" for s in report.methods[first:] for column in ("acceptance length", "ratio")]
+    rows = []
+    for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
+        cells = [text for summary in summaries[first:] for text in _length_and_ratio(summary)]
+        rows.append([name, str(summaries[0].n_answers), *cells])
+    return _table(["category", "answers", *titles], rows)
+
+
+def _divergence_lines(report: EvaluationReport) -> list[str]:
+    """List where greedy answers differ from the baseline's; sampled ones differ anyway, by their random draws."""
+    if report.config["temperature"]:
+        return []
+    found = [
+        f"- {name}, prompt {row.prompt_id} turn {row.turn}: token {run.first_divergence}, top-2 gap {run.top2_gap:.2e}"
+        for row in report.measurement.rows
+        for name, run in row.runs.items()
+        if run.first_divergence is not None
+    ]
+    more = [f"- and {len(found) - _MAX_DIVERGENCES} more, see the JSON"] if len(found) > _MAX_DIVERGENCES else []
+    return ["", "First token that differs from the baseline's:", "", *found[:_MAX_DIVERGENCES], *more] if found else []
+
+
+def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
+    """Write one line per writer, then agreement and log-probability by the number of tokens since the cut."""
+    lines = [
+        "",
+        "## After a disconnection: the drafter without the target",
+        "",
+        f"{found.n_cuts} cuts of greedy answers to {found.n_cut_prompts} prompts, {n_tokens} tokens after each.",
+    ]
+    if found.n_skipped:
+        lines.append(f"{found.n_skipped} prompts were skipped: no room for an answer, or one of a single token.")
+    if not found.writers:
+        return lines
+    titles = ["writer", "tokens like the target's, from the cut on", "agreement", "log-probability per token, nats"]
+    has_scores = found.writers[0].score.n > 0
+    rows = []
+    for summary in found.writers:
+        cells = [summary.writer, _mean(summary.common_prefix), _mean(summary.agreement, "{:.1%}")]
+        rows.append([*cells, _mean(summary.log_prob), *([_mean(summary.score, "{:.3f}")] * has_scores)])
+    lines += _table([*titles, *(["score"] * has_scores)], rows)
+    lines += [
+        "",
+        "Agreement: share of the target's own greedy continuation that the writer has at the same place. "
+        "Log-probability: the target's, of what was written, given all before it, the writer's own text included.",
+    ]
+    lines += _offset_table("Agreement", "agreement_by_offset", "{:.0%}", found.writers[1:])
+    return lines + _offset_table("Log-probability, nats", "log_prob_by_offset", "{:.2f}", found.writers)
+
+
+def _mean(figure: Mean, form: str = "{:.2f}") -> str:
+    return figure_text(figure.mean, figure.interval, form)
+
+
+def _offset_table(title: str, name: str, form: str, summaries: Sequence[WriterSummary]) -> list[str]:
+    longest = max(len(getattr(summary, name)) for summary in summaries)
+    offsets = [offset for offset in _SHOWN_OFFSETS if offset <= longest]
+    rows = []
+    for summary in summaries:
+        figures: tuple[Mean, ...] = getattr(summary, name)
+        cells = [_mean(figures[offset - 1], form) if offset <= len(figures) else "-" for offset in offsets]
+        rows.append([summary.writer, *cells])
+    return _table([f"{title} at token", *map(str, offsets)], rows)
+
+
+def write_figures(report: EvaluationReport, path: Path) -> None:
+    """Write the figures beside a report.
+
+    ``report.json`` gives ``report.png``, and where there is something to show ``report_categories.png`` and
+    ``report_disconnection.png``.
+    """
+    speed_figure(report, path.with_suffix(".png"))
+    if len(report.categories) > 1 and len(report.methods) > 1:
+        category_figure(report, path.with_name(f"{path.stem}_categories.png"))
+    if report.disconnection is not None and report.disconnection.writers:
+        disconnection_figure(report.disconnection, path.with_name(f"{path.stem}_disconnection.png"))
+
+
+def speed_figure(report: EvaluationReport, path: Path) -> None:
+    """Draw each method's tokens/s over the baseline's as a bar, its acceptance length written beside it."""
+    summaries = report.methods[1:] or report.methods
+    drafters = list(report.drafters) if len(report.drafters) > 1 else []
+    figure = Figure(figsize=(_WIDTH, 1.1 + 0.38 * len(summaries)), layout="constrained")
+    axes = figure.subplots()
+    for place, summary in enumerate(reversed(summaries)):
+        # One colour for all methods of a drafter.
+        color = next((n for n, name in enumerate(drafters, start=1) if summary.method.endswith(f" {name}")), 0)
+        axes.barh(place, summary.ratio, 0.65, xerr=_arms(summary), color=f"C{color}", alpha=0.8,
+                  error_kw={"ecolor": "0.3", "capsize": 3})  # fmt: skip
+        length = "-" if summary.acceptance_length is None else f"{summary.acceptance_length:.2f} tokens per call"
+        axes.text(0.02, place, length, va="center", fontsize=9)
+    axes.axvline(1.0, color="0.3", linewidth=0.8)
+    axes.set_yticks(range(len(summaries)), [summary.method for summary in reversed(summaries)])
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"tokens/s over {report.methods[0].method} decoding, on {report.environment['device']}")
+    _save(figure, path)
+
+
+def category_figure(report: EvaluationReport, path: Path) -> None:
+    """Draw each method's speed ratio by category with its interval; needs several categories and methods."""
+    names, methods = list(report.categories), report.methods[1:]
+    figure = Figure(figsize=(_WIDTH, 1.3 + 0.32 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for index, method in enumerate(methods, start=1):
+        of_method = [report.categories[name][index] for name in names]
+        places = [place + (index - (len(methods) + 1) / 2) * 0.6 / len(methods) for place in range(len(names))]
+        arms = [_arms(summary) or [[0.0], [0.0]] for summary in of_method]
+        axes.errorbar(
+            [summary.ratio for summary in of_method], places, fmt="o", capsize=2, markersize=4, label=method.method,
+            xerr=[[low[0] for low, _ in arms], [high[0] for _, high in arms]],
+        )  # fmt: skip
+    axes.axvline(1.0, color="0.3", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"tokens/s over {report.methods[0].method} decoding")
+    figure.legend(loc="outside upper center", ncols=min(4, len(methods)))
+    _save(figure, path)
+
+
+def disconnection_figure(found: Disconnection, path: Path) -> None:
+    """Draw each drafter's agreement with the target against the tokens since the cut, with its interval."""
+    figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for index, summary in enumerate(one for one in found.writers if one.writer != TARGET):
+        # A few tokens after the longest answers say nothing.
+        shown = [(n, one) for n, one in enumerate(summary.agreement_by_offset, start=1) if one.n > 1]
+        axes.plot([n for n, _ in shown], [one.mean or 0.0 for _, one in shown], "o-", color=f"C{index}", markersize=3,
+                  label=summary.writer)  # fmt: skip
+        bounded = [(n, *one.interval) for n, one in shown if one.interval is not None]
+        places, low, high = zip(*bounded, strict=True) if bounded else ((), (), ())
+        axes.fill_between(places, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("tokens since the target was last reached")
+    axes.set_ylabel("agreement with the target")
+    axes.legend()
+    _save(figure, path)
+
+
+def _arms(summary: MethodSummary) -> list[list[float]] | None:
+    """Return how far the interval reaches to either side of the ratio, as matplotlib takes it."""
+    if summary.ratio_interval is None:
+        return None
+    low, high = summary.ratio_interval
+    return [[max(0.0, summary.ratio - low)], [max(0.0, high - summary.ratio)]]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    # The library's version and the like would make equal figures differ.
+    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
