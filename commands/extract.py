@@ -55,8 +55,7 @@ def plan(config: ExtractConfig) -> None:
 
     Takes the options of `extract`; reads the dataset, the tokenizer and the target's config.json, and measures for some
     seconds what this machine does: forwards with random weights of the target's sizes, copies, encoding, the disk of
-    --out. With --workers it says what each number of them takes, and from which on more do not pay. Leaves nothing
-    behind. Fails when memory can't hold the target, or the disk the store.
+    --out. Leaves nothing behind. Fails when memory can't hold the target, or the disk the store.
 
     \b
     Example:
@@ -66,8 +65,8 @@ def plan(config: ExtractConfig) -> None:
 
 
 def _print_plan(config: ExtractConfig) -> None:
-    from ..pipeline.add_plan import refuse_addition
-    from ..pipeline.estimate import estimate_extraction, scaling_of
+    from ..pipeline.add import refuse_addition
+    from ..pipeline.estimate import estimate
     from ..pipeline.plan import build_plan, has_device
 
     with ProgressLine("chat") as progress:
@@ -77,14 +76,10 @@ def _print_plan(config: ExtractConfig) -> None:
     extraction_plan.check_disk()
     if config.forward.source == "vllm":
         out.print("time         not measured: vLLM is not started for a plan")
-        return
-    if not has_device(extraction_plan.device):
+    elif not has_device(extraction_plan.device):
         out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
-        return
-    estimate = estimate_extraction(extraction_plan)
-    out.print(estimate.describe())
-    if not config.scale.is_alone:
-        out.print(scaling_of(extraction_plan, estimate).describe(config.scale.n_workers))
+    else:
+        out.print(estimate(extraction_plan).describe(config.scale.n_workers))
 
 
 @click.command(cls=StageCommand)
@@ -102,15 +97,15 @@ def add(config: AddConfig, dry_run: bool) -> None:
       moa-data add store --model ./llama3-8b --target-layers 1
     """
     from ..pipeline.add import add as run_add
-    from ..pipeline.add_plan import plan_addition
-    from ..pipeline.estimate import estimate_addition
+    from ..pipeline.add import plan_addition
+    from ..pipeline.estimate import estimate
 
     if dry_run:
         plan = plan_addition(config)
         out.print(plan.describe())
         plan.check_disk()
         if plan.n_left_tokens and plan.fields:
-            out.print(estimate_addition(plan).describe())
+            out.print(estimate(plan).describe())
         return
     with ProgressLine("token") as progress:
         report = run_add(config, progress=progress, provenance=collect_provenance())

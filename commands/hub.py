@@ -15,18 +15,17 @@ def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
 
     A store becomes a dataset, a drafter (or the drafter of a run) a model; REPO is OWNER/NAME, and made where it is
-    missing. Files go in commits of at most 200 files or 4 GB; run the same command again to go on after an
-    interruption. Logs of runs stay here: they tell of paths and machines. The token comes from HF_TOKEN.
+    missing. Run the same command again to continue after an interruption. Logs of runs stay here: they tell of paths
+    and machines. The token comes from HF_TOKEN.
 
     \b
     Examples:
       moa-data push store me/llama3-8b-ultrachat --private
       moa-data push runs/moa me/llama3-8b-moa
     """
-    from ..hub.push import push as run_push
+    from ..pipeline.hub import push as run_push
 
-    with ProgressLine("B", scaled=True) as progress:
-        report = run_push(path, repo, private, progress)
+    report = run_push(path, repo, private)
     out.print(report.describe())
 
 
@@ -44,7 +43,7 @@ def pull(repo: str, path: Path, revision: str | None) -> None:
     Example:
       moa-data pull me/llama3-8b-ultrachat store
     """
-    from ..hub.pull import pull as run_pull
+    from ..pipeline.hub import pull as run_pull
 
     with ProgressLine("B", scaled=True) as progress:
         report = run_pull(repo, path, revision, progress)

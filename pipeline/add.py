@@ -1,43 +1,120 @@
-"""Add activations to an existing store: the target runs again, and only what is new is written."""
+"""Add activations to a store: an extraction with another list of fields, over the sequences that the store holds.
+
+The forwards are those of the extraction: the same sequences in the same batches, so that the same device, libraries and
+number of threads give the bits that one extraction of all fields would have given. Elsewhere the last bits differ.
+Readers see the new fields once every part has them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from ..errors import Interrupted, OptionInvalid, WorkerError
+from ..errors import OptionInvalid, StoreError, StoreMismatch, WorkerError
 from ..machine import fix_sums
-from ..moa.targets.bundle import held_layers
-from ..moa.targets.live import Target
+from ..moa.targets.bundle import held_layers, load_target_config, target_sizes
+from ..moa.targets.live import Target, load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.dtypes import to_float32
 from ..storage.names import PLAN_NAME, commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.parts.plan import read_plan
 from ..storage.paths import StorePath
-from ..storage.read.store import ActivationStore
-from ..storage.schema import TOKENS
-from ..storage.write.addition import StoreAddition, load_next_basis, save_next_basis
+from ..storage.read.store import ActivationStore, read_manifest
+from ..storage.schema import TOKENS, StoreManifest
+from ..storage.write.addition import (
+    StoreAddition,
+    extended_codec,
+    lacking_fields,
+    load_next_basis,
+    save_next_basis,
+)
 from ..storage.write.store import StoreWriter
-from ..text import Progress, activation_name, counted, format_bytes, format_hours
-from .add_plan import AddPlan, plan_addition
+from ..text import Progress, activation_name, add_command, counted, format_bytes, format_hours
 from .audit import stored_tolerance
-from .card import CardOrigin, public_name, write_card
+from .card import CardOrigin, write_card
 from .chats.sequences import content_id
-from .config import AddConfig, ExtractConfig, parse_fields, resolve_encode_threads
+from .config import ActivationSpec, AddConfig, ExtractConfig, parse_activations, parse_fields, resolve_encode_threads
 from .forwards.calibrate import learn_from_target, learning_on
 from .forwards.capture import capture
 from .forwards.parts import Forwards, Timings, batches, load_target, run_parts, save_bundle
-from .plan import existing_parent
-from .sources import recorded_config
+from .plan import (
+    ExtractPlan,
+    ForwardPlan,
+    existing_parent,
+    expected_bytes,
+    field_specs,
+    forward_memory,
+    interruptible,
+    kept_weights,
+    weight_bytes,
+)
+from .sources import check_weights, pinned_revision, recorded_config, recorded_sources, target_identities
 
 LAST = "hidden/last"
+_SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
+
+
+@dataclass(frozen=True)
+class AddPlan(ForwardPlan):
+    """What an addition will do; ``table`` has the sequences of committed parts that lack new fields.
+
+    Attributes:
+        stored: the store's manifest before the addition.
+        manifest: the manifest after it; of a codec that learns, without what the new fields will learn.
+        full_codec: codec of old and new fields.
+        n_layers_before: decoder layers that target/ keeps before the addition.
+        n_layers_kept: decoder layers that it keeps after it.
+        n_tokens: tokens of the committed parts.
+        n_parts: committed parts.
+        n_left_parts: committed parts that lack new fields.
+    """
+
+    config: AddConfig
+    stored: StoreManifest
+    manifest: StoreManifest
+    full_codec: StoreCodec = field(repr=False)
+    n_layers_before: int
+    n_layers_kept: int
+    n_tokens: int
+    n_parts: int
+    n_left_parts: int
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the new fields."""
+        return self.spec.fields
+
+    @property
+    def n_left_tokens(self) -> int:
+        """Tokens of the committed parts that lack new fields."""
+        return int(self.table["n_tokens"].to_numpy().sum())
+
+    def describe(self) -> str:
+        """Return the plan as text."""
+        kept = f"{self.n_layers_kept} decoder layers instead of {self.n_layers_before}"
+        lines = [
+            f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.dtype}, codec "
+            f"{self.codec.name}; all of it is kept",
+            f"adds         {', '.join(self.fields) or 'no field, the store has them all'}"
+            + (f"; target/ keeps {kept}" if self.n_layers_kept > self.n_layers_before else ""),
+            f"tokens       {self.n_left_tokens:,} of {self.n_tokens:,}, in {self.n_left_parts:,} of {self.n_parts:,} "
+            "parts" + (" (the others have the new fields already)" if self.n_left_parts < self.n_parts else ""),
+            f"raw          {format_bytes(self.n_raw_bytes)} ({self.n_raw_bytes / max(self.n_left_tokens, 1):,.0f} "
+            "bytes per token)",
+            f"on disk      about {format_bytes(self.stored_bytes)} more",
+            *self.room(),
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -87,197 +164,175 @@ class AddReport:
 
 
 def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None) -> AddReport:
-    """Add activations to every committed part of a store, or go on where an earlier run stopped.
-
-    The forwards are those of the extraction: the same sequences in the same batches, so that the same device, libraries
-    and number of threads give the bits that one extraction of all fields would have given. Elsewhere the last bits
-    differ. Readers see the new fields once every part has them.
+    """Add activations to every committed part of a store, or continue where an earlier run stopped.
 
     Raises:
         OptionInvalid: nothing can be added to this store, or the target gives other values than the store holds.
-        Interrupted: after Ctrl-C.
-        WorkerError: the configuration or the target's values cannot be used, or the disk is too small.
+        StorageUnavailable: the disk is too small.
         StoreError: the store cannot be used, or was made with another target.
         TargetError: the target cannot be loaded.
     """
     fix_sums()
     start = time.perf_counter()
-    try:
+    with interruptible("while planning; nothing was written"):
         plan = plan_addition(config, progress)
-    except KeyboardInterrupt as error:
-        raise Interrupted(
-            "Interrupted while planning; nothing was written. Run the same command again to start."
-        ) from error
     plan.check_disk()
     timings = Timings()
+    added = ", ".join(plan.fields) or "the target's layers"
     with StoreWriter.create_or_resume(plan.store, plan.stored, read_plan(plan.store / PLAN_NAME)) as writer:
-        try:
-            with ActivationStore(plan.store) as reader:
-                report = _Addition(plan, writer, reader, timings, progress).run()
-        except KeyboardInterrupt as error:
-            added = ", ".join(plan.fields) or "the target's layers"
-            raise Interrupted(
-                f"Interrupted; the part in flight was discarded. Until all of {added} is there, {plan.store} is as it "
-                "was. Run the same command again to go on."
-            ) from error
+        with (
+            interruptible(f"in a part, which was discarded; until all of {added} is there, {plan.store} is as it was"),
+            ActivationStore(plan.store) as reader,
+        ):
+            agreement = _write_fields(plan, writer, _StoredTexts(reader), timings, progress)
         recorded = _recorded(plan)
         if recorded is not None:
-            names = public_name(recorded.model), public_name(recorded.dataset)
-            licences = recorded.storage.target_license, recorded.storage.dataset_license
-            write_card(plan.store, CardOrigin(*names, "moa-data extract", *licences))
+            write_card(plan.store, CardOrigin.of(recorded))
         timings.wall_s = time.perf_counter() - start
-        if report.fields or report.target_layers != plan.n_layers_before:
-            writer.record_run(_run_record(plan, report, recorded, provenance))
+        report = _report(plan, writer, timings, agreement)
+        if plan.fields or plan.n_layers_kept != plan.n_layers_before:
+            record = {
+                "added": config.named() | {"fields": plan.fields, "agreement": agreement},
+                "provenance": dict(provenance or {}),
+                "n_parts_done": timings.n_parts,
+                "timings": timings.record(),
+            }
+            # These settings would make the whole store, for a repair.
+            writer.record_run(record if recorded is None else record | {"config": recorded.named()})
     return report
 
 
-class _Addition:
-    """One run of an addition, while the store is locked."""
+class _StoredTexts:
+    """Tokens and masks of a store's sequences, checked against the ids that are their hashes."""
 
-    def __init__(
-        self,
-        plan: AddPlan,
-        writer: StoreWriter,
-        reader: ActivationStore,
-        timings: Timings,
-        progress: Progress | None,
-    ) -> None:
-        self.plan, self.writer, self.reader, self.timings, self.progress = plan, writer, reader, timings, progress
-        self.dtype = getattr(torch, plan.dtype)
-        self.rows = {key: i for i, key in enumerate(self.reader.sequences["sequence_id"].to_pylist())}
+    def __init__(self, reader: ActivationStore) -> None:
+        self.reader = reader
+        self.ids: list[str] = reader.sequences["sequence_id"].to_pylist()
+        self.rows = {key: row for row, key in enumerate(self.ids)}
 
-    def run(self) -> AddReport:
-        """Save the bundle, let the codec learn, compare one batch, write all parts and replace the manifest."""
-        plan, writer = self.plan, self.writer
-        needs_bundle = not writer.has_target or held_layers(writer.target_path) < plan.n_layers_kept
-        n_parts_done, agreement = 0, ""
-        target = None
-        if plan.fields or needs_bundle:
-            target = load_target(plan.folder, plan.compute_dtype, plan.device, plan.memory.weight_bytes, self.progress)
-        if needs_bundle and target is not None:
-            save_bundle(writer, target, plan.folder, plan.n_layers_kept)
-        codec = plan.codec
-        if (
-            target is not None
-            and codec.only(plan.fields).learned
-            and not load_next_basis(plan.store, codec, writer.codec)
-        ):
-            self._learn(codec, target)
-        manifest = dataclasses.replace(plan.manifest, codec=codec.describe()) if plan.fields else plan.manifest
-        addition = StoreAddition(writer, manifest, codec)
-        pending = addition.pending_parts()
-        if target is not None and pending:
-            agreement = self._compare(target, pending[0])
-            self._write(addition, target, codec, pending)
-            n_parts_done = len(pending)
-        addition.finish()
-        return self._report(n_parts_done, agreement)
-
-    def _text(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and mask of a stored sequence after checking that its id is their hash."""
-        index = self.rows[sequence_id]
-        tokens, mask = self.reader.read(index, TOKENS), self.reader.read(index, "response_mask")
+    def read(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
+        row = self.rows[sequence_id]
+        tokens, mask = self.reader.read(row, TOKENS), self.reader.read(row, "response_mask")
         if content_id(tokens, mask) != sequence_id:
             raise OptionInvalid(
-                f"{self.plan.store}: the tokens of sequence {sequence_id[:12]} are not those that it was named after. "
+                f"{self.reader.path}: the tokens of sequence {sequence_id[:12]} are not those that it was named after. "
                 "Run `moa-data verify`, then `moa-data repair`."
             )
         return tokens, mask
 
-    def _write(self, addition: StoreAddition, target: Target, codec: StoreCodec, pending: list[int]) -> None:
-        plan, timings = self.plan, self.timings
+
+def _write_fields(
+    plan: AddPlan, writer: StoreWriter, texts: _StoredTexts, timings: Timings, progress: Progress | None
+) -> str:
+    """Write the bundle and the new fields of all parts, then the manifest; returns how the target agrees."""
+    agreement, codec = "", plan.full_codec
+    needs_bundle = not writer.has_target or held_layers(writer.target_path) < plan.n_layers_kept
+    if plan.fields or needs_bundle:
+        target = load_target(plan.folder, plan.compute_dtype, plan.device, plan.memory.weight_bytes, progress)
+    if needs_bundle:
+        save_bundle(writer, target, plan.folder, plan.n_layers_kept)
+    if plan.codec.learned and not load_next_basis(plan.store, codec, writer.codec):
+        _learn(plan, writer, texts, target, progress)
+    manifest = dataclasses.replace(plan.manifest, codec=codec.describe()) if plan.fields else plan.manifest
+    addition = StoreAddition(writer, manifest, codec)
+    if pending := addition.pending_parts():
+        sequences = writer.part_sequences(pending[0])
+        agreement = _compare(plan, texts, target, next(batches(sequences, plan.batch_tokens)))
         forwards = Forwards(
             target=target,
             spec=plan.spec,
             codec=codec,
-            dtype=self.dtype,
+            dtype=getattr(torch, plan.dtype),
             batch_tokens=plan.batch_tokens,
             uses_cache=plan.uses_cache,
-            text=self._text,
-            n_encode_threads=resolve_encode_threads(plan.config.encode_threads),
+            text=texts.read,
+            n_encode_threads=plan.n_encode_threads,
         )
-        n_left = sum(read_part_commit(commit_path(plan.store, part)).n_tokens for part in pending)
-        timings.n_before_tokens = plan.n_tokens - n_left
+        timings.n_before_tokens = plan.n_tokens - plan.n_left_tokens
 
         def tell() -> None:
-            if self.progress:
+            if progress:
                 n_done = addition.n_parts - len(addition.pending_parts())
                 n_tokens = timings.n_before_tokens + timings.n_tokens
-                self.progress(n_tokens, plan.n_tokens, f"add {n_done}/{addition.n_parts} parts")
+                progress(n_tokens, plan.n_tokens, f"add {n_done}/{addition.n_parts} parts")
 
         run_parts(forwards, addition, pending, timings, tell)
+    addition.finish()
+    return agreement
 
-    def _learn(self, codec: StoreCodec, target: Target) -> None:
-        """Let the new fields learn from the sequences that the old ones learned from."""
-        plan = self.plan
-        if self.writer.pending_parts():
-            raise OptionInvalid(
-                f"{plan.store}: {', '.join(plan.fields)} must learn from all sequences, but "
-                f"{len(self.writer.pending_parts())} parts are still to be extracted. Run the extract command that "
-                "began the store, then add."
-            )
-        ids = self.reader.sequences["sequence_id"].to_pylist()
-        new, lengths = codec.only(plan.fields), self.reader.lengths
-        learning = learning_on(target.device, existing_parent(plan.store), self.progress)
-        learn_from_target(
-            new, lengths, lambda row: self._text(ids[row])[0], target, plan.spec, plan.dtype, learning, plan.uses_cache
-        )
-        save_next_basis(self.writer, codec)
 
-    def _compare(self, target: Target, part: int) -> str:
-        """Run a part's first batch and compare hidden/last with the stored one; refuse more than rounding explains."""
-        plan, reader = self.plan, self.reader
-        if LAST not in reader.fields:
-            return ""
-        codec = reader.codec.only(reader.codec.with_sources(LAST))
-        batch = next(batches(self.writer.part_sequences(part), plan.batch_tokens))
-        ids = batch["sequence_id"].to_pylist()
-        spec = parse_fields(codec.fields)
-        live = capture(target.model, [self._text(key)[0] for key in ids], spec, self.dtype, plan.uses_cache)
-        copied = live.encode(codec, ids).to_host()
-        copied.wait()
-        n_values = n_other = 0
-        error = norm = 0.0
-        for b, key in enumerate(ids):
-            own_rows = copied.rows(LAST, b)
-            rows = own_rows if isinstance(own_rows, dict) else {LAST: own_rows}
-            stored = reader.read(self.rows[key], LAST, decoded=False)
-            n_values += sum(values.size for values in rows.values())
-            n_other += sum(int((stored[name] != values).sum()) for name, values in rows.items())
-            own = live.fields[LAST][b, : live.n_tokens[b]].float().cpu().numpy()
-            was = to_float32(reader.read(self.rows[key], LAST), plan.dtype)
-            error, norm = error + float(np.square(was - own).sum()), norm + float(np.square(own).sum())
-        relative = (error / max(norm, 1e-30)) ** 0.5
-        if not relative <= stored_tolerance(reader, plan.dtype):
-            raise OptionInvalid(
-                f"{plan.store}: {plan.config.model} gives a {LAST} that differs by {relative:.1%} from the stored one, "
-                "more than rounding explains, so new fields would not belong to the old ones. Nothing was written; "
-                "check the release of transformers, and run `moa-data audit`."
-            )
-        if not n_other:
-            return f"the first batch gave the stored {LAST} bit for bit"
-        return (
-            f"the first batch gave a {LAST} of which {n_other / n_values:.2%} of the stored numbers differ in last "
-            "bits: device, threads or libraries are not those of the extraction"
+def _learn(plan: AddPlan, writer: StoreWriter, texts: _StoredTexts, target: Target, progress: Progress | None) -> None:
+    """Let the new fields learn from the sequences that the old ones learned from."""
+    if n_pending := len(writer.pending_parts()):
+        raise OptionInvalid(
+            f"{plan.store}: {', '.join(plan.fields)} must learn from all sequences, but {n_pending} parts are still to "
+            "be extracted. Run the extract command that began the store, then add."
         )
+    learn_from_target(
+        plan.full_codec.only(plan.fields),
+        texts.reader.lengths,
+        lambda row: texts.read(texts.ids[row])[0],
+        target,
+        plan.spec,
+        plan.dtype,
+        learning_on(target.device, plan.disk, progress),
+        plan.uses_cache,
+    )
+    save_next_basis(writer, plan.full_codec)
 
-    def _report(self, n_parts_done: int, agreement: str) -> AddReport:
-        plan = self.plan
-        commits = [read_part_commit(commit_path(plan.store, part)) for part in self.writer.committed_parts()]
-        starts = tuple(f"{name}/" for name in plan.fields)
-        files = [(name, record) for commit in commits for name, record in commit.files.items()]
-        return AddReport(
-            store=plan.store,
-            fields=plan.fields,
-            target_layers=plan.n_layers_kept,
-            n_parts=len(commits),
-            n_parts_done=n_parts_done,
-            n_pending_parts=len(self.writer.pending_parts()),
-            n_tokens=plan.n_tokens,
-            stored_bytes=sum(record.bytes for name, record in files if name.startswith(starts)),
-            agreement=agreement,
-            timings=self.timings,
+
+def _compare(plan: AddPlan, texts: _StoredTexts, target: Target, batch: pa.Table) -> str:
+    """Run a batch and compare hidden/last with the stored one; refuse more than rounding explains."""
+    reader = texts.reader
+    if LAST not in reader.fields:
+        return ""
+    codec = reader.codec.only(reader.codec.with_sources(LAST))
+    ids = batch["sequence_id"].to_pylist()
+    tokens = [texts.read(key)[0] for key in ids]
+    live = capture(target.model, tokens, parse_fields(codec.fields), getattr(torch, plan.dtype), plan.uses_cache)
+    copied = live.encode(codec, ids).to_host()
+    n_values = n_other = 0
+    error = norm = 0.0
+    for index, key in enumerate(ids):
+        own_rows = copied.rows(LAST, index)
+        rows = own_rows if isinstance(own_rows, dict) else {LAST: own_rows}
+        stored = reader.read(texts.rows[key], LAST, decoded=False)
+        n_values += sum(values.size for values in rows.values())
+        n_other += sum(int((stored[name] != values).sum()) for name, values in rows.items())
+        own = live.fields[LAST][index, : live.n_tokens[index]].float().cpu().numpy()
+        was = to_float32(reader.read(texts.rows[key], LAST), plan.dtype)
+        error, norm = error + float(np.square(was - own).sum()), norm + float(np.square(own).sum())
+    relative = (error / max(norm, 1e-30)) ** 0.5
+    if not relative <= stored_tolerance(reader, plan.dtype):
+        raise OptionInvalid(
+            f"{plan.store}: {plan.config.model} gives a {LAST} that differs by {relative:.1%} from the stored one, "
+            "more than rounding explains, so new fields would not belong to the old ones. Nothing was written; "
+            "check the release of transformers, and run `moa-data audit`."
         )
+    if not n_other:
+        return f"the first batch gave the stored {LAST} bit for bit"
+    return (
+        f"the first batch gave a {LAST} of which {n_other / n_values:.2%} of the stored numbers differ in last "
+        "bits: device, threads or libraries are not those of the extraction"
+    )
+
+
+def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> AddReport:
+    commits = [read_part_commit(commit_path(plan.store, part)) for part in writer.committed_parts()]
+    starts = tuple(f"{name}/" for name in plan.fields)
+    files = [(name, record) for commit in commits for name, record in commit.files.items()]
+    return AddReport(
+        store=plan.store,
+        fields=plan.fields,
+        target_layers=plan.n_layers_kept,
+        n_parts=len(commits),
+        n_parts_done=timings.n_parts,
+        n_pending_parts=len(writer.pending_parts()),
+        n_tokens=plan.n_tokens,
+        stored_bytes=sum(record.bytes for name, record in files if name.startswith(starts)),
+        agreement=agreement,
+        timings=timings,
+    )
 
 
 def _recorded(plan: AddPlan) -> ExtractConfig | None:
@@ -286,18 +341,150 @@ def _recorded(plan: AddPlan) -> ExtractConfig | None:
         recorded = recorded_config(plan.store)
     except WorkerError:
         return None
-    names = tuple(map(activation_name, plan.all_activations))
+    names = tuple(map(activation_name, plan.manifest.extraction["activations"]))
     return recorded.replaced(model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)
 
 
-def _run_record(
-    plan: AddPlan, report: AddReport, recorded: ExtractConfig | None, provenance: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Make the record for runs/; its settings would make the whole store, for a repair."""
-    record: dict[str, Any] = {
-        "added": plan.config.named() | {"fields": report.fields, "agreement": report.agreement},
-        "provenance": dict(provenance or {}),
-        "n_parts_done": report.n_parts_done,
-        "timings": report.timings.record(),
+def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPlan:
+    """Plan an addition without running the target or writing anything.
+
+    Args:
+        progress: called with (bytes done, bytes of the target's weights, message) while these are hashed.
+
+    Raises:
+        OptionInvalid: `extract` did not make the store.
+        NotEnoughMemory: the target's forwards do not fit in the memory that is free.
+        OptionInvalid: unknown activations, or nothing to add.
+        StoreMismatch: the store was made with another target, or on another kind of device.
+        StoreError: the store cannot be read.
+        TargetError: the model folder has no config, weights or tokenizer.
+    """
+    with ActivationStore(config.store) as reader:
+        stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, reader.path
+        n_tokens, sequences = int(reader.lengths.sum()), reader.sequences
+    _check_settings(path, stored)
+    settings = stored.extraction
+    revision = pinned_revision(recorded_sources(settings), "model", config.model, None)
+    folder = resolve_model_folder(config.model, revision=revision)
+    check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
+    model_config = load_target_config(folder)
+    sizes = target_sizes(model_config)
+    device = _check_same_target(config, path, stored, folder, progress)
+    old = parse_fields(spec.name for spec in stored.fields)
+    n_before = int(settings["target_layers"])
+    n_kept = max(n_before, config.target_layers)
+    full = old | parse_activations(config.activations, n_kept, sizes["n_layers"])
+    layers = tuple(layer for layer in full.layers if layer not in old.layers)
+    new = ActivationSpec(full.kv and not old.kv, full.last and not old.last, layers)
+    specs = field_specs(full, sizes, str(settings["dtype"]))
+    if not set(stored.fields) <= set(specs):
+        raise OptionInvalid(f"{path} describes its fields in another way than this release. Extract to a new store.")
+    codec = extended_codec(old_codec, specs)
+    new_codec = codec.only(new.fields)
+    described = stored.codec if not new.fields or new_codec.learned else codec.describe()
+    extraction = {**settings, "activations": list(full.fields), "target_layers": n_kept}
+    left = [commit.part for commit in commits.values() if lacking_fields(commit, new.fields)]
+    table = sequences.filter(pa.array(np.isin(sequences["part"].to_numpy(), left)))
+    n_left_tokens = int(table["n_tokens"].to_numpy().sum())
+    kept_bytes = kept_weights(model_config, n_kept) * weight_bytes(model_config) if n_kept > n_before else 0
+    memory = forward_memory(
+        model_config,
+        [spec for spec in specs if spec.name in new.fields],
+        str(settings["compute_dtype"]),
+        int(settings["batch_tokens"]),
+        max(sequences["n_tokens"].to_pylist(), default=0),
+        device,
+    )
+    if left:
+        memory.check()
+    return AddPlan(
+        store=path,
+        spec=new,
+        codec=new_codec,
+        table=table,
+        folder=folder,
+        model_config=model_config,
+        device=device,
+        dtype=str(settings["dtype"]),
+        compute_dtype=str(settings["compute_dtype"]),
+        batch_tokens=int(settings["batch_tokens"]),
+        uses_cache=full.kv,
+        n_encode_threads=resolve_encode_threads(config.encode_threads),
+        raw_bytes={name: item.spec.token_bytes * n_left_tokens for name, item in new_codec.fields.items()},
+        stored_bytes=expected_bytes(new_codec, n_left_tokens) + kept_bytes,
+        free_bytes=shutil.disk_usage(existing_parent(path)).free,
+        present_bytes=0,
+        memory=memory,
+        config=config,
+        stored=stored,
+        manifest=dataclasses.replace(stored, fields=specs, extraction=extraction, codec=described),
+        full_codec=codec,
+        n_layers_before=n_before,
+        n_layers_kept=n_kept,
+        n_tokens=n_tokens,
+        n_parts=len(commits),
+        n_left_parts=len(left),
+    )
+
+
+def refuse_addition(plan: ExtractPlan) -> None:
+    """Refuse an extraction to a store that agrees with it but lacks some of its fields or decoder layers.
+
+    To add them the target must run again over parts that are complete, which a resumption does not do.
+
+    Raises:
+        OptionInvalid: naming what the store lacks, and the command that adds it.
+    """
+    try:
+        old, new = read_manifest(plan.store), plan.manifest
+    except StoreError:
+        return  # opening the store for writing repairs it, or names the damage
+    n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))
+    lacking = [spec.name for spec in new.fields if spec not in old.fields]
+    if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):
+        return
+    settings = dict(new.extraction) | {key: old.extraction.get(key) for key in ("activations", "target_layers")}
+    # A plan for a dry run has not hashed the weights.
+    identities = {key: value for key, value in old.identities.items() if key in new.identities}
+    same = dataclasses.replace(new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities)
+    if same != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
+        return
+    what = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
+    command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)
+    raise OptionInvalid(f"{plan.store} lacks {', '.join(what)}; what it has is whole. Add with {command}.")
+
+
+def _check_settings(path: StorePath, stored: StoreManifest) -> None:
+    """Refuse a store whose forwards cannot be repeated."""
+    missing = [name for name in _SETTINGS if name not in stored.extraction]
+    origin: Any = stored.extraction.get("imported_from")
+    engine: Any = stored.extraction.get("engine")
+    if missing or engine:
+        how = f"does not say its {missing[0]}" if missing else f"was extracted by {engine['name']}"
+        how = f"was imported from {origin}" if origin else how
+        raise OptionInvalid(
+            f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
+        )
+    try:
+        parse_fields(spec.name for spec in stored.fields)
+    except OptionInvalid as error:
+        raise OptionInvalid(f"{path}: {error} Extract to a new store.") from error
+
+
+def _check_same_target(
+    config: AddConfig, path: StorePath, stored: StoreManifest, folder: Path, progress: Progress | None
+) -> str:
+    """Return the device; refuse another target, tokenizer or template than the store's, or another kind of device."""
+    live: dict[str, Any] = target_identities(folder, load_target_tokenizer(folder), True, progress)
+    changes = {
+        f"identities.{key}": (stored.identities[key], value)
+        for key, value in live.items()
+        if stored.identities.get(key, value) != value
     }
-    return record if recorded is None else record | {"config": recorded.named()}
+    wanted = str(stored.extraction["device"])
+    device = config.device if config.device != "auto" else wanted
+    if (kind := torch.device(pick_device(device)).type) != wanted:
+        changes["extraction.device"] = (wanted, kind)
+    if changes:
+        raise StoreMismatch(str(path), changes)
+    return device

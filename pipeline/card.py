@@ -16,6 +16,7 @@ from ..storage.disk.durable import write_atomic
 from ..storage.names import CARD_NAME, below
 from ..storage.paths import AnyPath, StorePath
 from ..storage.write.links import refuse_links
+from .config import ExtractConfig
 
 _SIZE_CATEGORIES = (
     (10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"),
@@ -39,6 +40,12 @@ class CardOrigin:
     command: str = "moa-data extract"
     target_license: str | None = None
     dataset_license: str | None = None
+
+    @classmethod
+    def of(cls, config: ExtractConfig) -> CardOrigin:
+        """Return the origin of a store that was extracted with these settings."""
+        licences = config.storage.target_license, config.storage.dataset_license
+        return cls(public_name(config.model), public_name(config.dataset), "moa-data extract", *licences)
 
 
 def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:

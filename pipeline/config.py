@@ -105,7 +105,7 @@ class ScaleSettings(Config):
 
     workers: Annotated[str, Field(pattern=r"^[1-9][0-9]*(:[1-9][0-9]*)?$")] = "1"
     """Processes that extract parts at once, each on a device of its own, on a CPU with its share of the cores; with Ray
-    also MIN:MAX, between which it takes as many as there is room for. Any number gives the same bytes."""
+    at most that many, as there is room for (MIN:MAX is read as MAX). Any number gives the same bytes."""
     engine: Literal["processes", "ray"] = "processes"
     """What directs the workers: this command, processes of this machine; or Ray, on every machine of a cluster that
     sees --model and --out under the same paths."""
@@ -117,10 +117,6 @@ class ScaleSettings(Config):
     a GPU, else 0."""
     cpus_per_worker: Count = 1
     """Cores that Ray sets aside for each worker, which on a GPU uses those of the GPU's share of the machine too."""
-
-    out_bytes_per_s: Positive | None = None
-    """Bytes a second that the disk or bucket of --out takes from all workers together, for `plan`; default: what one
-    is measured to write, as if more of them could not write faster."""
 
     @override
     def problems(self) -> list[str]:
@@ -149,11 +145,6 @@ class ScaleSettings(Config):
     def n_workers(self) -> int:
         """Most processes at once."""
         return int(self.workers.rpartition(":")[2])
-
-    @property
-    def fewest_workers(self) -> int:
-        """Processes that Ray asks for from the start."""
-        return int(self.workers.partition(":")[0])
 
     @property
     def n_local_workers(self) -> int:

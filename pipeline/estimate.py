@@ -1,198 +1,102 @@
-"""Estimates how long an extraction takes on this machine: its slowest stage, measured, and what would shorten it.
+"""Time three batches of a plan on this machine, and say how long all of it takes.
 
-The stages work in parallel on different batches, so the whole takes as long as the slowest. On a CPU they share the
-cores: their work on all cores together may then be the slowest stage.
+The batches run through a target with the real one's widths and random weights, so that only its config.json has to be
+there. What they give is encoded and written to a temporary store on the disk of the output.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import copy
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from ..machine import usable_cores
+from ..machine import keep_freed_memory
+from ..moa.targets.bundle import target_sizes
+from ..moa.targets.live import DeviceClock
 from ..storage.codecs.registry import StoreCodec
-from ..storage.parts.grid import array_grid
-from ..storage.parts.plan import part_lengths
+from ..storage.parts.encoding import EncodePool
+from ..storage.parts.plan import plan_parts
+from ..storage.schema import ALIGNMENT_TOKENS, StoreManifest
+from ..storage.write.store import StoreWriter
 from ..text import format_hours
-from .add_plan import AddPlan
-from .config import MAX_DEFAULT_ENCODE_THREADS, resolve_encode_threads
+from .forwards.capture import Capture, capture
 from .forwards.parts import batches
-from .forwards.speed import SpeedProbe, Speeds
-from .plan import ExtractPlan, existing_parent, expected_bytes
-from .scaling import COPY, CORES, DISK, ENCODE, FORWARD, WRITE, Scaling
-from .workers.devices import devices_here
+from .plan import ForwardPlan, field_specs
 
-
-@dataclass(frozen=True)
-class Work:
-    """The work of an extraction.
-
-    Attributes:
-        n_padded_tokens: tokens of all batches, padding included.
-        raw_bytes: bytes of the kept activations before compression.
-        stored_bytes: expected bytes on disk.
-        n_files: files that are synced.
-    """
-
-    n_padded_tokens: int
-    raw_bytes: int
-    stored_bytes: int
-    n_files: int
+_N_BATCHES = 3
+_MAX_WEIGHTS = 250_000_000
+"""Weights of the timed target on a CPU: one layer of Llama-3-8B has 218 million, which take a second to draw."""
+_MAX_PRODUCTS = 1e11
+"""Multiplications of one timed forward on a CPU: about two seconds of slow cores."""
+_MIN_WRITTEN_BYTES = 32 << 20
+"""Bytes that are written at least, so that the time does not go to opening and syncing files alone."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time of each stage, and what it depends on.
+    """How long the forwards take, and encoding and writing, each alone.
 
     Attributes:
-        seconds: stage -> seconds that it takes alone.
-        is_whole: whether all stages could be measured; a codec that learns encodes nothing before it has learned.
-        sync_share: share of the disk's time that goes to syncing files rather than writing bytes.
+        write_s: None for a codec that learns, which encodes nothing before it has learned.
+        shares_cores: whether the forwards run on the CPU, whose cores encode too.
     """
 
-    seconds: dict[str, float]
-    n_encode_threads: int
-    n_cores: int
-    codec: str
-    is_whole: bool
-    sync_share: float
-    is_on_cpu: bool
-    compute_dtype: str
+    forward_s: float
+    write_s: float | None
+    shares_cores: bool
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole extraction."""
-        return max(self.seconds.values())
+        """Seconds of the whole: its stages run at the same time, on a CPU on the same cores."""
+        write_s = self.write_s or 0.0
+        return self.forward_s + write_s if self.shares_cores else max(self.forward_s, write_s)
 
-    @property
-    def slowest(self) -> str:
-        """The stage that all others wait for."""
-        return max(self.seconds, key=lambda stage: self.seconds[stage])
+    def describe(self, n_workers: int = 1) -> str:
+        """Return the estimate as text.
 
-    def describe(self) -> str:
-        """Return the estimate as text."""
-        stages = {
-            FORWARD: "forward", COPY: "copy to host", ENCODE: f"encode on {self.n_encode_threads} threads",
-            WRITE: "write (one thread)", DISK: "disk", CORES: f"all work on {self.n_cores} cores",
-        }  # fmt: skip
-        each = ", ".join(f"{stages[stage]} {format_hours(s)}" for stage, s in self.seconds.items() if s)
-        return (
-            f"time         about {format_hours(self.total_s)}, as long as the slowest of: {each}\n"
-            f"slowest      {stages[self.slowest]}; {self._advice()}"
-            + ("" if self.is_whole else "\nnot measured what encoding with this codec takes: it learns first")
-        )
-
-    def _advice(self) -> str:
-        fewer_bytes = "a codec that stores less (--codec int8)" if self.codec == "lossless" else "another codec"
-        if self.slowest == ENCODE:
-            more = f"--encode-threads {self.n_cores}" if self.n_encode_threads < self.n_cores else "more cores"
-            return f"{more} or {fewer_bytes} would make it shorter"
-        if self.slowest == DISK:
-            larger = "fewer, larger parts (--part-tokens), " if self.sync_share > 0.3 else ""
-            return f"{larger}a faster disk for --out or {fewer_bytes} would make it shorter"
-        if self.slowest == WRITE:
-            return f"{fewer_bytes} would make it shorter"
-        if self.slowest == COPY:
-            return "fewer --activations would make it shorter; the link to the device binds"
-        if self.is_on_cpu:
-            narrow = "--compute-dtype bfloat16 where this CPU computes it fast, or " * (self.compute_dtype == "float32")
-            return f"{narrow}a GPU (--device cuda) would make it shorter"
-        return "a faster device would make it shorter, more --encode-threads or another codec would not"
+        Args:
+            n_workers: workers that share the parts, each with a device or machine of its own.
+        """
+        write = "encoding not timed, as this codec learns first"
+        if self.write_s is not None:
+            write = f"encoding and writing {format_hours(self.write_s)}"
+        line = f"time         about {format_hours(self.total_s)}: forwards {format_hours(self.forward_s)}, {write}"
+        if n_workers > 1:
+            line += (
+                f"\nworkers      {n_workers} take about {format_hours(self.total_s / n_workers)} if the disk keeps up"
+            )
+        return line
 
 
-def estimate_extraction(plan: ExtractPlan) -> Estimate:
-    """Measure this machine for some seconds and say how long the planned extraction takes on it."""
-    config = plan.config
-    probe = SpeedProbe(
-        model_config=plan.model_config,
-        spec=plan.spec,
-        dtype=getattr(torch, config.storage.dtype),
-        compute_dtype=getattr(torch, plan.compute_dtype),
-        device=plan.device,
-        codec=plan.codec.name,
-        batches=batch_lengths(plan.table, plan.batch_tokens),
-        uses_cache=plan.spec.kv,
-        n_encode_threads=resolve_encode_threads(config.forward.encode_threads),
-        folder=plan.disk,
-    )
-    raw_bytes = sum(spec.token_bytes for spec in plan.manifest.fields) * plan.n_tokens
-    lengths = part_lengths(plan.table, plan.manifest.alignment_tokens).tolist()
-    return _estimate(probe, plan.codec, raw_bytes, expected_bytes(plan.codec, plan.n_tokens), lengths)
-
-
-def scaling_of(plan: ExtractPlan, estimate: Estimate) -> Scaling:
-    """Return what the time of the planned extraction by several workers, like the one measured, is computed from."""
-    scale, stored_bytes = plan.config.scale, expected_bytes(plan.codec, plan.n_tokens)
-    is_local = scale.engine == "processes"
-    return Scaling(
-        seconds=estimate.seconds,
-        n_parts=plan.n_parts,
-        n_cores=estimate.n_cores,
-        most_here=plan.n_parts if is_local else devices_here(plan.device, scale),
-        encode_threads=plan.config.forward.encode_threads,
-        most_encode_threads=MAX_DEFAULT_ENCODE_THREADS,
-        out_s=stored_bytes / scale.out_bytes_per_s if scale.out_bytes_per_s else None,
-    )
-
-
-def estimate_addition(plan: AddPlan) -> Estimate:
-    """Measure this machine for some seconds and say how long the planned addition takes on it."""
-    probe = SpeedProbe(
-        model_config=plan.model_config,
-        spec=plan.spec,
-        dtype=getattr(torch, plan.dtype),
-        compute_dtype=getattr(torch, plan.compute_dtype),
-        device=plan.device,
-        codec=plan.codec.name,
-        batches=batch_lengths(plan.left, plan.batch_tokens),
-        uses_cache=plan.uses_cache,
-        n_encode_threads=resolve_encode_threads(plan.config.encode_threads),
-        folder=existing_parent(plan.store),
-    )
-    codec = plan.codec.only(plan.fields)
-    n_parts = max(plan.n_left_parts, 1)
-    lengths = [plan.n_left_tokens // n_parts] * n_parts
-    return _estimate(probe, codec, plan.raw_bytes, expected_bytes(codec, plan.n_left_tokens), lengths)
-
-
-def _estimate(
-    probe: SpeedProbe, codec: StoreCodec, raw_bytes: int, stored_bytes: int, part_tokens: list[int]
-) -> Estimate:
-    speeds, n_cores = probe.run(), usable_cores()
-    work = Work(count_padded(probe.batches), raw_bytes, stored_bytes, count_files(codec, part_tokens))
-    seconds = stage_seconds(speeds, work, n_cores)
-    return Estimate(
-        seconds=seconds,
-        n_encode_threads=probe.n_encode_threads,
-        n_cores=n_cores,
-        codec=codec.name,
-        is_whole=not codec.learned,
-        sync_share=speeds.sync_s * work.n_files / max(seconds[DISK], 1e-9),
-        is_on_cpu=CORES in seconds,
-        compute_dtype=str(probe.compute_dtype).removeprefix("torch."),
-    )
-
-
-def stage_seconds(speeds: Speeds, work: Work, n_cores: int) -> dict[str, float]:
-    """Compute the seconds of each stage on its own; on a CPU also of all their work on its cores."""
-    forward_s = speeds.forward_s_per_token * work.n_padded_tokens
-    write_s = speeds.write_s_per_byte * work.stored_bytes
-    seconds = {
-        FORWARD: forward_s,
-        COPY: speeds.copy_s_per_token * work.n_padded_tokens,
-        ENCODE: speeds.encode_s_per_byte * work.raw_bytes,
-        WRITE: write_s,
-        DISK: speeds.disk_s_per_byte * work.stored_bytes + speeds.sync_s * work.n_files,
-    }
-    if speeds.forward_cores:
-        core_s = forward_s * speeds.forward_cores + speeds.encode_core_s_per_byte * work.raw_bytes + write_s
-        seconds[CORES] = core_s / n_cores
-    return seconds
+def estimate(plan: ForwardPlan) -> Estimate:
+    """Run three batches of a plan, which takes some seconds, and say how long all of them take."""
+    keep_freed_memory()  # as the extraction does
+    lengths = batch_lengths(plan.table, plan.batch_tokens)
+    model = _random_target(plan, max(int(batch.sum()) for batch in lengths))
+    n_layers = int(model.config.num_hidden_layers)
+    spec = replace(plan.spec, layers=tuple(sorted({min(layer, n_layers - 1) for layer in plan.spec.layers})))
+    clock, spans = DeviceClock(torch.device(plan.device)), list[float]()
+    chosen = np.linspace(0, len(lengths) - 1, min(_N_BATCHES, len(lengths))).round().astype(int).tolist()
+    for index in (chosen[0], *chosen):  # the first one warms up
+        tokens = _tokens(lengths[index], model, plan.device)
+        began = clock.mark()
+        captured = capture(model, tokens, spec, getattr(torch, plan.dtype), plan.uses_cache)
+        spans.append(clock.seconds(began, clock.mark()) / (len(tokens) * max(captured.n_tokens)))
+    scale = plan.model_config.num_hidden_layers / n_layers
+    n_padded = sum(len(batch) * int(batch.max()) for batch in lengths)
+    write_s = None
+    if not plan.codec.learned:
+        fields = field_specs(spec, target_sizes(model.config), plan.dtype)
+        write_s = plan.n_raw_bytes * _write_s_per_byte(captured, StoreCodec(plan.codec.name, fields), plan)
+    return Estimate(scale * statistics.median(spans[1:]) * n_padded, write_s, torch.device(plan.device).type == "cpu")
 
 
 def batch_lengths(table: pa.Table, batch_tokens: int) -> list[np.ndarray]:
@@ -206,16 +110,82 @@ def batch_lengths(table: pa.Table, batch_tokens: int) -> list[np.ndarray]:
     return found
 
 
-def count_padded(lengths: Iterable[np.ndarray]) -> int:
-    """Count the tokens of batches, padding included."""
-    return sum(len(batch) * int(batch.max()) for batch in lengths)
+def _layer_weights(config: Any) -> int:
+    sizes = target_sizes(config)
+    heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"])
+    return int(sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size))
 
 
-def count_files(codec: StoreCodec, part_tokens: Iterable[int]) -> int:
-    """Count the files of parts: the metadata of each array, and the shards and the commit of each part."""
-    lengths = list(part_tokens)
-    total = len(lengths)
-    for array in codec.arrays:
-        grid = array_grid(array, len(lengths), max(lengths))
-        total += 1 + sum(math.ceil(array.n_rows(n_tokens) / grid.shard_shape[0]) for n_tokens in lengths)
-    return total
+def _random_target(plan: ForwardPlan, n_tokens: int) -> Any:
+    """Make a model of the target's widths with random weights, on a CPU of fewer layers.
+
+    Args:
+        n_tokens: entries of its vocabulary, one for each token of a batch: equal tokens would give equal values, which
+            encode differently.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(plan.model_config)
+    config.vocab_size, config.pad_token_id = n_tokens, None
+    if torch.device(plan.device).type == "cpu":
+        config.num_hidden_layers = max(1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config)))
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", trust_remote_code=False, dtype=getattr(torch, plan.compute_dtype)
+        )
+    model = model.to_empty(device=plan.device).eval().requires_grad_(False)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.normal_(0.0, weight.shape[1] ** -0.5)
+        else:
+            weight.fill_(1.0)
+    # Buffers must not be random: those of the rotation are computed from the config, as on loading.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(plan.device)
+    return model
+
+
+def _tokens(lengths: np.ndarray, model: Any, device: str) -> list[np.ndarray]:
+    """Return token ids of a batch, on a CPU cut to what it computes in a moment."""
+    if torch.device(device).type == "cpu":
+        most = max(64, int(_MAX_PRODUCTS / (_layer_weights(model.config) * model.config.num_hidden_layers)))
+        lengths = np.minimum(lengths[: max(1, most // int(lengths.max()))], most)
+    ends = np.cumsum(lengths)
+    return [np.arange(end - n, end, dtype=np.int32) for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)]
+
+
+def _write_s_per_byte(captured: Capture, codec: StoreCodec, plan: ForwardPlan) -> float:
+    """Encode and write captured sequences to a temporary store; returns the seconds of a raw byte of activations."""
+    names = [str(index) for index in range(len(captured.n_tokens))]
+    host = captured.encode(codec.only(captured.fields), names).to_host()
+    of_token = sum(codec.fields[name].spec.token_bytes for name in captured.fields)
+    repeats = -(-_MIN_WRITTEN_BYTES // (of_token * sum(host.n_tokens)))
+    n_tokens = list(host.n_tokens) * repeats
+    rows = range(len(n_tokens))
+    sequences = pa.table(
+        {
+            "sequence_id": [f"{row:064x}" for row in rows],
+            "source_row": pa.array(rows, pa.int64()),
+            "n_tokens": pa.array(n_tokens, pa.int32()),
+            "n_response_tokens": pa.array([0] * len(n_tokens), pa.int32()),
+        }
+    )
+    table = plan_parts(sequences, sum(n_tokens), ALIGNMENT_TOKENS)
+    n_parts = int(table["part"].to_numpy().max()) + 1
+    fields = tuple(field.spec for field in codec.fields.values())
+    manifest = StoreManifest(fields, {}, {}, {}, len(rows), n_parts, sum(n_tokens), codec.describe())
+    with tempfile.TemporaryDirectory(prefix=".moa-data-speed-", dir=plan.disk) as folder:
+        began_s = time.perf_counter()
+        pool = EncodePool(plan.n_encode_threads)
+        with pool, StoreWriter.create_or_resume(Path(folder) / "store", manifest, table) as store:
+            for part in store.pending_parts():
+                with store.part(part, pool) as out:
+                    for row in out.sequences.to_pylist():
+                        index = row["source_row"] % len(host.n_tokens)
+                        text = {"tokens": np.int32, "response_mask": np.uint8}
+                        for name in out.fields:
+                            zeros = np.zeros(row["n_tokens"], text[name]) if name in text else None
+                            out.write(name, row["first_token"], host.rows(name, index) if zeros is None else zeros)
+                    out.commit()
+        return (time.perf_counter() - began_s) / (of_token * sum(n_tokens))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import CodecUnknown, OptionInvalid, StorageUnavailable
+from ..errors import CodecUnknown, Interrupted, OptionInvalid, StorageUnavailable
 from ..machine import free_memory
 from ..moa.targets.bundle import load_target_config, target_sizes
 from ..moa.targets.chat_tokens import check_template
@@ -36,62 +36,114 @@ from ..storage.schema import (
     response_mask_field,
     tokens_field,
 )
-from ..text import Progress, counted, format_bytes, format_hours
+from ..text import Progress, counted, format_bytes
 from .chats.columns import Columns
 from .chats.dataset import ChatSource
 from .chats.sequences import Sequences, check_counts, read_sequences
-from .config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations
-from .forwards.learning_cost import LearningCost, learning_cost, product_speed
+from .config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations, resolve_encode_threads
+from .forwards.calibrate import SAMPLE_TOKENS
 from .forwards.memory import ForwardMemory
 from .forwards.vllm_source import check_vllm
+from .ray_workers import require_ray
 from .sources import check_weights, pinned_revision, sources_record, stored_sources, target_identities
 from .texts import read_texts, texts_origin
-from .workers.ray_data import require_ray
 
 
 @dataclass(frozen=True)
-class ExtractPlan:
-    """What an extraction will do.
+class ForwardPlan:
+    """Which forwards will run, what they give, and what that takes.
 
     Attributes:
-        spec: the activations, layers resolved.
-        manifest: content of store.json; of a codec that learns, without what it will learn.
-        table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
-        sequences: the tokens and masks.
-        texts_origin: their origin (``kept_texts``); None where only reading all rows tells it.
-        keeps_texts: whether the output folder holds them.
-        dataset: the dataset, and which split and files of it are read, as text.
-        compute_dtype: dtype of the forward, resolved.
-        batch_tokens: tokens per forward, resolved.
-        raw_bytes: field -> bytes of the planned tokens before compression.
-        stored_bytes: expected bytes on disk, target/ included.
-        free_bytes: free bytes on the disk of the output folder.
-        present_bytes: bytes that the output folder already holds.
-        model_config: the target's transformers config.
+        store: where the store lies or will lie.
+        spec: the activations to write, layers resolved.
+        codec: codec of the fields to write; one that learns has not learned yet.
+        table: rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
+        folder: folder of the target.
+        model_config: its transformers config.
+        dtype: dtype in which activations are kept.
+        compute_dtype: dtype of the forward.
+        batch_tokens: tokens per forward, padding included.
+        uses_cache: whether the forwards fill a key/value cache.
+        raw_bytes: field -> bytes before compression.
+        stored_bytes: expected bytes on disk, those of target/ included.
+        free_bytes: free bytes on the disk that is written to.
+        present_bytes: those of ``stored_bytes`` that are there already.
         memory: the memory that the forwards take.
-        learning: what learning the codec costs; None where it learns nothing.
     """
 
-    config: ExtractConfig
+    store: StorePath
     spec: ActivationSpec
-    manifest: StoreManifest
     codec: StoreCodec = field(repr=False)
     table: pa.Table = field(repr=False)
-    sequences: Sequences = field(repr=False)
-    texts_origin: Mapping[str, Any] | None = field(repr=False)
-    keeps_texts: bool
-    dataset: str
     folder: Path
+    model_config: Any = field(repr=False)
     device: str
+    dtype: str
     compute_dtype: str
     batch_tokens: int
+    uses_cache: bool
+    n_encode_threads: int
     raw_bytes: Mapping[str, int]
     stored_bytes: int
     free_bytes: int
     present_bytes: int
-    model_config: Any = field(repr=False)
     memory: ForwardMemory
-    learning: LearningCost | None
+
+    @property
+    def n_raw_bytes(self) -> int:
+        """Bytes of all fields before compression."""
+        return sum(self.raw_bytes.values())
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the store lies in a bucket."""
+        return isinstance(self.store, RemotePath)
+
+    @property
+    def disk(self) -> Path:
+        """A folder on the disk that is written to."""
+        return existing_parent(self.store)
+
+    def check_disk(self) -> None:
+        """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
+        needed = max(0, self.stored_bytes - self.present_bytes)
+        if self.is_remote:  # only shards on their way to the bucket lie on the disk
+            needed = min(needed, 2 * self.stored_bytes // max(1, len(set(self.table["part"].to_pylist()))))
+        if needed > self.free_bytes:
+            where = "set TMPDIR to another disk" if self.is_remote else "choose another --out"
+            raise StorageUnavailable(
+                f"This needs about {format_bytes(needed)}, but {self.disk} has {format_bytes(self.free_bytes)} free. "
+                f"Free some space, {where}, or store fewer --activations or sequences."
+            )
+
+    def room(self) -> list[str]:
+        """Return lines about disk and memory."""
+        return [
+            f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
+            + (", for shards on their way to the bucket" if self.is_remote else "")
+            + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
+            f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
+        ]
+
+
+@dataclass(frozen=True)
+class ExtractPlan(ForwardPlan):
+    """What an extraction will do.
+
+    Attributes:
+        manifest: content of store.json; of a codec that learns, without what it will learn.
+        sequences: the tokens and masks.
+        texts_origin: their origin (``texts``); None where only reading all rows tells it.
+        keeps_texts: whether the output folder holds them.
+        dataset: the dataset, and which split and files of it were read, as text.
+    """
+
+    config: ExtractConfig
+    manifest: StoreManifest
+    sequences: Sequences = field(repr=False)
+    texts_origin: Mapping[str, Any] | None = field(repr=False)
+    keeps_texts: bool
+    dataset: str
 
     @property
     def n_sequences(self) -> int:
@@ -109,20 +161,19 @@ class ExtractPlan:
         return self.manifest.n_parts
 
     @property
-    def rejections(self) -> Counter[str]:
+    def rejections(self) -> Mapping[str, int]:
         """Reason -> rows that give no sequence."""
         return self.sequences.rejections
 
     def describe(self) -> str:
         """Return the plan as text."""
-        counts, storage = self.sequences, self.config.storage
+        counts, storage, target = self.sequences, self.config.storage, self.manifest.target
         n_response = int(self.table["n_response_tokens"].to_numpy().sum())
         lengths = np.sort(self.table["n_tokens"].to_numpy())
-        raw = sum(self.raw_bytes.values())
+        bits = {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
         lines = [
-            f"target       {self.config.model} ({self.manifest.target['architecture']}, "
-            f"{self.manifest.target['n_layers']} layers, {self.manifest.target['n_kv_heads']} KV heads of "
-            f"{self.manifest.target['head_dim']}, width {self.manifest.target['hidden_size']})",
+            f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, "
+            f"{target['n_kv_heads']} KV heads of {target['head_dim']}, width {target['hidden_size']})",
             f"dataset      {self.dataset}: {counted(counts.n_rows, 'row')} read",
             f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.data.max_length:,} tokens, "
             f"{counts.n_duplicates:,} duplicates left out)",
@@ -131,54 +182,21 @@ class ExtractPlan:
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(self.raw_bytes)} in {storage.dtype}, codec {storage.codec}",
-            f"raw          {format_bytes(raw)} ({raw / self.n_tokens:,.0f} bytes per token)",
+            f"raw          {format_bytes(self.n_raw_bytes)} ({self.n_raw_bytes / self.n_tokens:,.0f} bytes per token)",
             f"on disk      about {format_bytes(self.stored_bytes)} "
-            f"({', '.join(f'{name} {bits:.1f} bits per value' for name, bits in self._expected_bits().items())})",
+            f"({', '.join(f'{name} {own:.1f} bits per value' for name, own in bits.items())})",
             f"parts        {self.n_parts:,} of up to {storage.part_tokens:,} tokens",
-            f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
-            + (", for shards on their way to the bucket" if self.is_remote else "")
-            + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
-            f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
+            *self.room(),
         ]
-        return "\n".join([*lines, *self._learning_lines()])
-
-    def _learning_lines(self) -> list[str]:
-        if self.learning is None:
-            return []
-        return [
-            f"learn        about {format_hours(self.learning.seconds)} and the forwards of {self.learning.n_tokens:,} "
-            f"tokens before the first part; {format_bytes(self.learning.memory_bytes)} of memory beside the target and "
-            f"{format_bytes(self.learning.disk_bytes)} of disk at {self.disk} meanwhile"
-        ]
-
-    def _expected_bits(self) -> dict[str, float]:
-        """Return field -> expected stored bits per value, without the fields of one number per token."""
-        return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
-
-    def check_disk(self) -> None:
-        """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
-        needed = max(0, self.stored_bytes - self.present_bytes)
-        if self.is_remote and (needed := min(needed, 2 * self.stored_bytes // self.n_parts)) > self.free_bytes:
-            raise StorageUnavailable(
-                f"Shards on their way to {self.config.out} need about {format_bytes(needed)}, but {self.disk} has "
-                f"{format_bytes(self.free_bytes)} free. Set TMPDIR to another disk, or lower --part-tokens."
+        if self.codec.learned:
+            n_sample = min(self.n_tokens, SAMPLE_TOKENS)
+            # Float32 values of the sample, and what they become along the axes that were learned.
+            values = sum(math.prod(codec.spec.token_shape) for codec in self.codec.learned.values())
+            lines.append(
+                f"learn        the forwards of {n_sample:,} tokens before the first part; about "
+                f"{format_bytes(6 * n_sample * values)} of disk at {self.disk} meanwhile"
             )
-        if needed > self.free_bytes:
-            raise StorageUnavailable(
-                f"The store needs about {format_bytes(needed)}, but {self.disk} has "
-                f"{format_bytes(self.free_bytes)} free. Free some space, choose another --out, lower --max-sequences, "
-                "or store fewer --activations."
-            )
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the store is to lie in a bucket."""
-        return isinstance(open_path(self.config.out), RemotePath)
-
-    @property
-    def disk(self) -> Path:
-        """A folder on the disk that the extraction writes to."""
-        return existing_parent(open_path(self.config.out))
+        return "\n".join(lines)
 
 
 def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:
@@ -186,13 +204,13 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
 
     Args:
         progress: called with (chats done, chats in all, message), then with bytes of hashed weights.
-        with_weights: also hash the target's weights, which identifies the store; a hub target is downloaded.
+        with_weights: also hash the target's weights, which identifies the store; a Hub target is downloaded.
 
     Returns:
         The plan; equal inputs give equal plans.
 
     Raises:
-        WorkerError: configuration, dataset or tokenizer cannot be used.
+        MoaDataError: configuration, dataset or tokenizer cannot be used.
         NotEnoughMemory: the target's forwards do not fit in the memory that is free.
         TargetError: the model folder has no config, weights or tokenizer.
     """
@@ -207,27 +225,26 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
     sizes = target_sizes(model_config)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
+    uses_vllm = config.forward.source == "vllm"
     if config.data.max_length is None:
-        n_positions = sizes["max_position_embeddings"] - (config.forward.source == "vllm")  # which needs one more
+        n_positions = sizes["max_position_embeddings"] - uses_vllm  # which needs one more
         config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions))
     longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, sizes["max_position_embeddings"])
-    uses_vllm = config.forward.source == "vllm"
     engine = check_vllm(model_config, longest) if uses_vllm else {}
     # What stays of transformers where vLLM runs the target, its weights for the store, is on the host.
     device = "cpu" if uses_vllm else _pick_device(config)
-    compute_dtype = resolve_compute_dtype(config, device)
+    compute_dtype = _compute_dtype(config, device)
     batch_tokens = config.forward.batch_tokens or _default_batch_tokens(device, uses_vllm)
     fields = field_specs(spec, sizes, config.storage.dtype)
     codec = _codec(config.storage.codec, fields)  # refuses what it cannot do before chats are read
-    is_here = has_device(device)
-    if codec.learned and not is_here:
+    if codec.learned and not has_device(device):
         raise OptionInvalid(
             f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
             "GPU. Start the command on a machine of the cluster that has one, or choose another --codec."
         )
     n_workers = config.scale.n_local_workers
     memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device, n_workers)
-    if is_here:
+    if has_device(device):
         memory.check()  # before the weights are downloaded and the chats tokenised
     if with_weights:
         folder = resolve_model_folder(config.model, revision=revision)
@@ -239,22 +256,19 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     kept = read_texts(out, origin)
     sequences = kept or read_sequences(source, tokenizer, config, sizes, progress)
     check_counts(sequences, source, config)
-    times = {"template_time": TEMPLATE_TIME.isoformat()} if sequences.asked_the_time else {}
     table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
     counts = plan_counts(table)
     n_tokens = counts["n_tokens"]
+    identities = target_identities(folder, tokenizer, with_weights, progress)
     manifest = StoreManifest(
         fields=fields,
         target=sizes,
-        identities={
-            **target_identities(folder, tokenizer, with_weights, progress),
-            "dataset.sha256": sequences.dataset_sha256,
-        },
+        identities={**identities, "dataset.sha256": sequences.dataset_sha256},
         extraction={
             **_extraction(config, spec, compute_dtype, device, batch_tokens),
             **({"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}),
             **chat_settings,
-            **times,
+            **({"template_time": TEMPLATE_TIME.isoformat()} if sequences.asked_the_time else {}),
             **sources_record(config, folder, source, sources),
         },
         n_sequences=counts["n_sequences"],
@@ -263,31 +277,41 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         codec=codec.describe(),
         alignment_tokens=ALIGNMENT_TOKENS,
     )
-    raw_bytes = {spec_.name: spec_.token_bytes * n_tokens for spec_ in fields}
+    kept_bytes = kept_weights(model_config, config.target_layers) * weight_bytes(model_config)
     return ExtractPlan(
-        config=config,
+        store=out,
         spec=spec,
-        manifest=manifest,
         codec=codec,
         table=table,
+        folder=folder,
+        model_config=model_config,
+        device=device,
+        dtype=config.storage.dtype,
+        compute_dtype=compute_dtype,
+        batch_tokens=batch_tokens,
+        uses_cache=spec.kv,
+        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, n_workers),
+        raw_bytes={item.name: item.token_bytes * n_tokens for item in fields},
+        stored_bytes=expected_bytes(codec, n_tokens) + _feature_bytes(codec, sizes) + kept_bytes,
+        free_bytes=shutil.disk_usage(existing_parent(out)).free,
+        present_bytes=committed_bytes(out),
+        memory=memory,
+        config=config,
+        manifest=manifest,
         sequences=sequences,
         texts_origin=origin,
         keeps_texts=kept is not None,
         dataset=source.describe(),
-        folder=folder,
-        device=device,
-        compute_dtype=compute_dtype,
-        batch_tokens=batch_tokens,
-        raw_bytes=raw_bytes,
-        stored_bytes=expected_bytes(codec, n_tokens)
-        + _feature_bytes(codec, sizes)
-        + kept_weights(model_config, config.target_layers) * weight_bytes(model_config),
-        free_bytes=shutil.disk_usage(existing_parent(out)).free,
-        present_bytes=committed_bytes(out),
-        model_config=model_config,
-        memory=memory,
-        learning=learning_cost(codec, sizes, n_tokens, product_speed(device)) if codec.learned else None,
     )
+
+
+@contextmanager
+def interruptible(what: str) -> Iterator[None]:
+    """Turn Ctrl-C into an :class:`Interrupted` that says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"Interrupted {what}. Run the same command again to continue.") from error
 
 
 def _pick_device(config: ExtractConfig) -> str:
@@ -306,7 +330,7 @@ def has_device(device: str) -> bool:
 
 
 def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:
-    """The store's fields for a specification of activations."""
+    """Return the store's fields for a specification of activations."""
     fields = [tokens_field(), response_mask_field()]
     if spec.kv:
         fields.append(kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype))
@@ -315,8 +339,8 @@ def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> t
     return tuple(fields)
 
 
-def resolve_compute_dtype(config: ExtractConfig, device: str) -> str:
-    """The dtype of the forward: auto is the storage dtype on an accelerator and float32 on a CPU."""
+def _compute_dtype(config: ExtractConfig, device: str) -> str:
+    """Return the dtype of the forward: auto is the storage dtype on an accelerator and float32 on a CPU."""
     if config.forward.compute_dtype != "auto":
         return config.forward.compute_dtype
     on_host = device.startswith("cpu") and config.forward.source != "vllm"
@@ -333,7 +357,7 @@ def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
     try:
         return StoreCodec(name, fields)
     except CodecUnknown as error:
-        raise OptionInvalid(f"{error} Mend --codec.") from error
+        raise OptionInvalid(f"{error} Change --codec.") from error
 
 
 def _extraction(
@@ -366,13 +390,13 @@ def _chat_settings(config: ExtractConfig) -> dict[str, Any]:
 
 
 def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:
-    """The expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
+    """Return the expected bytes of parts, with 3 % for alignment padding, indexes and metadata."""
     bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
     return int(1.03 * bits / 8 * n_tokens)
 
 
 def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
-    """The bytes of the token features in half precision, where keys and values are predicted from them."""
+    """Return the bytes of the token features in half precision, where keys and values are predicted from them."""
     if not any(field.needs_tokens for field in codec.fields.values()):
         return 0
     return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
@@ -390,7 +414,7 @@ def forward_memory(
     """Return the memory of a target's forwards that keep these fields, in several processes at once."""
     return ForwardMemory(
         sizes=target_sizes(model_config) | {"intermediate_size": model_config.intermediate_size},
-        n_weights=count_weights(model_config)[1],
+        n_weights=_count_weights(model_config)[1],
         kept_bytes=sum(spec.token_bytes for spec in fields),
         compute_dtype=compute_dtype,
         batch_tokens=batch_tokens,
@@ -400,7 +424,7 @@ def forward_memory(
     )
 
 
-def count_weights(model_config: Any) -> tuple[int, int]:
+def _count_weights(model_config: Any) -> tuple[int, int]:
     """Count the weights of all decoder layers, and of the whole target; shared ones count once."""
     from transformers import AutoModelForCausalLM
 
@@ -413,13 +437,13 @@ def count_weights(model_config: Any) -> tuple[int, int]:
 def kept_weights(model_config: Any, target_layers: int) -> int:
     """Count the weights that the target bundle keeps."""
     frozen = 2 * model_config.vocab_size * model_config.hidden_size + model_config.hidden_size
-    return int(frozen + count_weights(model_config)[0] * target_layers // model_config.num_hidden_layers)
+    return int(frozen + _count_weights(model_config)[0] * target_layers // model_config.num_hidden_layers)
 
 
 def weight_bytes(model_config: Any) -> int:
-    """The bytes of one of the target's weights on disk."""
+    """Return the bytes of one of the target's weights on disk."""
     dtype = getattr(model_config, "dtype", None)
-    return torch.empty(0, dtype=dtype).element_size() if isinstance(dtype, torch.dtype) else 4
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
 
 
 def existing_parent(path: StorePath) -> Path:

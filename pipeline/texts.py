@@ -1,4 +1,4 @@
-"""Keeps tokens and masks beside a store's plan, so that chats are tokenised once and not at every start.
+"""Keep tokens and masks beside a store's plan, so that chats are tokenised once and not at every start.
 
 ``texts.arrow`` is an Arrow file with a row for each sequence (sequence_id, source_row, tokens, response_mask), which
 readers map into memory. Its metadata holds the origin of the tokens, the counts of rejected rows, and a sha256 of all
@@ -18,13 +18,13 @@ import pyarrow as pa
 
 from ..moa.targets.template import parse_template_arguments
 from ..storage.disk.durable import replacing
+from ..storage.disk.files import download
 from ..storage.names import TEXTS_NAME
 from ..storage.paths import StorePath
 from .chats.columns import Columns
 from .chats.dataset import ChatSource
 from .chats.sequences import Sequences
 from .config import ExtractConfig
-from .workers.work import map_texts
 
 _ORIGIN, _SHA256 = b"origin", b"sha256"
 _VERSION = 1
@@ -37,7 +37,7 @@ def texts_origin(
     """Return everything that decides the tokens of a dataset; None where only its rows tell.
 
     Args:
-        identities: hashes of the tokenizer and its template (``identity.target_identities``).
+        identities: hashes of the tokenizer and its template (``sources.target_identities``).
         sizes: sizes of the target (``bundle.target_sizes``).
     """
     dataset = source.origin()
@@ -55,6 +55,20 @@ def texts_origin(
         "max_position_embeddings": sizes["max_position_embeddings"],
         "vocab_size": sizes["vocab_size"],
     }
+
+
+def map_texts(path: StorePath) -> pa.Table:
+    """Map the Arrow file of a store's sequences into memory; of a remote one a copy, which the mapping alone holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if isinstance(path, Path):
+        with pa.memory_map(os.fspath(path)) as file:
+            return pa.ipc.open_file(file).read_all()
+    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
+        download(path.parent, Path(folder), [path.name])
+        return map_texts(Path(folder) / path.name)
 
 
 def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
@@ -77,11 +91,7 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
 
 
 def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
-    """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory.
-
-    Raises:
-        StorageUnavailable: no room.
-    """
+    """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory."""
     if origin is None:
         return sequences
     path = store / TEXTS_NAME
@@ -94,11 +104,7 @@ def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any]
 
 
 def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
-    """Write sequences to an Arrow file; returns them mapped from it.
-
-    Raises:
-        StorageUnavailable: no room.
-    """
+    """Write sequences to an Arrow file; returns them mapped from it."""
     table = sequences.to_arrow()
     added = {_ORIGIN: json.dumps(origin, sort_keys=True), _SHA256: sequences.sha256()}
     table = table.replace_schema_metadata({**table.schema.metadata, **added})

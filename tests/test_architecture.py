@@ -18,7 +18,7 @@ LEAVES = {"errors", "text", "machine"}
 STORAGE = {"storage", "storage.disk", "storage.parts", "storage.codecs", "storage.read", "storage.write"}
 TARGETS = {"moa", "moa.nn", "moa.targets"}
 MOA = TARGETS | {"moa.drafters"}
-PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards", "pipeline.workers"}
+PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards"}
 # Room (a folder, or a module of the root) -> the rooms that it may import besides itself.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -41,11 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": LEAVES | {"config"} | STORAGE | MOA | PIPELINE | {"storage.care", "moa.decoding", "moa.formats"},
     "pipeline.chats": LEAVES | {"pipeline", "moa.targets"},
     "pipeline.forwards": LEAVES | STORAGE | TARGETS | {"pipeline"},
-    "pipeline.workers": LEAVES | STORAGE | TARGETS | {"pipeline", "pipeline.chats", "pipeline.forwards"},
     "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"pipeline"},
     "trainer": LEAVES | {"config"} | STORAGE | MOA | {"moa.formats"},
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
-    "hub": LEAVES | {"storage", "storage.disk", "storage.care"},
     "serving": LEAVES,
     "serving.protocol": LEAVES | {"serving"},
     "serving.engine": LEAVES | {"config"} | MOA | {"serving", "moa.decoding"},
@@ -90,7 +88,6 @@ OUTSIDE: dict[str, set[str]] = {
         "typing_extensions",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2"},
-    "hub": {"huggingface_hub"},
     "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},
 }
 

@@ -230,14 +230,14 @@ N_CTRL_C = int(os.environ.get("N_CTRL_C", "200"))
 
 MIDDLES: dict[str, tuple[str, str, str]] = {
     "plan": (
-        "moa_data.pipeline.forwards.speed:_disk_speeds",
+        "moa_data.pipeline.estimate:_write_s_per_byte",
         "plan --model model --dataset chats.jsonl --out OUT --device cpu",
         "Nothing was written; run the same command again",
     ),
     "extract": (
         "moa_data.pipeline.forwards.parts:capture",
         COMMANDS["extract"],
-        "parts are committed in OUT. Run the same command again to go on",
+        "parts are committed in OUT",
     ),
     "add": ("moa_data.pipeline.forwards.parts:capture", COMMANDS["add"].replace("OUT", "store"), "store is as it was"),
     "recode": ("moa_data.storage.write.part:PartWriter.write", COMMANDS["recode"], "parts are committed in OUT"),

@@ -1,4 +1,4 @@
-"""Computes the memory of forwards from the target's sizes alone, and refuses forwards that do not fit.
+"""Compute the memory of forwards from the target's sizes alone, and refuse forwards that do not fit.
 
 The device that computes holds for each batch: the cache that the forward fills, the intermediate values of one layer,
 the kept activations in the storage dtype, and two copies of these while they are gathered and checked. Host memory
@@ -24,7 +24,7 @@ _COPIES_GATHERED = 3
 
 @dataclass(frozen=True)
 class ForwardMemory:
-    """The memory that the forwards of a target take.
+    """The memory that the forwards of a target take, an upper estimate.
 
     Attributes:
         sizes: sizes of the target (``target_sizes``), and its ``intermediate_size``.
@@ -34,7 +34,7 @@ class ForwardMemory:
         batch_tokens: padded tokens of a batch; a longer sequence makes a batch of its own.
         longest_tokens: tokens of the longest sequence.
         device: the device that computes.
-        n_workers: processes that do so at once on this machine, on an accelerator each with a device of its own.
+        n_workers: processes of this machine that do so at once, on an accelerator each with a device of its own.
     """
 
     sizes: Mapping[str, Any]
@@ -62,7 +62,7 @@ class ForwardMemory:
 
     @property
     def _forward_bytes(self) -> int:
-        """Bytes of one batch on the device, without the weights."""
+        """Bytes of one batch where it is computed, without the weights."""
         sizes = self.sizes
         cache = 2 * sizes["n_layers"] * sizes["n_kv_heads"] * sizes["head_dim"]
         queries = sizes["n_heads"] * sizes["head_dim"]
@@ -96,11 +96,7 @@ class ForwardMemory:
         )
 
     def check(self) -> None:
-        """Refuse forwards that do not fit in free memory.
-
-        Raises:
-            NotEnoughMemory: naming which memory is short, and options with which the forwards fit.
-        """
+        """Refuse forwards that do not fit in free memory, naming options with which they do."""
         host, device = free_memory(), free_device_memory(self.device)
         if self._fits(host, device):
             return
@@ -108,35 +104,26 @@ class ForwardMemory:
         free, place = (device, self.device) if is_device else (host, "host memory")
         raise NotEnoughMemory(
             f"The target's forwards need {self.describe()}. Free in {place} are {format_bytes(free or 0)}.",
-            self._way_out(host, device),
+            self._smaller(host, device),
         )
 
     def _fits(self, host: int | None, device: int | None) -> bool:
         return (host is None or self.host_bytes <= host) and (device is None or self.device_bytes <= device)
 
-    def _way_out(self, host: int | None, device: int | None) -> str:
+    def _smaller(self, host: int | None, device: int | None) -> str:
+        """Name the options that fit: fewer workers, else smaller batches, else bfloat16 with these."""
         for n_workers in range(self.n_workers - 1, 0, -1):
-            if (fewer := replace(self, n_workers=n_workers))._fits(host, device):
-                return f"Use --workers {n_workers}, which needs {format_bytes(fewer.host_bytes)} of host memory."
-        narrow = replace(self, compute_dtype="bfloat16", n_workers=1)
-        narrower = [narrow] if narrow.weight_bytes < self.weight_bytes else []
-        choices = list(narrower)
-        for wide in (replace(self, n_workers=1), *narrower):
-            n_tokens = wide.batch_tokens // 2
-            while n_tokens >= self.longest_tokens:
-                choices.append(replace(wide, batch_tokens=n_tokens))
+            if replace(self, n_workers=n_workers)._fits(host, device):
+                return f"Use --workers {n_workers}."
+        for dtype in (self.compute_dtype, "bfloat16"):
+            n_tokens = self.batch_tokens
+            while n_tokens >= min(self.longest_tokens, self.batch_tokens):
+                smaller = replace(self, compute_dtype=dtype, batch_tokens=n_tokens, n_workers=1)
+                if smaller.weight_bytes <= self.weight_bytes and smaller._fits(host, device):
+                    options = f" --compute-dtype {dtype}" * (dtype != self.compute_dtype)
+                    return f"Use{options}{f' --batch-tokens {n_tokens}' * (n_tokens != self.batch_tokens)}."
                 n_tokens //= 2
-        fitting = next((choice for choice in choices if choice._fits(host, device)), None)
-        if fitting is None:
-            return "No option makes it fit; use a larger machine, a smaller target, or free memory."
-        changes = []
-        if fitting.compute_dtype != self.compute_dtype:
-            changes.append("--compute-dtype bfloat16")
-        if fitting.batch_tokens != self.batch_tokens:
-            changes.append(f"--batch-tokens {fitting.batch_tokens}")
-        return f"Use {' '.join(changes)}, which needs {format_bytes(fitting.host_bytes)} of host memory" + (
-            f" and {format_bytes(fitting.device_bytes)} on {self.device}." if fitting.device_bytes else "."
-        )
+        return "No option makes it fit; use a larger machine, a smaller target, or free memory."
 
 
 def free_device_memory(device: str) -> int | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,8 @@ class Timings:
         n_tokens: tokens of this run.
         n_padded_tokens: tokens of its batches, padding included.
         n_before_tokens: tokens that earlier runs had committed.
+        n_parts: parts whose commit is of this run.
+        n_late: parts that this run wrote when another run had committed them already.
     """
 
     forward_s: float = 0.0
@@ -67,6 +68,8 @@ class Timings:
     n_tokens: int = 0
     n_padded_tokens: int = 0
     n_before_tokens: int = 0
+    n_parts: int = 0
+    n_late: int = 0
 
     @property
     def padding_fraction(self) -> float:
@@ -122,20 +125,6 @@ class Forwards:
         return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
 
 
-class Outcome(Enum):
-    """What became of a piece of work, which has its commit."""
-
-    WRITTEN = "written"
-    """The commit is of this worker."""
-    LATE = "late"
-    """It is of another one, which was faster; this worker's files are deleted."""
-    FOUND = "found"
-    """It was there before this worker began."""
-
-
-OnDone = Callable[[int, Outcome], None]
-"""Called with a piece of work that has its commit."""
-
 _BATCHES_AHEAD = 2
 """Batches that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
 N_HOST_SLOTS = _BATCHES_AHEAD + 2
@@ -148,7 +137,6 @@ def run_parts(
     parts: Iterable[int | None],
     timings: Timings,
     tell: Callable[[], None] = lambda: None,
-    on_done: OnDone = lambda part, outcome: None,
 ) -> None:
     """Run the target over parts of a store, and write and commit each.
 
@@ -158,7 +146,6 @@ def run_parts(
             so that an error of the writer is noticed while one is waited for.
         timings: updated.
         tell: called before the first batch, after each, and at the end.
-        on_done: called with each part once it has a commit, on the writer's thread.
     """
     keep_freed_memory()
     start = time.perf_counter()
@@ -167,10 +154,6 @@ def run_parts(
     writer = BackgroundWriter(_BATCHES_AHEAD)
     slots = HostSlots.of(forwards.target.device, N_HOST_SLOTS)
     open_parts: list[PartWriter] = []
-
-    def commit(out: PartWriter) -> None:
-        out.commit()
-        on_done(out.part, Outcome.WRITTEN if out.was_first else Outcome.LATE)
 
     try:
         tell()
@@ -189,7 +172,7 @@ def run_parts(
                 timings.n_tokens += sum(done.captured.n_tokens)
                 timings.n_padded_tokens += len(done.texts) * max(done.captured.n_tokens)
                 tell()
-            writer.submit(partial(commit, out))
+            writer.submit(partial(_commit, out, timings))
         writer.finish()
         tell()
     except BaseException:
@@ -249,6 +232,13 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
     timings.forward_s += DeviceClock.seconds(*batch.span)  # waits for nothing: the copies come after the forward
 
 
+def _commit(out: PartWriter, timings: Timings) -> None:
+    """Commit a part; runs on the writer's thread."""
+    out.commit()
+    timings.n_parts += out.was_first
+    timings.n_late += not out.was_first
+
+
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
     """Cut the sequences of a part, longest first, into batches.
 
@@ -265,7 +255,7 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
 
 
 def load_target(
-    folder: Path, compute_dtype: str, device: str, n_bytes: int, progress: Progress | None = None
+    folder: Path, compute_dtype: str, device: str, n_bytes: int = 0, progress: Progress | None = None
 ) -> Target:
     """Load the target.
 

@@ -1,45 +1,43 @@
-"""Worker processes without a target: forks of a script that write the parts of a recipe's store, to direct and kill."""
+"""Worker processes without a target: forks that write the parts of a recipe's store, to watch and to kill."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from moa_data.pipeline.forwards.parts import Outcome, Timings
-from moa_data.pipeline.workers.local import _Process
-from moa_data.pipeline.workers.messages import Asking, Computed, Done, Ended, Failed, Loading, Piece, Start
-from moa_data.pipeline.workers.work import BUNDLE, WorkOrder, is_pending
+from moa_data.pipeline import workers
+from moa_data.pipeline.forwards.parts import Timings
+from moa_data.pipeline.workers import WorkOrder, is_done, pending_in_turn
 from moa_data.storage.write.store import StoreWriter
 
 from .stores import Recipe
 
 
-def order_for(store: Any, number: int = 0) -> WorkOrder:
-    """An order for a worker that loads nothing; its number is where it says how much it loads."""
-    return WorkOrder(str(store), "", "", None, number, "cpu", 1, 1)
+def order_for(store: Path, number: int = 0, n_workers: int = 1) -> WorkOrder:
+    """An order for a worker that loads nothing."""
+    return WorkOrder(str(store), None, "", None, "cpu", 1, 1, number, n_workers)
 
 
 class Forked:
     """A fork of this process, as ``subprocess.Popen`` shows one."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
+    stdin = None
+
+    def __init__(self, action: Callable[[], int]) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
+            code = 70
             try:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                action()
-                os._exit(0)
+                code = action()
             finally:
-                os._exit(70)
+                os._exit(code)
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
@@ -64,59 +62,49 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Script:
     """What a forked worker does: ``at_part`` is called with its number and a part, once the part is half written."""
 
     recipe: Recipe
     at_part: Callable[[int, int], None] = lambda number, part: None
 
-    def start(self, order: WorkOrder) -> _Process:
-        """Stand in for ``_Process.start``."""
-        ours, theirs = socket.socketpair()
-        sys.stdout.flush()
-        log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the worker)
+    def __post_init__(self) -> None:
+        self.pids: list[int] = []
 
-        def run() -> None:
-            ours.close()
+    def start(self, order: WorkOrder, log: BinaryIO, result: BinaryIO) -> Any:
+        """Stand in for ``workers.start_process``."""
+
+        def run() -> int:
             os.dup2(log.fileno(), 2)
-            self._work(Connection(theirs.fileno()))
+            return workers.report(result.fileno(), lambda: self.work(order))
 
-        process: Any = Forked(run)
-        theirs.close()
-        worker = _Process(process, Connection(ours.detach()), f"attempt-{order.n_weight_bytes}", log)
-        worker.send(Start(order, worker.attempt))
-        return worker
+        process = Forked(run)
+        self.pids.append(process.pid)
+        return process
 
-    def _work(self, connection: Connection) -> None:
-        start: Start = connection.recv()
-        number = start.order.n_weight_bytes
-        connection.send(Loading(number))
-        n_tokens = 0
-        with StoreWriter.join(start.order.store, start.attempt) as store:
-            while (piece := self._asked(connection)) is not None:
-                if piece == BUNDLE:
-                    with store.target() as folder:
-                        (folder / "config.json").write_text("{}")
-                    connection.send(Done(piece, Outcome.WRITTEN))
+    def work(self, order: WorkOrder) -> Timings:
+        """Stand in for ``workers.run_worker``."""
+        timings = Timings()
+        with StoreWriter.join(order.store, order.attempt) as store:
+            if order.index == 0:
+                write_bundle(store)
+            for part in pending_in_turn(store, order.index, order.n_workers):
+                if part is None:
                     continue
-                assert is_pending(store, piece)
-                out = store.part(piece)
-                try:
+                with store.part(part) as out:
                     self.recipe.fill(out)
-                    n_tokens += sum(out.sequences["n_tokens"].to_pylist())
-                    connection.send(Computed(n_tokens))
-                    self.at_part(number, piece)
-                except ValueError as error:
-                    out.discard()
-                    connection.send(Failed(error))
-                    return
-                out.commit()
-                connection.send(Done(piece, Outcome.WRITTEN if out.was_first else Outcome.LATE))
-        connection.send(Ended(Timings(n_tokens=n_tokens, extract_s=number)))
+                    self.at_part(order.index, part)
+                    out.commit()
+                timings.n_tokens += sum(out.sequences["n_tokens"].to_pylist())
+                timings.n_parts, timings.n_late = timings.n_parts + out.was_first, timings.n_late + (not out.was_first)
+            if not is_done(store):
+                write_bundle(store)
+        return timings
 
-    @staticmethod
-    def _asked(connection: Connection) -> int | None:
-        connection.send(Asking())
-        message: Piece = connection.recv()
-        return message.piece
+
+def write_bundle(store: StoreWriter) -> None:
+    """Write a target bundle of one file, if there is none."""
+    if not store.has_target:
+        with store.target() as folder:
+            (folder / "config.json").write_text("{}")

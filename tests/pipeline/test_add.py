@@ -20,8 +20,7 @@ import torch
 from moa_data.errors import Interrupted, OptionInvalid, SelectionInvalid, StorageUnavailable, StoreMismatch
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline import add as add_module
-from moa_data.pipeline.add import AddReport, add
-from moa_data.pipeline.add_plan import plan_addition
+from moa_data.pipeline.add import AddReport, add, plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards.capture import capture
@@ -152,7 +151,7 @@ def test_what_a_plan_shows(config: ExtractConfig) -> None:
     report = extract(config)
     plan = plan_addition(addition(config))
     assert plan.fields == ("hidden/layer_0", "hidden/layer_1")
-    assert plan.raw_bytes == report.n_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
+    assert plan.n_raw_bytes == report.n_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
     assert plan.n_left_tokens == plan.n_tokens == report.n_tokens
     for text in (
         "kv, hidden/last in bfloat16, codec lossless; all of it is kept",
@@ -162,7 +161,7 @@ def test_what_a_plan_shows(config: ExtractConfig) -> None:
         "on disk      about",
     ):
         assert text in plan.describe()
-    with pytest.raises(StorageUnavailable, match=r"new fields need about .* has 10 B free"):
+    with pytest.raises(StorageUnavailable, match="has 10 B free"):
         dataclasses.replace(plan, free_bytes=10).check_disk()
 
 
@@ -179,7 +178,7 @@ def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractCon
         if n_parts_added(message) >= n_parts_before:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match=r"Until all of hidden/layer_0, hidden/layer_1 is there, .* is as it was"):
+    with pytest.raises(Interrupted, match="is as it was"):
         add(addition(config), progress=interrupt)
     assert not list(Path(config.out).rglob("*.partial"))
     with ActivationStore(config.out) as store:
@@ -200,7 +199,7 @@ def test_ctrl_c_while_planning_leaves_the_store_as_it_was(config: ExtractConfig)
         if message.startswith("hash"):
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match=r"while planning; nothing was written\. Run the same command again"):
+    with pytest.raises(Interrupted, match="nothing was written"):
         add(addition(config), progress=interrupt)
     assert read_tree(config.out) == before
 

@@ -12,7 +12,7 @@ import pytest
 
 from moa_data.errors import DatasetError, StoreMismatch, TargetError
 from moa_data.moa.targets.live import resolve_model_folder
-from moa_data.pipeline.add_plan import plan_addition
+from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.config import AddConfig, ExtractConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moa_data.errors import OptionInvalid, WorkerError
-from moa_data.pipeline.add_plan import plan_addition
+from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.extract import extract

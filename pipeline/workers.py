@@ -1,0 +1,429 @@
+"""Extract the pending parts of a store, in this process or in several.
+
+The commits in the store tell which parts are done, so workers do not need to know each other: each takes a part that
+has no commit and that nobody else is writing, runs the target over it and commits it. Of two that wrote the same part
+the first commit stays, and what a killed worker had in flight is taken by the others. Commands on other machines that
+write to the same store are workers like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..errors import MoaDataError, OptionInvalid, StoreMismatch, WorkerError
+from ..machine import fix_sums
+from ..moa.targets.bundle import hash_target
+from ..moa.targets.live import Target, resolve_model_folder
+from ..storage.codecs.registry import StoreCodec
+from ..storage.names import TEXTS_NAME
+from ..storage.parts.shard import new_attempt
+from ..storage.schema import StoreManifest
+from ..storage.write.store import StoreWriter
+from ..text import Progress
+from .chats.sequences import Sequences
+from .config import parse_fields
+from .forwards.parts import Forwards, Timings, load_target, run_parts, save_bundle
+from .texts import map_texts
+
+_LOOK_EVERY_S = 1.0
+_PATIENCE_S = 600.0
+"""Seconds without any commit after which parts that other workers have begun are done here too."""
+_LEAVE_S = 2.0
+"""Seconds that a worker has to discard its part when it is told to end; an interrupted command has three in all."""
+_SIGNAL_EVERY_S = 1.0
+_BOOT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from moa_data.pipeline.workers import main
+sys.exit(main(int(sys.argv[1])))
+"""
+
+
+@dataclass(frozen=True)
+class WorkOrder:
+    """What a worker is told; what shapes the data is in the store itself, so that workers cannot differ in it.
+
+    Attributes:
+        store: folder or URL of the store, which was begun.
+        texts: Arrow file of its sequences; None for the store's own.
+        model: the target, a folder or a Hub id, as this worker's machine sees it.
+        revision: commit of a Hub id.
+        device: device of the forward.
+        n_threads: threads that torch may use on the CPU; None for its own choice.
+        n_encode_threads: threads that encode.
+        index: number of this worker among ``n_workers``, which decides the parts it begins with.
+        attempt: name of its unfinished files.
+    """
+
+    store: str
+    texts: str | None
+    model: str
+    revision: str | None
+    device: str
+    n_threads: int | None
+    n_encode_threads: int
+    index: int = 0
+    n_workers: int = 1
+    attempt: str = field(default_factory=new_attempt)
+
+
+def is_done(store: StoreWriter) -> bool:
+    """Whether every part and the target bundle have their commits."""
+    return store.has_target and not store.pending_parts()
+
+
+def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
+    """Yield parts that have no commit when their turn comes; None while others are writing all that are left.
+
+    Each of several workers begins with its own share of the parts, and goes on with those of the others.
+    """
+    parts = store.pending_parts()
+    own, others = parts[index::n_workers], list[int]()
+    if n_workers > 1:
+        others = [part for part in parts if part not in set(own)]
+    if store.joined:
+        # Another order than other workers have: a bucket has no locks that tell what they are writing.
+        for some in (own, others):
+            random.Random(store.attempt).shuffle(some)
+    left, moved_s = own + others, time.monotonic()
+    while left:
+        claimed = []
+        for part in left:
+            if not store.is_pending(part):
+                continue
+            if store.is_claimed(part):
+                claimed.append(part)
+            else:
+                yield part
+        if len(claimed) < len(left):
+            moved_s = time.monotonic()
+        elif time.monotonic() > moved_s + _PATIENCE_S:
+            yield claimed.pop(0)
+        if left := claimed:
+            yield None
+            time.sleep(_LOOK_EVERY_S)
+
+
+def work_until_done(
+    store: StoreWriter,
+    forwards: Forwards,
+    folder: Path,
+    timings: Timings,
+    tell: Callable[[], None] = lambda: None,
+    index: int = 0,
+    n_workers: int = 1,
+) -> None:
+    """Write and commit what has no commit: the target bundle, and parts until there are none left.
+
+    Args:
+        folder: folder of the target.
+        timings: updated.
+        tell: called after each batch.
+    """
+    n_layers = int(store.manifest.extraction["target_layers"])
+    # The first worker writes the bundle; the last one to end finds out whether it was killed.
+    if index == 0 and not store.has_target:
+        save_bundle(store, forwards.target, folder, n_layers)
+    run_parts(forwards, store, pending_in_turn(store, index, n_workers), timings, tell)
+    if not store.has_target:
+        save_bundle(store, forwards.target, folder, n_layers)
+
+
+def forwards_of(
+    manifest: StoreManifest, target: Target, codec: StoreCodec, sequences: Sequences, n_encode_threads: int
+) -> Forwards:
+    """Return the forwards that a store's manifest asks for."""
+    spec, extraction = parse_fields(item.name for item in manifest.fields), manifest.extraction
+    return Forwards(
+        target=target,
+        spec=spec,
+        codec=codec,
+        dtype=getattr(torch, str(extraction["dtype"])),
+        batch_tokens=int(extraction["batch_tokens"]),
+        uses_cache=spec.kv,
+        text=lambda key: (sequences.tokens(key), sequences.response_mask(key)),
+        n_encode_threads=n_encode_threads,
+    )
+
+
+def run_worker(order: WorkOrder) -> Timings:
+    """Join a store, load its target, and work until all is done.
+
+    Raises:
+        StoreMismatch: the target has other weights or another config on this machine.
+    """
+    fix_sums()
+    if order.n_threads:
+        torch.set_num_threads(order.n_threads)
+    timings = Timings()
+    with StoreWriter.join(order.store, order.attempt) as store:
+        if is_done(store):
+            return timings
+        folder = resolve_model_folder(order.model, revision=order.revision)
+        check_target(store.manifest, folder, str(store.path))
+        target = load_target(folder, str(store.manifest.extraction["compute_dtype"]), order.device)
+        sequences = Sequences.from_arrow(map_texts(Path(order.texts) if order.texts else store.path / TEXTS_NAME))
+        forwards = forwards_of(store.manifest, target, store.codec, sequences, order.n_encode_threads)
+        work_until_done(store, forwards, folder, timings, index=order.index, n_workers=order.n_workers)
+    return timings
+
+
+def check_target(manifest: StoreManifest, folder: Path, store: str) -> None:
+    """Refuse a target that is not the store's, as another machine's folder of the same name may hold."""
+    found = {f"target.{key}": value for key, value in hash_target(folder).items()}
+    changes: dict[str, tuple[Any, Any]] = {
+        f"identities.{key}": (manifest.identities.get(key), value)
+        for key, value in found.items()
+        if manifest.identities.get(key) != value
+    }
+    if changes:
+        raise StoreMismatch(store, changes)
+
+
+class PartProgress:
+    """Tells how much of a store's plan is done: parts by their commits, and tokens of this run.
+
+    Args:
+        plan: rows of plan.parquet.
+        progress: called with (tokens done, tokens of the plan, message).
+
+    Attributes:
+        n_before_tokens: tokens of the parts that were committed at the beginning.
+    """
+
+    def __init__(self, store: StoreWriter, plan: pa.Table, progress: Progress | None) -> None:
+        self._store, self._progress = store, progress
+        lengths = plan["n_tokens"].to_numpy().astype(np.int64)
+        self._tokens = np.bincount(plan["part"].to_numpy(), lengths, store.n_parts).astype(np.int64)
+        self._parts = store.committed_parts()
+        self._n_parts = self._n_before_parts = len(self._parts)
+        self.n_before_tokens = self._n_done = int(self._tokens[self._parts].sum())
+        self._looked_s = time.monotonic()
+
+    def tell(self, n_computed: int = 0, n_parts: int = 0, workers: str = "", looks: bool = False) -> None:
+        """Report progress.
+
+        Args:
+            n_computed: tokens that this run has computed, as far as is known here.
+            n_parts: parts that it has committed.
+            workers: who works, for the message.
+            looks: whether to ask for the commits now; else at most once a second, as a folder may be on a network.
+        """
+        if self._progress is None:
+            return
+        if looks or not self._store.is_shared or time.monotonic() > self._looked_s + _LOOK_EVERY_S:
+            self._parts, self._looked_s = self._store.committed_parts(), time.monotonic()
+        committed, total = int(self._tokens[self._parts].sum()), int(self._tokens.sum())
+        self._n_done = max(self._n_done, committed, min(self.n_before_tokens + n_computed, total))
+        self._n_parts = max(self._n_parts, len(self._parts), self._n_before_parts + n_parts)
+        self._progress(self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}")
+
+
+def run_processes(orders: Sequence[WorkOrder], store: StoreWriter, progress: PartProgress) -> tuple[Timings, list[str]]:
+    """Run a worker process of this machine for each order until all is done.
+
+    Returns:
+        What the workers spent, together; how each worker that was lost has ended.
+
+    Raises:
+        WorkerError: none is left, and there is work to do.
+        Exception: what one of them raised; the others were told to end.
+    """
+    timings, lost = Timings(), list[str]()
+    workers = list[_WorkerProcess]()
+    try:
+        workers += [_WorkerProcess(order) for order in orders]
+        running = list(workers)
+        while running:
+            n_left = len(workers) - len(lost)
+            of_all = f" of {len(workers)} workers left" if lost else " workers"
+            progress.tell(workers=f", {n_left}{of_all}")
+            for worker in [worker for worker in running if worker.process.poll() is not None]:
+                running.remove(worker)
+                if worker.process.returncode == 0:
+                    timings += worker.result()
+                else:
+                    lost.append(worker.describe_end())
+                    store.remove_attempt(worker.order.attempt)
+            time.sleep(0.05)
+        if not is_done(store):
+            raise WorkerError(
+                f"No worker is left, of {len(workers)}; the last one ended by {lost[-1]}. What was committed is kept: "
+                "run the same command again to go on, with fewer --workers if memory ran out."
+            )
+    finally:
+        _stop(workers)
+        for worker in workers:
+            store.remove_attempt(worker.order.attempt)
+    return timings, lost
+
+
+class _WorkerProcess:
+    """A process that runs :func:`run_worker`; its standard input is open as long as this process lives."""
+
+    def __init__(self, order: WorkOrder) -> None:
+        self.order = order
+        self._log, self._result = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
+        self.process = start_process(order, self._log, self._result)
+
+    def result(self) -> Timings:
+        """Return what the worker spent, or raise what it raised."""
+        self._result.seek(0)
+        found = pickle.load(self._result)
+        if isinstance(found, Exception):
+            raise found
+        spent: Timings = found
+        return spent
+
+    def describe_end(self) -> str:
+        """Say how the process ended, with the last line that it wrote."""
+        code = self.process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGKILL:
+            how += ", which the kernel sends where memory runs out"
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
+        lines = self._log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return how + (f": {last}" if last else "")
+
+    def end(self) -> None:
+        """Kill the process if it is still there, and close its files."""
+        self.process.kill()
+        self.process.wait()
+        for file in (self._log, self._result, self.process.stdin):
+            if file is not None:
+                file.close()
+
+
+def start_process(order: WorkOrder, log: BinaryIO, result: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a worker process, which writes its pickled result to a file."""
+    environment = os.environ | ({"OMP_NUM_THREADS": str(order.n_threads)} if order.n_threads else {})
+    arguments = [str(result.fileno()), json.dumps(sys.path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT, *arguments],
+        stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[result.fileno()], env=environment,
+    )  # fmt: skip
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(pickle.dumps(order))
+        process.stdin.flush()
+    return process
+
+
+def _stop(workers: Sequence[_WorkerProcess]) -> None:
+    """End the workers that are still there, which discard what they have not committed."""
+    told_s, began_s = 0.0, time.monotonic()
+    try:
+        while any(worker.process.poll() is None for worker in workers):
+            if (now_s := time.monotonic()) > began_s + _LEAVE_S:
+                break
+            if now_s > told_s + _SIGNAL_EVERY_S:  # repeated: an exception that falls into a destructor is dropped
+                for worker in workers:
+                    worker.process.terminate()
+                told_s = now_s
+            time.sleep(0.02)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def main(result: int) -> int:
+    """Run as a worker process: reads its order from standard input, and ends when that is closed.
+
+    Args:
+        result: descriptor of the file that takes what :func:`run_worker` returns or raises, pickled.
+
+    Returns:
+        The exit code.
+    """
+    # Signals of the terminal are for the command, which tells its workers to end.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    order: WorkOrder = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    return report(result, lambda: run_worker(order))
+
+
+def report(result: int, work: Callable[[], Timings]) -> int:
+    """Write what ``work`` returns or raises to a descriptor; returns the exit code of the process."""
+    found: Timings | Exception
+    try:
+        found = work()
+    except KeyboardInterrupt:  # what was not committed has been discarded
+        return 128 + signal.SIGTERM
+    except Exception as error:
+        if is_of_device(error):
+            raise  # ends this process as a kill would, and others do its parts
+        found = portable(error)
+    with open(result, "wb", closefd=False) as file:
+        pickle.dump(found, file)
+    return 0
+
+
+def _end_with_input() -> None:
+    os.read(0, 1)  # returns when the parent has ended, however
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30.0)
+    os._exit(1)
+
+
+def portable(error: Exception) -> Exception:
+    """Return the error as it can be sent to another process, with the lines that led to it as a note."""
+    sent: Exception = MoaDataError(str(error)) if isinstance(error, MoaDataError) else RuntimeError(repr(error))
+    with contextlib.suppress(Exception):  # an error's own constructor may take anything
+        copied = pickle.loads(pickle.dumps(error))
+        sent = copied if str(copied) == str(error) else sent
+    sent.add_note("In a worker:\n" + "".join(traceback.format_exception(error)))
+    return sent
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether an accelerator failed: then its process cannot go on, but others can."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind)
+
+
+def device_orders(order: WorkOrder, device: str, n_workers: int) -> list[WorkOrder]:
+    """Return an order for each worker of this machine: on an accelerator each has a device of its own.
+
+    Args:
+        device: what ``--device`` gave, resolved: cpu, cuda, mps, or one of several such as cuda:1.
+
+    Raises:
+        OptionInvalid: the machine has fewer devices.
+    """
+    kind = torch.device(device)
+    devices = [device] * n_workers
+    if kind.type != "cpu":
+        n_devices = torch.cuda.device_count() if kind.type == "cuda" and kind.index is None else 1
+        if n_workers > n_devices:
+            raise OptionInvalid(
+                f"There are {n_devices} of {device} on this machine, and each of {n_workers} workers needs one of its "
+                "own. Lower --workers, or leave out --device."
+            )
+        if kind.index is None:
+            devices = [f"{kind.type}:{index}" for index in range(n_workers)]
+    return [
+        replace(order, device=own, index=index, n_workers=n_workers, attempt=new_attempt())
+        for index, own in enumerate(devices)
+    ]
