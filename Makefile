@@ -36,6 +36,12 @@ demo: $(STAMP) ## Run the whole idea on this machine: chats, target, store, draf
 test: $(STAMP) ## Run the tests (offline, a few minutes on two cores)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-fast: $(STAMP) ## Run the tests of the store, the drafters and the command line, in two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/storage tests/moa/drafters tests/commands tests/test_architecture.py tests/test_cli.py
+
+coverage: $(STAMP) ## Run the tests and list what they do not reach
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term:skip-covered
+
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
@@ -78,7 +84,7 @@ bench: $(STAMP) ## Measure stores on this machine; records go to runs/benchmarks
 bench-gpu: $(STAMP) ## Measure all that waits for a GPU, in ten minutes; records go to runs/benchmarks/gpu-DATE
 	PYTHON=$(BIN)/python benchmarks/gpu/gpu.sh runs/benchmarks/gpu-$$(date -u +%Y%m%dT%H%M%SZ) $(GPU_ARGS)
 
-check: lint types docs test ## All that continuous integration runs
+check: lint types docs coverage ## All that continuous integration runs, with the tests' coverage
 
 lock: $(STAMP) ## Resolve all dependencies afresh and write constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --dry-run --ignore-installed \
