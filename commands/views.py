@@ -14,7 +14,6 @@ from ..trainer.config import DRAFTER
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import Generation
-    from ..storage.care.findings import VerifyReport
     from ..storage.care.summary import StoreSummary
     from ..trainer.fit import RunPlan, TrainReport
 
@@ -52,10 +51,10 @@ def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
 def summary_view(summary: "StoreSummary") -> RenderableType:
     """Show a store at a glance: size and progress, fields, lengths, target, identities, conventions."""
     facts: dict[str, Any] = {
-        "sequences": f"{format_count(summary.n_sequences)} of {format_count(summary.n_planned_sequences)} planned",
-        "tokens": f"{format_count(summary.n_tokens)} of {format_count(summary.n_planned_tokens)} planned"
+        "sequences": f"{format_count(summary.n_sequences)} of {format_count(summary.manifest.n_sequences)} planned",
+        "tokens": f"{format_count(summary.n_tokens)} of {format_count(summary.manifest.n_tokens)} planned"
         f", {summary.n_response_tokens / max(summary.n_tokens, 1):.0%} in responses",
-        "parts": f"{summary.n_parts - summary.n_pending_parts} of {summary.n_parts} committed",
+        "parts": f"{summary.manifest.n_parts - summary.n_pending_parts} of {summary.manifest.n_parts} committed",
         "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of {format_bytes(summary.raw_bytes)} raw, "
         f"{summary.bytes_per_token:,.0f} bytes per token",
         "codec": summary.codec,
@@ -69,15 +68,17 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         fields_table(summary),
         pairs_view("Their meaning", {item.name: item.description for item in summary.fields}),
         Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], lengths.counts[first:])),
-        pairs_view("Target", summary.target),
-        pairs_view("Extraction", summary.extraction),
-        pairs_view("Identities", summary.identities),
-        pairs_view("Conventions", summary.conventions),
+        pairs_view("Target", summary.manifest.target),
+        pairs_view("Extraction", summary.manifest.extraction),
+        pairs_view("Identities", summary.manifest.identities),
+        pairs_view("Conventions", summary.manifest.conventions),
     ]
     if summary.missing:
         blocks.insert(1, _incomplete(summary.missing))
     if summary.unfinished:
-        found = ", ".join(f"{name} (in {n} of {summary.n_parts} parts)" for name, n in summary.unfinished.items())
+        found = ", ".join(
+            f"{name} (in {n} of {summary.manifest.n_parts} parts)" for name, n in summary.unfinished.items()
+        )
         advice = f"Being added, not to be read yet: {found}; run the same add command again."
         blocks.insert(1, Text(advice, style="yellow"))
     return Group(*[piece for block in blocks for piece in (block, Text())][:-1])

@@ -72,8 +72,8 @@ def card_text(store: StorePath, origin: CardOrigin) -> str:
         _what(summary, origin),
         _sizes(summary),
         _loading(summary),
-        _without_package(plain, summary.schema_version),
-        _table("Conventions", ("What", "Meaning"), summary.conventions.items()),
+        _without_package(plain),
+        _table("Conventions", ("What", "Meaning"), summary.manifest.conventions.items()),
         _made(summary, origin),
         _licences(origin),
     )
@@ -123,7 +123,7 @@ def _front_matter(summary: StoreSummary, origin: CardOrigin) -> str:
 
 
 def _what(summary: StoreSummary, origin: CardOrigin) -> str:
-    target = summary.target
+    target = summary.manifest.target
     sizes = ", ".join(
         f"{target[key]} {text}"
         for key, text in (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
@@ -144,8 +144,9 @@ def _sizes(summary: StoreSummary) -> str:
         rows.append((f"`{field.name}`", field.dtype, f"[{shape}]", field.description, _mb(field.stored_bytes)))
     table = _table("Fields", ("Field", "Values", "Shape", "What", "On disk"), rows)
     return (
-        f"{table}\n\n{_mb(summary.stored_bytes)} in {summary.n_parts:,} parts, {summary.bytes_per_token:,.0f} bytes "
-        f"per token, {summary.ratio:.3f} of the raw values; codec `{summary.codec}`."
+        f"{table}\n\n{_mb(summary.stored_bytes)} in {summary.manifest.n_parts:,} parts, "
+        f"{summary.bytes_per_token:,.0f} bytes per token, {summary.ratio:.3f} of the raw values; "
+        f"codec `{summary.codec}`."
     )
 
 
@@ -165,22 +166,17 @@ batch = next(iter(DataLoader(dataset, batch_size=2, collate_fn=pad_collate)))
 ```"""
 
 
-def _without_package(plain: list[FieldSummary], schema_version: int) -> str:
+def _without_package(plain: list[FieldSummary]) -> str:
     field = _example_field(plain)
     name = field.name if field else "tokens"
     convert = "bits.astype(np.uint32) << 16).view(np.float32)"
     is_bfloat16 = field is not None and field.dtype == "bfloat16"
     values = f"values = ({convert}      # bfloat16 -> float32, exact" if is_bfloat16 else "values = bits"
-    folder, start = 'store / "parts"', 'row["part"] * array.attrs["part_rows"] + row["first_token"]'
-    if schema_version == 1:  # each part has a group of its own
-        folder, start = """store / "parts" / f"part-{row['part']:05d}.zarr\"""", 'row["first_token"]'
     note = (
         ""
         if field
         else " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
     )
-    place = f"""array = zarr.open_group({folder}, mode="r")["{name}"]
-start = {start}"""
     return f"""## Load it without moa-data
 
 Every array is plain Zarr v3 (sharded; blosc and crc32c inside).{note} A sequence is a span of
@@ -195,7 +191,8 @@ import zarr
 
 store = Path("STORE")                                    # where you downloaded it
 row = pq.read_table(store / "plan.parquet").to_pylist()[0]
-{place}
+array = zarr.open_group(store / "parts", mode="r")["{name}"]
+start = row["part"] * array.attrs["part_rows"] + row["first_token"]
 bits = array[start : start + row["n_tokens"]]
 {values}
 ```
@@ -205,7 +202,7 @@ The same with tensorstore:
 ```python
 import tensorstore as ts
 
-spec = {{"driver": "zarr3", "kvstore": {{"driver": "file", "path": str({folder} / "{name}")}}}}
+spec = {{"driver": "zarr3", "kvstore": {{"driver": "file", "path": str(store / "parts" / "{name}")}}}}
 bits = ts.open(spec).result()[start : start + row["n_tokens"]].read().result()
 {values}
 ```"""
@@ -218,7 +215,10 @@ def _example_field(fields: list[FieldSummary]) -> FieldSummary | None:
 
 
 def _made(summary: StoreSummary, origin: CardOrigin) -> str:
-    rows = [(key, f"`{value}`") for key, value in sorted({**summary.extraction, **summary.identities}.items())]
+    rows = [
+        (key, f"`{value}`")
+        for key, value in sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
+    ]
     return _table("How it was made", ("What", "Value"), rows) + f"\n\nMade with `{origin.command}`."
 
 

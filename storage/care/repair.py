@@ -1,4 +1,4 @@
-"""Repair: which pieces of a damaged store must go, and their removal; ``pipeline.repair`` makes them again."""
+"""Plans which pieces of a damaged store must go, and deletes them; ``pipeline.repair`` makes them again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,17 @@ from ..paths import StorePath
 from ..read.store import read_manifest
 from ..write.links import refuse_links
 from ..write.store import StoreWriter
-from .findings import Damage
-from .verify import verify_store
+from .verify import Finding, verify_store
+
+# What a damaged file of the whole store means, in the order of the plan's lines.
+_MEANINGS = {
+    "target": "the target bundle is damaged; training needs it",
+    "manifest": f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help",
+    "metadata": "Zarr's metadata is damaged: --model or --drop writes it anew",
+    "manifest_commit": f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged",
+    "codec": f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop cannot "
+    "help",
+}
 
 
 @dataclass(frozen=True)
@@ -40,16 +49,16 @@ class RepairPlan:
         parts: parts that must be extracted again or dropped.
         target: whether the target bundle must be.
         manifest: whether store.json or plan.parquet are not what was written; only the inputs can give them back.
-        metadata: whether metadata of the arrays that all parts share is; opening the store for writing mends it.
+        metadata: whether metadata of the arrays that all parts share is; opening the store for writing repairs it.
         manifest_commit: whether only their record, commits/store.json, is damaged.
         codec: whether what a codec has learned is; the target can teach it again.
         strays: commits that belong to no part, relative to the store.
-        others: damages that a repair does not mend.
+        others: damages that a repair does not help with.
         missing: what of the plan is still to be written, in words; empty for a complete store.
     """
 
     store: StorePath
-    damages: tuple[Damage, ...]
+    damages: tuple[Finding, ...]
     parts: tuple[int, ...]
     target: bool
     manifest: bool
@@ -57,7 +66,7 @@ class RepairPlan:
     manifest_commit: bool
     codec: bool
     strays: tuple[str, ...]
-    others: tuple[Damage, ...]
+    others: tuple[Finding, ...]
     missing: str
 
     def describe(self) -> str:
@@ -65,19 +74,7 @@ class RepairPlan:
         lines = [f"{self.store} is incomplete: {self.missing}"] if self.missing else []
         if self.parts:
             lines.append(f"{len(self.parts)} parts are damaged: {', '.join(map(str, self.parts))}")
-        if self.target:
-            lines.append("the target bundle is damaged; training needs it")
-        if self.manifest:
-            lines.append(f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help")
-        if self.metadata:
-            lines.append("Zarr's metadata is damaged: --model or --drop writes it anew")
-        if self.manifest_commit:
-            lines.append(f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged")
-        if self.codec:
-            lines.append(
-                f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop "
-                "cannot help"
-            )
+        lines += [line for name, line in _MEANINGS.items() if getattr(self, name)]
         if self.manifest or self.metadata or self.manifest_commit or self.codec:
             lines.append("so the parts were not checked yet: afterwards run this command once more")
         lines += [f"{name} belongs to no part" for name in self.strays]
@@ -92,39 +89,44 @@ def plan_repair(
     store = open_path(path)
     report = verify_store(store, progress, parts=parts)
     report.check_complete(store)
-    damages = report.damages
-    whole_store = [damage for damage in damages if damage.part is None]
-    target_commit = target_commit_path(Path()).as_posix()
-    in_target = [damage for damage in whole_store if damage.path.startswith((f"{TARGET_NAME}/", target_commit))]
-    in_manifest = [damage for damage in whole_store if damage.path in (MANIFEST_NAME, PLAN_NAME)]
-    in_metadata = [damage for damage in whole_store if is_metadata(damage.path)]
-    in_commit = [damage for damage in whole_store if damage.path == manifest_commit_path(Path()).as_posix()]
-    in_codec = [damage for damage in whole_store if damage.path == CODEC_NAME]
-    strays = [damage for damage in whole_store if damage.path.startswith(f"{COMMITS_NAME}/part-")]
-    known = {*in_target, *in_manifest, *in_metadata, *in_commit, *in_codec, *strays}
+    found: dict[str, list[Finding]] = {name: [] for name in (*_MEANINGS, "strays", "others")}
+    for damage in report.damages:
+        if damage.part is None:
+            found[_kind(damage.path)].append(damage)
     return RepairPlan(
         store=store,
-        damages=tuple(damages),
-        parts=tuple(sorted({damage.part for damage in damages if damage.part is not None})),
-        target=bool(in_target),
-        manifest=bool(in_manifest),
-        metadata=bool(in_metadata),
-        manifest_commit=bool(in_commit),
-        codec=bool(in_codec),
-        strays=tuple(damage.path for damage in strays),
-        others=tuple(damage for damage in whole_store if damage not in known),
+        damages=tuple(report.damages),
+        parts=tuple(sorted({damage.part for damage in report.damages if damage.part is not None})),
+        strays=tuple(damage.path for damage in found.pop("strays")),
+        others=tuple(found.pop("others")),
         missing=report.missing,
+        **{name: bool(damages) for name, damages in found.items()},
     )
+
+
+def _kind(path: str) -> str:
+    """Say what a damaged file of the whole store belongs to: a key of ``_MEANINGS``, ``strays`` or ``others``."""
+    if path.startswith((f"{TARGET_NAME}/", target_commit_path(Path()).as_posix())):
+        return "target"
+    if path in (MANIFEST_NAME, PLAN_NAME):
+        return "manifest"
+    if is_metadata(path):
+        return "metadata"
+    if path == manifest_commit_path(Path()).as_posix():
+        return "manifest_commit"
+    if path == CODEC_NAME:
+        return "codec"
+    return "strays" if path.startswith(f"{COMMITS_NAME}/part-") else "others"
 
 
 def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
     """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
 
     Raises:
-        StoreDamaged: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
+        StoreDamaged: store.json, plan.parquet or codec/ is damaged, without which no part can be read; or a symbolic
+            link stands inside the store.
         StorageUnavailable: it could not be checked once more; nothing was deleted.
         StoreLocked: another process is writing to the store.
-        StoreDamaged: a symbolic link stands inside the store.
     """
     _check_droppable(plan)
     with check_guard(plan.store):
@@ -155,14 +157,11 @@ def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
 
 
 def _check_droppable(plan: RepairPlan) -> None:
-    """Refuse damage without which no part can be told to be whole."""
-    if plan.manifest:
+    """Raise StoreDamaged if something is damaged without which no part can be decoded."""
+    damaged = [f"{MANIFEST_NAME} or {PLAN_NAME}"] if plan.manifest else []
+    damaged += [f"{CODEC_NAME}/"] if plan.codec else []
+    if damaged:
         raise StoreDamaged(
-            f"{plan.store}: {MANIFEST_NAME} or {PLAN_NAME} is damaged, and no part can be read without them. Restore "
-            "the file from a copy, or pass --model, which makes it anew from the recorded inputs."
-        )
-    if plan.codec:
-        raise StoreDamaged(
-            f"{plan.store}: {CODEC_NAME}/ is damaged, and no part can be decoded without it. Restore it from a copy, "
-            "or pass --model, which learns it again."
+            f"{plan.store}: {' and '.join(damaged)} is damaged, and no part can be read without it. Restore it from a "
+            "copy, or pass --model, which makes it anew from the recorded inputs."
         )

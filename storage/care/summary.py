@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,9 +18,14 @@ from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, read_plan
 from ..paths import StorePath
 from ..read.store import read_manifest
+from ..schema import StoreManifest
 from ..write.addition import unfinished_fields
-from .findings import missing_text
-from .verify import lacks_target
+from .verify import lacks_target, missing_text
+
+
+def _ratio(stored: float, n: float) -> float:
+    """Divide; NaN while nothing is committed."""
+    return stored / n if n else float("nan")
 
 
 @dataclass(frozen=True)
@@ -63,18 +67,18 @@ class FieldSummary:
 
     @property
     def bits_per_value(self) -> float:
-        """Stored bits per number; NaN while nothing is committed."""
-        return 8 * self.stored_bytes / self.n_values if self.n_values else float("nan")
+        """Stored bits per number."""
+        return 8 * _ratio(self.stored_bytes, self.n_values)
 
     @property
     def ratio(self) -> float:
-        """Stored over raw; NaN while nothing is committed."""
-        return self.stored_bytes / self.raw_bytes if self.raw_bytes else float("nan")
+        """Stored over raw."""
+        return _ratio(self.stored_bytes, self.raw_bytes)
 
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """How long the planned sequences are.
+    """Lengths of the committed sequences.
 
     Attributes:
         edges: bin edges in tokens, one more than counts.
@@ -90,29 +94,18 @@ class StoreSummary:
     """What ``inspect`` shows.
 
     Attributes:
-        schema_version: of the format in which it lies on disk.
-        identities: content hashes of target, tokenizer, template and dataset.
-        extraction: what else shapes the data.
-        n_planned_sequences: sequences in the plan.
-        n_pending_parts: of these, without a commit.
+        manifest: what shapes the store's data.
+        n_pending_parts: planned parts without a commit.
         n_sequences: committed sequences.
-        n_response_tokens: of these, written by the assistant.
+        n_response_tokens: committed tokens that the assistant wrote.
         has_target: whether ``target/`` is there.
         missing: what of the plan is still to be written, in words; empty for a complete store.
         unfinished: fields that an addition has written to some parts only -> how many parts.
     """
 
     path: StorePath
-    schema_version: int
-    identities: Mapping[str, str]
-    conventions: Mapping[str, str]
-    target: Mapping[str, Any]
-    extraction: Mapping[str, Any]
-    codec: str
+    manifest: StoreManifest
     fields: tuple[FieldSummary, ...]
-    n_planned_sequences: int
-    n_planned_tokens: int
-    n_parts: int
     n_pending_parts: int
     n_sequences: int
     n_tokens: int
@@ -121,6 +114,11 @@ class StoreSummary:
     has_target: bool
     missing: str
     unfinished: Mapping[str, int]
+
+    @property
+    def codec(self) -> str:
+        """The codec's name."""
+        return str(self.manifest.codec["name"])
 
     @property
     def raw_bytes(self) -> int:
@@ -134,13 +132,13 @@ class StoreSummary:
 
     @property
     def ratio(self) -> float:
-        """Stored over raw; NaN while nothing is committed."""
-        return self.stored_bytes / self.raw_bytes if self.raw_bytes else float("nan")
+        """Stored over raw."""
+        return _ratio(self.stored_bytes, self.raw_bytes)
 
     @property
     def bytes_per_token(self) -> float:
-        """Stored bytes per token; NaN while nothing is committed."""
-        return self.stored_bytes / self.n_tokens if self.n_tokens else float("nan")
+        """Stored bytes per token."""
+        return _ratio(self.stored_bytes, self.n_tokens)
 
 
 def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) -> StoreSummary:
@@ -180,16 +178,8 @@ def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) 
     )
     return StoreSummary(
         path=store,
-        schema_version=manifest.schema_version,
-        identities=manifest.identities,
-        conventions=manifest.conventions,
-        target=manifest.target,
-        extraction=manifest.extraction,
-        codec=str(manifest.codec["name"]),
+        manifest=manifest,
         fields=fields,
-        n_planned_sequences=manifest.n_sequences,
-        n_planned_tokens=manifest.n_tokens,
-        n_parts=manifest.n_parts,
         n_pending_parts=n_pending,
         n_sequences=len(lengths),
         n_tokens=n_tokens,

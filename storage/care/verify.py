@@ -1,12 +1,14 @@
-"""Checking a whole store: every file, every chunk, every count, every value."""
+"""Checks a whole store: every file, every chunk, every count, every value.
+
+One walk over the parts reads each from the disk once: its values are decoded while its files are in the page cache.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from ...errors import StoreDamaged, StoreError
 from ...text import Progress
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
-from ..disk.checking import MISSING, check_guard, exists
+from ..disk.checking import MISSING, check_guard, check_incomplete, exists, reason
 from ..disk.durable import file_crc32
 from ..disk.files import names_in, open_path, reads_of, sizes_of
 from ..dtypes import FLOAT_DTYPES, is_finite
@@ -28,23 +30,94 @@ from ..names import (
     PLAN_NAME,
     TARGET_NAME,
     commit_path,
-    part_folder,
     target_commit_path,
 )
 from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit
 from ..parts.manifest_commit import find_manifest_damage
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..parts.shard import FileRecord
-from ..paths import Stat, StorePath, name_below
+from ..paths import StorePath, name_below
 from ..read.store import ActivationStore, read_manifest
 from ..schema import FieldSpec, StoreManifest
-from .findings import Damage, Finding, Unchecked, VerifyReport
 
 MAX_THREADS = 16
 SLICE_BYTES = 32 << 20
 """Raw bytes that one thread holds at a time."""
 SLICE_TOKENS = 64
 """Slices start at multiples of this, as codecs that work on blocks of tokens want it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or that could not be checked and may be whole.
+
+    Attributes:
+        part: number of the part, or None for what belongs to the whole store.
+        path: the file, relative to the store.
+        error: why it could not be checked, because the machine refused; None for damage.
+    """
+
+    part: int | None
+    path: str
+    message: str
+    error: OSError | MemoryError | None = None
+
+
+@dataclass
+class VerifyReport:
+    """Outcome of ``verify_store``.
+
+    Attributes:
+        damages: everything found, in order of parts.
+        unchecked: what could not be checked, in order of parts.
+        n_parts: committed parts.
+        n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
+        lacks_target: whether the target bundle, which an extraction writes, has no commit.
+        n_bytes: bytes of all committed files.
+    """
+
+    damages: list[Finding] = field(default_factory=list)
+    unchecked: list[Finding] = field(default_factory=list)
+    n_parts: int = 0
+    n_pending_parts: int = 0
+    lacks_target: bool = False
+    n_sequences: int = 0
+    n_tokens: int = 0
+    n_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was checked and no damage was found."""
+        return not self.damages and not self.unchecked
+
+    @property
+    def missing(self) -> str:
+        """What of the plan is still to be written, in words; empty for a complete store."""
+        return missing_text(self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target)
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Sort findings into damages and what could not be checked."""
+        for finding in findings:
+            (self.unchecked if finding.error else self.damages).append(finding)
+
+    def check_complete(self, store: StorePath) -> None:
+        """Raise StorageUnavailable if something could not be checked."""
+        if self.unchecked:
+            first, n_files = self.unchecked[0], len({item.path for item in self.unchecked})
+            assert first.error is not None
+            raise check_incomplete(store, first.path, first.error, n_files)
+
+
+def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
+    """Return in words what of a plan is still to be written; empty where nothing is."""
+    what = [f"{n_pending} of {n_planned} parts"] if n_pending else []
+    what += ["the target bundle"] if lacks_target else []
+    return f"{' and '.join(what)} still to be written" if what else ""
+
+
+def lacks_target(store: StorePath, manifest: StoreManifest) -> bool:
+    """Whether the target bundle is still to be written; stores that no extraction made need none."""
+    return "target_layers" in manifest.extraction and not exists(target_commit_path(store))
 
 
 def verify_store(
@@ -57,8 +130,7 @@ def verify_store(
     """Check everything that a store promises.
 
     File sizes and checksums against the commits, shard indexes, the checksum of every chunk, counts against the plan,
-    response masks against their counts, token ids against the vocabulary, and that every value is finite. Each part is
-    read from the disk once: its values are decoded while its files are in the page cache.
+    response masks against their counts, token ids against the vocabulary, and that every value is finite.
 
     Args:
         progress: called with bytes, as files are checked (half of their bytes) and decoded (the other half).
@@ -75,212 +147,162 @@ def verify_store(
         StorageUnavailable: a file without which nothing else can be checked could not be read.
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
-        StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json.
-        StoreDamaged: plan.parquet breaks a rule of the plan.
+        StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json; or the plan
+            breaks a rule.
     """
     store = open_path(path)
-    report = VerifyReport()
-    with check_guard(store):
-        _verify(store, report, _Settings(progress, n_threads, values, parts))
+    n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
+    with check_guard(store), ThreadPoolExecutor(n_threads) as pool:
+        report = _Verification(store, pool, progress, values).run(parts)
     for findings in (report.damages, report.unchecked):
         findings.sort(key=lambda finding: (finding.part is not None, finding.part or 0))
     return report
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments of :func:`verify_store`."""
+class _Verification:
+    """One run of :func:`verify_store`."""
 
-    progress: Progress | None
-    n_threads: int | None
-    values: bool
-    parts: Collection[int] | None
-
-
-def _verify(store: StorePath, report: VerifyReport, settings: _Settings) -> None:
-    if exists(store / MANIFEST_NAME):
-        report.add(Damage(None, _below(store, path), str(error)) for path, error in find_manifest_damage(store))
-    if report.damages:
-        return  # nothing can be held against a manifest or plan that may never have been written
-    manifest = read_manifest(store)
-    try:
-        StoreCodec.open(manifest, store)
-    except StoreDamaged as error:
-        report.add([Damage(None, CODEC_NAME, str(error))])
-        return  # no part can be decoded
-    plan = read_plan(store / PLAN_NAME)
-    check_plan(plan, manifest.alignment_tokens)
-    report.add(_check_plan(manifest, plan))
-    report.add(_check_strays(store, plan))
-    report.lacks_target = lacks_target(store, manifest)
-    commits = _check_commits(store, plan, part_lengths(plan, manifest.alignment_tokens), report, settings.parts)
-    with ThreadPoolExecutor(settings.n_threads or min(os.cpu_count() or 1, MAX_THREADS)) as pool:
-        report.add(_check_bundle(store, pool))
-        _Check(store, manifest, commits, report, pool, settings.progress, settings.values).run()
-
-
-def _below(store: StorePath, path: StorePath) -> str:
-    return name_below(store, path)
-
-
-def _check_plan(manifest: StoreManifest, plan: pa.Table) -> Iterator[Damage]:
-    for key, counted in plan_counts(plan).items():
-        expected = getattr(manifest, key)
-        if counted != expected:
-            yield Damage(None, PLAN_NAME, f"{PLAN_NAME} has {key} {counted}, store.json says {expected}")
-
-
-def _check_strays(store: StorePath, plan: pa.Table) -> Iterator[Damage]:
-    """Name commits of parts that the plan does not have."""
-    known = {commit_path(store, part).name for part in range(int(plan["part"].to_numpy().max()) + 1)}
-    for name in names_in(store / COMMITS_NAME):
-        if name.startswith("part-") and name.endswith(".json") and name not in known:
-            yield Damage(None, f"{COMMITS_NAME}/{name}", "a commit of a part that the plan does not have")
-
-
-def lacks_target(store: StorePath, manifest: StoreManifest) -> bool:
-    """Whether the target bundle is still to be written; stores that no extraction made need none."""
-    return "target_layers" in manifest.extraction and not exists(target_commit_path(store))
-
-
-def _check_bundle(store: StorePath, pool: Executor) -> Iterator[Finding]:
-    path = target_commit_path(store)
-    try:
-        if not exists(path):
-            return
-        files = read_target_commit(path)
-    except StoreDamaged as error:
-        yield Damage(None, _below(store, path), str(error))
-        return
-    except (OSError, MemoryError) as error:
-        yield Unchecked(None, _below(store, path), error)
-        return
-    for check in _file_checks(store, store / TARGET_NAME, files, None, pool):
-        yield from check.result()
-
-
-def _check_commits(
-    store: StorePath, plan: pa.Table, lengths: np.ndarray, report: VerifyReport, wanted: Collection[int] | None
-) -> dict[int, PartCommit]:
-    """Return the commits that can be read, their files having the right sizes or not; count the rest."""
-    parts = plan["part"].to_numpy()
-    n_tokens = np.bincount(parts, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
-    n_sequences = np.bincount(parts, minlength=len(lengths))
-    commits: dict[int, PartCommit] = {}
-    chosen = [part for part in range(len(lengths)) if wanted is None or part in wanted]
-    for part, (path, read) in zip(chosen, reads_of(commit_path(store, part) for part in chosen), strict=True):
-        report.n_parts += 1
-        try:
-            commits[part] = commit = read_part_commit(path, read)
-        except MISSING:
-            report.n_pending_parts += 1
-            report.n_parts -= 1
-            continue
-        except StoreDamaged as error:
-            report.damages.append(Damage(part, _below(store, path), str(error)))
-            continue
-        except (OSError, MemoryError) as error:
-            report.unchecked.append(Unchecked(part, _below(store, path), error))
-            continue
-        report.n_bytes += commit.stored_bytes
-        planned = {
-            "n_sequences": int(n_sequences[part]),
-            "n_tokens": int(n_tokens[part]),
-            "allocated_tokens": int(lengths[part]),
-        }
-        for key, expected in planned.items():
-            if (got := getattr(commit, key)) != expected:
-                message = f"the commit says {key} {got}, the plan has {expected}"
-                report.damages.append(Damage(part, _below(store, path), message))
-        if commit.part != part:
-            report.damages.append(Damage(part, _below(store, path), f"the commit belongs to part {commit.part}"))
-    return commits
-
-
-def _file_checks(
-    store: StorePath, folder: StorePath, files: Mapping[str, FileRecord], part: int | None, pool: Executor
-) -> list[Future[list[Finding]]]:
-    """Start to check size and checksum of each file."""
-
-    def check(name: str, record: FileRecord) -> list[Finding]:
-        path = _below(store, folder / name)
-        try:
-            for _, wrong in find_size_damage(folder, {name: record}):
-                return [Damage(part, path, str(wrong))]
-            got = file_crc32(folder / name)
-        except (StoreError, *MISSING) as error:
-            return [Damage(part, path, str(error))]
-        except (OSError, MemoryError) as error:
-            return [Unchecked(part, path, error)]
-        if got == record.crc32:
-            return []
-        return [Damage(part, path, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
-
-    return [pool.submit(check, name, record) for name, record in files.items()]
-
-
-class _Check:
-    """Checks part by part: all files, then, if they are whole, all values."""
-
-    def __init__(
-        self,
-        store: StorePath,
-        manifest: StoreManifest,
-        commits: Mapping[int, PartCommit],
-        report: VerifyReport,
-        pool: Executor,
-        progress: Progress | None,
-        values: bool,
-    ) -> None:
-        self.store, self.manifest, self.commits, self.report, self.pool = store, manifest, commits, report, pool
-        self.progress, self.values = progress, values
-        self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
+    def __init__(self, store: StorePath, pool: Executor, progress: Progress | None, values: bool) -> None:
+        self.store, self.pool, self.progress, self.values = store, pool, progress, values
+        self.report = VerifyReport()
         self.done_bytes = 0.0
-        self.damaged = {damage.part for damage in report.damages}
-        self.unsized: dict[int, OSError | MemoryError] = {}
-        look = sizes_of(store / PARTS_NAME)
-        sized = [part for part in commits if part not in self.damaged and self._has_sizes(part, look)]
-        self.reader = ActivationStore(store, parts=sized, cache=None) if sized and values else None
-        self.rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in sized}
-        for i, row in enumerate(self.reader.sequences.to_pylist() if self.reader else ()):
-            self.rows[row["part"]].append((i, row))
 
-    def _folder(self, part: int) -> StorePath:
-        return part_folder(self.store, part, self.manifest.schema_version)
-
-    def _has_sizes(self, part: int, look: Callable[[StorePath], Stat | os.stat_result]) -> bool:
-        """Whether all files of a part are there with their sizes; if not, or if it can't be told, ``run`` says why."""
+    def run(self, parts: Collection[int] | None) -> VerifyReport:
+        store, report = self.store, self.report
+        if exists(store / MANIFEST_NAME):
+            report.add(self._damage(None, path, error) for path, error in find_manifest_damage(store))
+        if report.damages:
+            return report  # nothing can be held against a manifest or plan that may never have been written
+        manifest = read_manifest(store)
         try:
-            return not find_size_damage(self._folder(part), self.commits[part].files, look)
+            StoreCodec.open(manifest, store)
+        except StoreDamaged as error:
+            report.add([Finding(None, CODEC_NAME, str(error))])
+            return report  # no part can be decoded
+        plan = read_plan(store / PLAN_NAME)
+        check_plan(plan, manifest.alignment_tokens)
+        report.add(_plan_damage(manifest, plan))
+        lengths = part_lengths(plan, manifest.alignment_tokens)
+        known = {commit_path(store, part).name for part in range(len(lengths))}
+        for name in names_in(store / COMMITS_NAME):
+            if name.startswith("part-") and name.endswith(".json") and name not in known:
+                message = "a commit of a part that the plan does not have"
+                report.add([Finding(None, f"{COMMITS_NAME}/{name}", message)])
+        report.lacks_target = lacks_target(store, manifest)
+        self._check_bundle()
+        commits = self._read_commits(plan, lengths, [k for k in range(len(lengths)) if parts is None or k in parts])
+        report.n_bytes = sum(commit.stored_bytes for commit in commits.values())
+        self._check_parts(commits)
+        return report
+
+    def _damage(self, part: int | None, path: StorePath, message: object) -> Finding:
+        return Finding(part, name_below(self.store, path), str(message))
+
+    def _unchecked(self, part: int | None, path: StorePath, error: OSError | MemoryError) -> Finding:
+        return Finding(part, name_below(self.store, path), reason(error), error)
+
+    def _check_bundle(self) -> None:
+        path = target_commit_path(self.store)
+        try:
+            files = read_target_commit(path)
+        except MISSING:
+            return
+        except StoreDamaged as error:
+            self.report.add([self._damage(None, path, error)])
         except (OSError, MemoryError) as error:
-            self.unsized[part] = error
-            return False
+            self.report.add([self._unchecked(None, path, error)])
+        else:
+            for check in self._check_files(None, self.store / TARGET_NAME, files):
+                self.report.add(check.result())
 
-    def run(self) -> None:
-        """Check every part."""
-        for part, commit in self.commits.items():
-            found: list[Finding] = []
-            checks = _file_checks(self.store, self._folder(part), commit.files, part, self.pool)
-            for check, record in zip(checks, commit.files.values(), strict=True):
-                found += check.result()
-                self._advance(record.bytes / (2 if self.values else 1), part)
-            self.report.add(found)
-            if not self.values:
-                self.report.n_sequences += commit.n_sequences * (not found)
-                self.report.n_tokens += commit.n_tokens * (not found)
-            elif found or part not in self.rows:
-                if not found and part not in self.damaged:  # its files are whole by now, but its values were not read
-                    error = self.unsized.get(part, OSError("its files changed meanwhile"))
-                    self.report.add([Unchecked(part, _below(self.store, self._folder(part)), error)])
-                self._advance(commit.stored_bytes / 2, part)
+    def _read_commits(self, plan: pa.Table, lengths: np.ndarray, parts: list[int]) -> dict[int, PartCommit]:
+        """Return the commits that can be read, and say where they contradict the plan."""
+        numbers, report = plan["part"].to_numpy(), self.report
+        n_tokens = np.bincount(numbers, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
+        n_sequences = np.bincount(numbers, minlength=len(lengths))
+        commits: dict[int, PartCommit] = {}
+        for part, (path, read) in zip(parts, reads_of(commit_path(self.store, part) for part in parts), strict=True):
+            try:
+                commit = read_part_commit(path, read)
+            except MISSING:
+                report.n_pending_parts += 1
+                continue
+            except StoreDamaged as error:
+                report.add([self._damage(part, path, error)])
+            except (OSError, MemoryError) as error:
+                report.add([self._unchecked(part, path, error)])
             else:
-                self._check_values(part, commit.stored_bytes / 2)
-        if self.reader is not None:
-            self.reader.close()
+                commits[part] = commit
+                planned = {"n_sequences": n_sequences, "n_tokens": n_tokens, "allocated_tokens": lengths}
+                for key, expected in planned.items():
+                    if (got := getattr(commit, key)) != expected[part]:
+                        message = f"the commit says {key} {got}, the plan has {expected[part]}"
+                        report.add([self._damage(part, path, message)])
+                if commit.part != part:
+                    report.add([self._damage(part, path, f"the commit belongs to part {commit.part}")])
+            report.n_parts += 1
+        return commits
 
-    def _check_values(self, part: int, n_bytes: float) -> None:
-        assert self.reader is not None
-        reader, rows = self.reader, self.rows[part]
+    def _check_parts(self, commits: Mapping[int, PartCommit]) -> None:
+        """Check part by part: all files, then, if they are whole, all values."""
+        folder, contradicted = self.store / PARTS_NAME, {damage.part for damage in self.report.damages}
+        self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
+        # The reader refuses files of another size, so it is given the parts without any.
+        unsized: dict[int, OSError | MemoryError] = {}
+        readable, look = [], sizes_of(folder)
+        for part, commit in commits.items() if self.values else ():
+            try:
+                if part not in contradicted and not find_size_damage(folder, commit.files, look):
+                    readable.append(part)
+            except (OSError, MemoryError) as error:
+                unsized[part] = error
+        reader = ActivationStore(self.store, parts=readable, cache=None) if readable else None
+        rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in readable}
+        for i, row in enumerate(reader.sequences.to_pylist() if reader else ()):
+            rows[row["part"]].append((i, row))
+        for part, commit in commits.items():
+            has_findings = False
+            checks = self._check_files(part, folder, commit.files)
+            for check, record in zip(checks, commit.files.values(), strict=True):
+                has_findings |= bool(found := check.result())
+                self.report.add(found)
+                self._advance(record.bytes / (2 if self.values else 1), part)
+            if reader and not has_findings and part in rows:
+                self._check_values(reader, part, rows[part], commit.stored_bytes / 2)
+                continue
+            if not self.values and not has_findings:
+                self.report.n_sequences += commit.n_sequences
+                self.report.n_tokens += commit.n_tokens
+            elif not has_findings and part not in contradicted:  # its files are whole by now, but were not before
+                why = unsized.get(part, OSError("its files changed meanwhile"))
+                self.report.add([self._unchecked(part, folder, why)])
+            self._advance(commit.stored_bytes / 2 if self.values else 0, part)
+        if reader:
+            reader.close()
+
+    def _check_files(
+        self, part: int | None, folder: StorePath, files: Mapping[str, FileRecord]
+    ) -> list[Future[list[Finding]]]:
+        """Start to check size and checksum of each file."""
+
+        def check(path: StorePath, name: str, record: FileRecord) -> list[Finding]:
+            try:
+                for _, wrong in find_size_damage(folder, {name: record}):
+                    return [self._damage(part, path, wrong)]
+                got = file_crc32(path)
+            except (StoreError, *MISSING) as error:
+                return [self._damage(part, path, error)]
+            except (OSError, MemoryError) as error:
+                return [self._unchecked(part, path, error)]
+            if got == record.crc32:
+                return []
+            return [self._damage(part, path, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
+
+        return [self.pool.submit(check, folder / name, name, record) for name, record in files.items()]
+
+    def _check_values(
+        self, reader: ActivationStore, part: int, rows: list[tuple[int, dict[str, Any]]], n_bytes: float
+    ) -> None:
         checks = [self.pool.submit(lambda i, row: list(_check_sequence(reader, i, row)), i, row) for i, row in rows]
         n_tokens = sum(row["n_tokens"] for _, row in rows)
         for check, (_, row) in zip(checks, rows, strict=True):
@@ -295,25 +317,31 @@ class _Check:
             self.progress(min(round(self.done_bytes), self.n_bytes), self.n_bytes, f"verify part {part}")
 
 
+def _plan_damage(manifest: StoreManifest, plan: pa.Table) -> Iterator[Finding]:
+    for key, counted in plan_counts(plan).items():
+        expected = getattr(manifest, key)
+        if counted != expected:
+            yield Finding(None, PLAN_NAME, f"{PLAN_NAME} has {key} {counted}, store.json says {expected}")
+
+
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
     """Yield each thing that is wrong with a sequence."""
-    who = f"sequence {row['sequence_id']} (source row {row['source_row']})"
-    part = row["part"]
-    folder = part_folder(Path(), part, reader.manifest.schema_version)
+    who, part = f"sequence {row['sequence_id']} (source row {row['source_row']})", row["part"]
     for name, spec in reader.fields.items():
         codec = reader.codec.fields[name]
         try:
-            message = _field_damage(reader, i, row, spec) if codec.is_identity else None
-            found = {name: message} if message else {}
-            if not codec.is_identity:
+            if codec.is_identity:
+                message = _field_damage(reader, i, row, spec)
+                found = {name: message} if message else {}
+            else:
                 found = _codes_damage(reader, i, row, codec)
         except StoreError as error:
             found = {name: str(error)}
         except (OSError, MemoryError) as error:
-            found = {}
-            yield Unchecked(part, (folder / name).as_posix(), error)
+            yield Finding(part, f"{PARTS_NAME}/{name}", reason(error), error)
+            continue
         for array, message in found.items():
-            yield Damage(part, (folder / array).as_posix(), f"{who}: {message}")
+            yield Finding(part, f"{PARTS_NAME}/{array}", f"{who}: {message}")
 
 
 def _slices(row: dict[str, Any], spec: FieldSpec) -> Iterator[slice]:

@@ -104,7 +104,7 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
     plan = plan_repair(store)
     assert (plan.parts, plan.target, plan.manifest, plan.codec, plan.others) == ((), False, False, True, ())
     assert "codec/ is damaged, without which nothing can be decoded" in plan.describe()
-    with pytest.raises(StoreDamaged, match="no part can be decoded without it"):
+    with pytest.raises(StoreDamaged, match="codec/"):
         drop_damage(plan)
 
     with monkeypatch.context() as patch:

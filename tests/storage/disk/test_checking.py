@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from moa_data.errors import StorageUnavailable, StoreError
-from moa_data.storage.care.findings import VerifyReport
 from moa_data.storage.care.repair import drop_damage, plan_repair
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.care.verify import VerifyReport, verify_store
 from moa_data.storage.disk.checking import exists
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
@@ -223,7 +222,7 @@ from pathlib import Path
 
 from moa_data.tests.kit import stores as kit
 from moa_data.errors import StorageUnavailable, StoreError
-from moa_data.storage.care.findings import VerifyReport
+from moa_data.storage.care.verify import VerifyReport
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 
