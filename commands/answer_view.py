@@ -97,7 +97,7 @@ class TerminalAnswer:
             self._stats = event
             self._show_status()
         elif isinstance(event, ModeChanged):
-            self._mode = f"alone, {event.reason.rstrip('.')}" if event.mode == "alone" else event.mode
+            self._mode = f"offline, {event.reason.rstrip('.')}" if event.mode == "offline" else event.mode
             self._show_status()
         elif isinstance(event, LinkChanged):
             self._show_status()

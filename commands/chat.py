@@ -19,8 +19,7 @@ from .console import StageFailure, out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
-    from ..serving.client.client import Answer, DraftingClient
-    from ..serving.client.saved import SavedAnswer
+    from ..serving.client.client import Answer, DraftingClient, SavedAnswer
     from ..serving.client.web import OnEvent
 
 
@@ -38,17 +37,18 @@ class ChatConfig(Config):
     bundle: Common[str | None] = None
     """The store that the drafter was trained from, or its folder target/, which has the tokenizer and the pieces of the
     target that the drafter needs; default: the store that the run recorded."""
-    mode: Common[Literal["auto", "stream", "server", "sync", "ahead"]] = "auto"
-    """How tokens come. stream: the server decodes; server: it drafts, too; sync: drafts are made here and sent to be
-    verified; ahead: and drafting goes on meanwhile; auto measures network, server and drafts, and takes the fastest."""
+    mode: Common[Literal["server", "client"]] = "server"
+    """Where drafts are made. server: there, as for other clients, and text is streamed; client: here, ahead of the
+    server's answers, which pays where the server's own drafts are dear and the network is fast. Without a network both
+    go on here."""
     max_new_tokens: Common[Count] = 512
     """Stop an answer after this many tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"
     """What crosses the network for the drafter: fewer bits are fewer bytes and, at int4, somewhat worse drafts. The
     text is the same."""
-    max_alone: Natural = 64
+    max_offline: Natural = 64
     """Without a network, go on for at most this many tokens."""
-    alone_below: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    offline_below: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Without a network, stop where all that was drafted since is less likely than this to be right."""
     connect_s: Positive = 10.0
     """Seconds to wait for a server that does not answer, at the start."""
@@ -177,7 +177,7 @@ class _PageAnswerer:
     def set_network(self, is_up: bool) -> None:
         """Cut the connection to the server, or let it be made again."""
         client = self._conversation.client
-        client.mend() if is_up else client.cut()
+        client.restore() if is_up else client.cut()
 
 
 def _serve_page(conversation: _Conversation, port: int) -> None:
@@ -193,9 +193,8 @@ def _client(config: ChatConfig, session_file: Path | None) -> "DraftingClient":
     import torch
 
     from ..moa.targets.live import pick_device
-    from ..serving.client.client import DraftingClient
+    from ..serving.client.client import DraftingClient, Timeouts
     from ..serving.client.drafting import DraftingModel
-    from ..serving.client.exchange import Patience
 
     token = _token(config.token_file)
     model = DraftingModel.load(
@@ -203,15 +202,15 @@ def _client(config: ChatConfig, session_file: Path | None) -> "DraftingClient":
     )
     return DraftingClient(
         config.server, model, token=token, ca=config.ca, mode=config.mode, codec=config.codec,
-        most_alone=config.max_alone, alone_below=config.alone_below, patience=Patience(connect_s=config.connect_s),
-        session_file=session_file,
+        max_offline=config.max_offline, offline_below=config.offline_below,
+        timeouts=Timeouts(connect_s=config.connect_s), session_file=session_file,
     )  # fmt: skip
 
 
 def _saved(file: Path | None) -> "SavedAnswer | None":
     if file is None:
         return None
-    from ..serving.client.saved import SavedAnswer
+    from ..serving.client.client import SavedAnswer
 
     return SavedAnswer.load(file)
 

@@ -105,7 +105,7 @@ def _service(config: ServeConfig) -> "Service":
 
 def _drafting(config: ServeConfig, port: int, service: "Service") -> "Drafting":
     """Hash what clients compare, and make the settings of the gRPC server."""
-    from ..serving.protocol.identity import drafter_identity, target_identity, tokenizer_identity
+    from ..serving.protocol.wire import drafter_identity, target_identity, tokenizer_identity
     from ..serving.server.handshake import Identities
     from ..serving.server.run import Drafting
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.serving.protocol import moa_v1_pb2 as pb
-from moa_data.serving.protocol.codecs import CODECS, bytes_per_position
+from moa_data.serving.protocol.wire import CODECS, bytes_per_position
 from moa_data.serving.server.grpc import STATUSES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")

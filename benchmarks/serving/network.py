@@ -2,13 +2,11 @@
 
 Server and client are two processes in two network namespaces, joined by a network of the paper's conditions. Methods
 are ``api`` (OpenAI's API, plain decoding, streamed), ``api+DRAFTER`` (the server drafts, and streams), and MODE:DRAFTER
-of the drafting client (MODE: sync, ahead, stream, server, auto; @int8 or @int4 behind it for a codec of the drafter's
-contexts). In each condition all methods take turns, in an order
+of the drafting client (MODE: server or client; @int8 or @int4 behind it for a codec of the drafter's contexts). In each condition all methods take turns, in an order
 that is turned round each time, and answer the same prompts; what opens the connections is not counted.
 
-    python -m benchmarks.serving.network --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
-    python -m benchmarks.serving.network ... --conditions 4g --methods api,auto:moa --sessions 1 --target-ms 25
-        --turns 1
+    python benchmarks/serving/network.py --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
+    python benchmarks/serving/network.py ... --conditions 4g --methods api,client:moa --sessions 1 --target-ms 25 --turns 1
 
 Tokens/s are those of all sessions together. A gap is the time between two tokens of one session; tokens that come
 together have none between them. Bytes are those of IP packets. Both processes share this machine's processors.
@@ -27,8 +25,8 @@ from benchmarks.serving.network_world import JSON, Models, World
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.evaluation.statistics import ratio_with_interval
 
-METHODS = "api,api+moa,ahead:moa,ahead:eagle,ahead:independent,auto:moa"
-PAIRS = (("ahead:moa", "ahead:eagle"), ("auto:moa", "api"), ("auto:moa", "api+moa"))
+METHODS = "api,api+moa,client:moa,client:eagle,client:independent,server:moa"
+PAIRS = (("client:moa", "client:eagle"), ("server:moa", "api"), ("server:moa", "api+moa"))
 """Methods whose tokens/s are compared prompt by prompt, the first over the second."""
 
 

@@ -2,7 +2,7 @@
 
 Reads one job a line, as JSON, from standard input, and writes its result as one line; lines with ``request`` in between
 ask for something, and ``count`` is answered by a line. A method is ``api`` (the HTTP server streams plain decoding),
-``api+DRAFTER`` (it speculates), or MODE:DRAFTER of the drafting client; modes are stream, server, sync, ahead and auto.
+``api+DRAFTER`` (it speculates), or MODE:DRAFTER of the drafting client; modes are server and client.
 MODE:DRAFTER@CODEC has the contexts of the drafter sent in another codec than int8.
 """
 

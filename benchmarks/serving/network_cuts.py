@@ -22,7 +22,7 @@ from benchmarks.serving.network import add_models, chats_of, models_of
 from benchmarks.serving.network_conditions import CONDITIONS
 from benchmarks.serving.network_world import JSON, World
 
-METHODS = "api,ahead:moa,ahead:eagle,ahead:independent,auto:moa"
+METHODS = "api,client:moa,client:eagle,client:independent,server:moa"
 SHARES = (0.1, 0.5)
 
 

@@ -30,9 +30,8 @@ from typing import Any
 
 from benchmarks.kit.records import add_out_option, settings_of, write_record
 from moa_data.errors import MoaDataError
-from moa_data.serving.client.client import DraftingClient
+from moa_data.serving.client.client import DraftingClient, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
-from moa_data.serving.client.exchange import Patience
 from moa_data.serving.server.run import raise_file_limit
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
@@ -57,7 +56,7 @@ BEGINNINGS = (
 LIMITS = ("limits.answer_s=20", "limits.write_s=5", "limits.head_s=5", "limits.body_s=5", "drafting.idle_s=20")
 """Of the server: short ones, so that each is reached often."""
 CHAT = "/v1/chat/completions"
-MODES = ("sync", "ahead", "stream", "server", "auto")
+MODES = ("server", "client")
 MIB = 1 << 20
 
 
@@ -198,9 +197,9 @@ class Load:
                 self.wrong.append((who, question, text))
 
     def _draft(self, chance: random.Random) -> None:
-        patience = Patience(connect_s=60, silence_s=0.3, dead_s=2)
+        timeouts = Timeouts(connect_s=60, silence_s=0.3, dead_s=2)
         mode: Any = chance.choice(MODES)
-        with DraftingClient(self._proxy.address, self._model, mode=mode, patience=patience) as client:
+        with DraftingClient(self._proxy.address, self._model, mode=mode, timeouts=timeouts) as client:
             for question in chance.sample(QUESTIONS, 3):
                 answer = client.chat([{"role": "user", "content": question}], max_new_tokens=N_TOKENS)
                 self._check(mode, question, answer.text)

@@ -5,35 +5,75 @@
     with DraftingClient("127.0.0.1:8001", "runs/moa", "store/target") as client:
         answer = client.chat([{"role": "user", "content": "Why is the sky blue?"}])
     print(answer.text)
+
+One thread does all of an answer (:class:`_Turn`), one small thing at a time: what has arrived is looked at between two
+drafted tokens, so that a message of the server waits for half a draft on average.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
-from ...errors import RequestInvalid
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from ...errors import (
+    Disconnected,
+    DrafterError,
+    NotAllowed,
+    Overloaded,
+    ProtocolMismatch,
+    RequestInvalid,
+    ServingError,
+)
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed
 from ...moa.targets.chat_tokens import prompt_tokens
 from ..detokenizer import Detokenizer
 from ..protocol import moa_v1_pb2 as pb
-from ..protocol.codecs import check_codec
-from ..protocol.identity import drafter_identity, target_identity, tokenizer_identity
+from ..protocol.wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
 from .drafting import DraftingModel, TextDrafter
-from .events import Event, Mode, Stats
-from .exchange import Exchange, Patience
-from .link import Link
-from .policy import ModePolicy
-from .saved import SavedAnswer
-from .session import AnswerSettings, Session
+from .events import ChosenMode, Done, Event, Stats
+from .link import Down, Link, LinkEvent, Received, Up
+from .session import AnswerSettings, ChainShape, Session
 
-ChosenMode = Literal["auto", "stream", "server", "sync", "ahead"]
-"""A mode for all tokens, or ``auto``: the one that measurements say is the fastest."""
 MODES: tuple[str, ...] = get_args(ChosenMode)
+_GREEDY_SHAPE, _SAMPLED_SHAPE = ChainShape(10, 0.2), ChainShape(5)
+_MAX_FILE_BYTES = 64 << 20
 _SAVE_EVERY_S = 0.2
+_PING_EVERY_S = 0.25
+_LOOK_EVERY_S = 0.1
+"""How long to wait for the network before looking at the time again."""
+_STATS_EVERY_S = 0.25
+_WARM_EVERY = 256
+"""Contexts after which they are put into the drafter's caches while the server streams. Fewer can wait until something
+is drafted: many at once take little longer than a few."""
+_FAR = 32
+"""Tokens without contexts at which the client drafts nothing while the server is there."""
+_OVERLOADED_WAIT_S = 1.0
+_MAX_SENSELESS = 8
+"""Connections in a row that end because what came made no sense, without a token in between."""
 
 OnEvent = Callable[[Event], None]
+Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that a client waits for the network.
+
+    Attributes:
+        connect_s: for the first answer of a server; then the call fails.
+        silence_s: without a message, beyond two round trips, after which the client goes on offline.
+        dead_s: without a message, after which the connection is made anew.
+        give_up_s: without a server, after which the call fails; None for no end.
+    """
+
+    connect_s: float = 10.0
+    silence_s: float = 0.5
+    dead_s: float = 5.0
+    give_up_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +91,71 @@ class Answer:
     stats: Stats
 
 
-class DraftingClient:
-    """Answers, one at a time; what it has measured of network and server serves the next answer.
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class SavedAnswer:
+    """One answer, complete or not, in its conversation, as a file that outlives the process.
 
-    Holds a drafter and the frozen pieces of its target, never the target. Every answer is the one that the target gives
-    alone, token for token, whatever the network does meanwhile.
+    Attributes:
+        session: id that the server gave; empty for none.
+        tokens: the prompt and what of the answer is committed. Newer ones are known to the server, or computed again.
+        finish: why the answer ended; empty while it has not.
+        messages: the conversation up to the prompt, with ``role`` and ``content``; empty for bare tokens.
+    """
+
+    session: str
+    tokens: tuple[Annotated[int, Field(ge=0)], ...]
+    n_prompt: Count
+    max_new_tokens: Count
+    sampling: SamplingConfig = GREEDY
+    seed: int = 0
+    finish: str = ""
+    messages: tuple[dict[str, str], ...] = ()
+    version: Annotated[int, Field(ge=1, le=1)] = 1
+
+    def save(self, path: str | Path) -> None:
+        """Replace the file, so that a kill at any moment leaves the last state or the one before.
+
+        Raises:
+            RequestInvalid: it cannot be written.
+        """
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            # Without fsync: it outlives a process, not the machine, and is written several times a second.
+            partial.write_bytes(_SAVED.dump_json(self))
+            partial.replace(path)
+        except OSError as error:
+            raise RequestInvalid(f"the session cannot be saved in {path}: {error.strerror}; give another.") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that :meth:`save` wrote.
+
+        Raises:
+            RequestInvalid: it cannot be read, or is something else.
+        """
+        path = Path(path)
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise RequestInvalid(f"{path} is larger than any saved session; give the file of one.")
+            saved: Self = _SAVED.validate_json(path.read_bytes())
+        except OSError as error:
+            raise RequestInvalid(f"{path} cannot be read: {error.strerror}.") from error
+        except (ValidationError, DrafterError) as error:
+            raise RequestInvalid(f"{path} is no saved session of this version; begin a new one.") from error
+        if saved.n_prompt > len(saved.tokens):
+            raise RequestInvalid(f"{path} is no saved session: its prompt is longer than its tokens.")
+        return saved
+
+
+_SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
+
+
+class DraftingClient:
+    """Answers, one at a time.
+
+    Holds a drafter and the frozen weights of its target, never the target. Every answer is the one that plain decoding
+    on the server gives, token for token, whatever the network does meanwhile.
 
     Args:
         server: ``HOST:PORT`` of the server's gRPC port, or ``https://HOST:PORT`` for TLS.
@@ -63,14 +163,15 @@ class DraftingClient:
         bundle: a store or its folder target/; None for the store that the run was trained from.
         token: the server's bearer token; empty for none.
         ca: file of a certificate authority, for TLS; None for the system's.
+        mode: ``server``, which drafts and streams, or ``client``: drafts are made here, ahead of the server's answers.
         codec: of the drafter's contexts on the wire: bf16, int8 or int4. Changes what is accepted, never the text.
-        most_alone: most tokens that are shown without a server.
-        alone_below: without a server the client stops where what it drafted is less likely than this to be right.
+        max_offline: tokens that are shown without a server, at most.
+        offline_below: without a server the client stops where what it drafted is less likely than this to be right.
         session_file: kept up to date with the present answer, for :meth:`resume`; None for none.
 
     Raises:
         RequestInvalid: an argument cannot be used.
-        DrafterError: the drafter cannot be loaded, or drafts beside its target alone.
+        DrafterError: the drafter cannot be loaded, or needs its target beside it.
         TargetError: the bundle cannot be used.
     """
 
@@ -82,24 +183,24 @@ class DraftingClient:
         *,
         token: str = "",
         ca: str | Path | None = None,
-        mode: ChosenMode = "auto",
+        mode: ChosenMode = "server",
         codec: str = "int8",
-        most_alone: int = 64,
-        alone_below: float = 0.01,
-        patience: Patience | None = None,
+        max_offline: int = 64,
+        offline_below: float = 0.01,
+        timeouts: Timeouts | None = None,
         session_file: str | Path | None = None,
     ) -> None:
         if mode not in MODES:
             raise RequestInvalid(f"there is no mode {mode!r}; expected one of {', '.join(MODES)}.")
-        if most_alone < 0 or not 0 <= alone_below < 1:
-            raise RequestInvalid(f"most_alone is {most_alone} and alone_below {alone_below}; give 0 or more, below 1.")
+        if max_offline < 0 or not 0 <= offline_below < 1:
+            raise RequestInvalid(
+                f"max_offline is {max_offline}, offline_below {offline_below}; give 0 or more, below 1."
+            )
         check_codec(codec)
-        self.mode, self.session_file = mode, session_file
+        self.mode, self.session_file, self._timeouts = mode, session_file, timeouts or Timeouts()
         self.model = drafter if isinstance(drafter, DraftingModel) else DraftingModel.load(drafter, bundle)
-        self._codec, self._most_alone, self._alone_below = codec, most_alone, alone_below
-        self._patience = patience or Patience()
+        self._codec, self._max_offline, self._offline_below = codec, max_offline, offline_below
         self._drafter = TextDrafter(self.model)
-        self._policies: dict[bool, ModePolicy] = {}  # by whether tokens are sampled
         self._identities = pb.Identities(
             target=target_identity(self.model.drafter.config.target),
             tokenizer=tokenizer_identity(self.model.tokenizer),
@@ -126,7 +227,6 @@ class DraftingClient:
 
         Args:
             messages: with ``role`` and ``content``, the last one usually the user's.
-            max_new_tokens: most tokens of the answer.
             seed: with the position it decides each sampled token.
             on_event: called with each event, in this thread.
 
@@ -137,8 +237,7 @@ class DraftingClient:
         """
         chat: list[Any] = [dict(message) for message in messages]
         tokens = tuple(prompt_tokens(self.model.tokenizer, chat))
-        saved = SavedAnswer("", tokens, len(tokens), max_new_tokens, sampling, seed, "", tuple(chat))
-        return self._answer(saved, on_event)
+        return self._answer(tokens, max_new_tokens, sampling, seed, tuple(chat), on_event)
 
     def complete(
         self,
@@ -149,87 +248,255 @@ class DraftingClient:
         seed: int = 0,
         on_event: OnEvent | None = None,
     ) -> Answer:
-        """Go on with a text of token ids, see :meth:`chat`."""
-        saved = SavedAnswer("", tuple(tokens), len(tokens), max_new_tokens, sampling, seed)
-        return self._answer(saved, on_event)
+        """Continue a text of token ids, see :meth:`chat`."""
+        return self._answer(tuple(tokens), max_new_tokens, sampling, seed, (), on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
-        """Take up an answer again that another process began; events begin with what it has so far."""
-        return self._answer(saved, on_event)
+        """Continue an answer that another process began; events begin with what it has so far."""
+        check_seed(saved.seed)
+        settings = AnswerSettings(
+            saved.max_new_tokens, saved.sampling, saved.seed, self._codec if self._drafter.width else "",
+            max_offline=self._max_offline, offline_below=self._offline_below, eos_token_ids=self.model.eos_token_ids,
+        )  # fmt: skip
+        session = Session(
+            saved.tokens, saved.n_prompt, settings, Detokenizer(self.text_of), self._identities, saved.session,
+            self._drafter.begin(saved.tokens, saved.sampling, saved.seed), self.mode,
+            _SAMPLED_SHAPE if saved.sampling.temperature else _GREEDY_SHAPE,
+        )  # fmt: skip
+        turn = _Turn(session, self._drafter, self.link, self._timeouts, on_event, saved, self.session_file)
+        turn.run()
+        answer = tuple(session.tokens[session.n_prompt :])
+        return Answer(self.text_of(answer), answer, session.finish, turn.stats())
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Decode tokens of an answer, without special ones."""
-        return self._decode(tokens)
+        if self.model.tokenizer is None:
+            return ""
+        return str(self.model.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def cut(self) -> None:
         """Close the connection and make none, as if the network were gone; may be called from any thread."""
         self.link.cut()
 
-    def mend(self) -> None:
-        """Connect again; may be called from any thread."""
-        self.link.mend()
+    def restore(self) -> None:
+        """Connect again after :meth:`cut`; may be called from any thread."""
+        self.link.restore()
 
     def close(self) -> None:
         """End the connection."""
         self.link.close()
 
-    def _answer(self, saved: SavedAnswer, on_event: OnEvent | None) -> Answer:
-        if not saved.tokens or saved.max_new_tokens < 1:
+    def _answer(
+        self, tokens: tuple[int, ...], max_new_tokens: int, sampling: SamplingConfig, seed: int,
+        messages: tuple[dict[str, str], ...], on_event: OnEvent | None,
+    ) -> Answer:  # fmt: skip
+        if not tokens or max_new_tokens < 1:
             raise RequestInvalid("an answer needs a prompt of at least one token, and room for one; give both.")
-        check_seed(saved.seed)
-        settings = AnswerSettings(
-            saved.max_new_tokens, saved.sampling, saved.seed, self._codec if self._drafter.width else "",
-            most_alone=self._most_alone, alone_below=self._alone_below, eos_token_ids=self.model.eos_token_ids,
-        )  # fmt: skip
-        policy = self._policy(saved.sampling.temperature > 0)
-        session = Session(
-            saved.tokens, saved.n_prompt, settings, Detokenizer(self._decode), self._identities, saved.session,
-            self._drafter.begin(saved.tokens, saved.sampling, saved.seed), policy.mode, policy.shape(),
-        )  # fmt: skip
-        saver = _Saver(self.session_file, saved)
-        exchange = Exchange(
-            session, self._drafter, self.link, policy, self._patience, self.mode == "auto", on_event or _ignore,
-            saver.note,
-        )  # fmt: skip
+        saved = SavedAnswer("", tokens, len(tokens), max_new_tokens, sampling, seed, "", messages)
+        return self.resume(saved, on_event)
+
+
+class _Turn:
+    """One answer: moves messages between link and session, drafts where that is of use, and measures."""
+
+    def __init__(
+        self,
+        session: Session,
+        drafter: TextDrafter,
+        link: Link,
+        timeouts: Timeouts,
+        on_event: OnEvent | None,
+        saved: SavedAnswer,
+        file: str | Path | None,
+    ) -> None:
+        self._session, self._drafter, self._link, self._timeouts = session, drafter, link, timeouts
+        self._on_event, self._saved, self._file = on_event or (lambda event: None), saved, file
+        self._bytes_before = (link.bytes_up, link.bytes_down)
+        self._stream = 0  # number of the link's stream, 0 for none
+        self._pings: dict[int, float] = {}
+        self._n_pings = self._n_senseless = 0
+        self._heard_s = self._pinged_s = self._told_s = self._saved_s = 0.0
+        self._contexts_due_s = 0.0
+        self._first_token: tuple[float, int] | None = None  # when the first tokens came, and how many
+        self._error: ServingError = Disconnected(f"{link.address} did not answer.")
+        # Smoothed seconds of a round trip, a target call and drafting a token; None before the first measurement.
+        self._round_trip_s: float | None = None
+        self._verify_s: float | None = None
+        self._draft_s: float | None = None
+
+    def run(self) -> None:
+        """Run until the answer has ended.
+
+        Raises:
+            ServingError: the server refuses it, or could not be reached in time.
+        """
+        session = self._session
+        self._lost_s = time.monotonic()
+        self._link.begin()
         try:
-            exchange.run()
+            while not session.finish:
+                for event in self._link.take(0.0 if self._can_draft() else _LOOK_EVERY_S):
+                    self._handle(event)
+                self._look_after_link()
+                self._draft()
+                self._flush()
+            session.close()
+            self._flush()
         finally:
-            saver.save(session)
-        answer = tuple(session.tokens[session.n_prompt :])
-        return Answer(self._decode(answer), answer, session.finish, exchange.stats())
+            self._link.end()
+            self._save()
 
-    def _policy(self, is_drawn: bool) -> ModePolicy:
-        if is_drawn not in self._policies:
-            self._policies[is_drawn] = ModePolicy(is_drawn=is_drawn)
-        policy = self._policies[is_drawn]
-        if self.mode != "auto":
-            fixed: Mode = self.mode
-            policy.mode = fixed
-        return policy
+    def stats(self) -> Stats:
+        """Sum up what was measured so far."""
+        session = self._session
+        n_tokens, rate = len(session.tokens) - session.n_prompt, 0.0
+        if self._first_token is not None and (seconds := time.monotonic() - self._first_token[0]) > 0:
+            rate = (n_tokens - self._first_token[1]) / seconds
+        counts = (session.n_chain_tokens, session.n_chains) if session.n_chains else (n_tokens, session.n_calls)
+        return Stats(
+            n_tokens=n_tokens, n_target_calls=session.n_calls, n_rolled_back=session.n_rolled_back, tokens_per_s=rate,
+            acceptance_length=counts[0] / counts[1] if counts[1] else None, round_trip_ms=_ms(self._round_trip_s),
+            verify_ms=_ms(self._verify_s), draft_ms=_ms(self._draft_s),
+            bytes_up=self._link.bytes_up - self._bytes_before[0],
+            bytes_down=self._link.bytes_down - self._bytes_before[1],
+        )  # fmt: skip
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        if self.model.tokenizer is None:
-            return ""
-        return str(self.model.tokenizer.decode(list(tokens), skip_special_tokens=True))
+    # Events of the link
+
+    def _handle(self, event: LinkEvent) -> None:
+        if isinstance(event, Up):
+            self._stream, self._heard_s, self._pinged_s = event.stream, time.monotonic(), 0.0
+            self._pings.clear()
+            self._session.link_up()
+            self._flush()
+        elif isinstance(event, Down):
+            if event.stream not in (0, self._stream):
+                return
+            if isinstance(event.error, NotAllowed | RequestInvalid | ProtocolMismatch):
+                raise event.error  # another connection would be refused as well
+            self._lose(event.error)
+        elif event.stream == self._stream:
+            self._heard_s = event.at_s
+            self._receive(event)
+
+    def _receive(self, received: Received) -> None:
+        message, session = received.message, self._session
+        kind = message.WhichOneof("body")
+        if kind == "pong" and (sent_s := self._pings.pop(message.pong.id, None)) is not None:
+            self._round_trip_s = _smoothed(self._round_trip_s, received.at_s - sent_s)
+        n_before = len(session.tokens)
+        try:
+            session.receive(message)
+        except Overloaded as error:
+            self._reconnect(error, _OVERLOADED_WAIT_S)
+        except Disconnected as error:
+            self._n_senseless += 1
+            if self._n_senseless > _MAX_SENSELESS:
+                raise
+            self._reconnect(error)
+        if (n_new := len(session.tokens) - n_before) > 0:
+            self._measure(received, n_new)
+        for part in session.take_parts():
+            context = decode(part.codec, part.values, part.n_positions, self._drafter.width)
+            self._drafter.receive(context[part.n_known :])
+
+    def _measure(self, received: Received, n_new: int) -> None:
+        """Note the times of a message that brought tokens."""
+        committed, self._n_senseless = received.message.committed, 0
+        if self._first_token is None:
+            self._first_token = (received.at_s, n_new)
+        if call_s := (committed.call_us + committed.queue_us) / 1e6:
+            self._verify_s = _smoothed(self._verify_s, call_s)
+        # Contexts come right behind: to wait for them is better than to feed what they stand for level by level.
+        self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
+
+    def _lose(self, error: ServingError) -> None:
+        """Continue without a stream."""
+        if self._stream:
+            self._lost_s = time.monotonic()
+        self._stream, self._error = 0, error
+        self._session.link_down(str(error))
+
+    def _reconnect(self, error: ServingError, wait_s: float = 0.0) -> None:
+        self._link.reconnect(str(error), wait_s)
+        self._lose(error)
+
+    def _look_after_link(self) -> None:
+        """Ping, notice silence, and give up in the end."""
+        now, session, timeouts = time.monotonic(), self._session, self._timeouts
+        if not self._stream:
+            limit_s = timeouts.give_up_s if session.was_opened else timeouts.connect_s
+            if limit_s is not None and now - self._lost_s > limit_s:
+                raise self._error
+            return
+        silent_s = now - self._heard_s
+        if silent_s > timeouts.dead_s:
+            self._reconnect(Disconnected(f"nothing was heard of {self._link.address} for {timeouts.dead_s:g} s."))
+            return
+        if silent_s > timeouts.silence_s + 2 * (self._round_trip_s or 0.0):
+            session.stall(f"nothing was heard of {self._link.address} for {silent_s:.1f} s.")
+        if now - self._pinged_s > _PING_EVERY_S and session.is_opened:
+            self._n_pings += 1
+            self._pings[self._n_pings], self._pinged_s = now, now
+            session.ping(self._n_pings)
+
+    # Drafting
+
+    @property
+    def _n_lacking(self) -> int:
+        """Committed tokens before the root whose contexts have not arrived."""
+        return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
+
+    def _can_draft(self) -> bool:
+        return self._session.wants_draft and not self._waits_for_contexts()
+
+    def _waits_for_contexts(self) -> bool:
+        is_fresh = not self._session.is_offline and not self._session.drafts
+        return is_fresh and 0 < self._n_lacking <= _FAR and time.monotonic() < self._contexts_due_s
+
+    def _draft(self) -> None:
+        """Draft one token, or make the drafter ready for it."""
+        session, drafter = self._session, self._drafter
+        if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
+            session.no_draft()  # those of a long prompt are on their way: to feed it level by level takes longer
+        if self._can_draft():
+            began_s = time.perf_counter()
+            draft = drafter.next(session.tokens, [draft.token for draft in session.drafts])
+            if draft is not None:
+                self._draft_s = _smoothed(self._draft_s, time.perf_counter() - began_s)
+                session.add_draft(draft.token, draft.probability)
+            elif not drafter.is_catching_up:
+                session.no_draft()
+        elif not session.wants_draft and drafter.n_pending >= _WARM_EVERY and not session.drafts:
+            drafter.warm(session.tokens)
+
+    # What goes out
+
+    def _flush(self) -> None:
+        """Send messages, tell events and save the answer."""
+        if messages := self._session.take_messages():
+            self._link.send(self._stream, messages)
+        events, now = self._session.take_events(), time.monotonic()
+        if events and now - self._saved_s > _SAVE_EVERY_S:
+            self._save()
+        for event in events:
+            if isinstance(event, Done):  # the last statistics sum up
+                self._on_event(self.stats())
+            self._on_event(event)
+        if now - self._told_s > _STATS_EVERY_S and not self._session.finish:
+            self._told_s = now
+            self._on_event(self.stats())
+
+    def _save(self) -> None:
+        if self._file is not None:
+            self._saved_s, session = time.monotonic(), self._session
+            tokens = tuple(session.tokens)
+            replace(self._saved, session=session.session, tokens=tokens, finish=session.finish).save(self._file)
 
 
-class _Saver:
-    """Keeps the file of the present answer up to date, a few times a second."""
-
-    def __init__(self, path: str | Path | None, saved: SavedAnswer) -> None:
-        self._path, self._saved, self._last_s = path, saved, 0.0
-
-    def note(self, session: Session) -> None:
-        """Save, unless that was done just now."""
-        if self._path is not None and time.monotonic() - self._last_s > _SAVE_EVERY_S:
-            self.save(session)
-
-    def save(self, session: Session) -> None:
-        """Save what is committed."""
-        if self._path is not None:
-            self._last_s = time.monotonic()
-            self._saved.advanced(session.session, session.tokens, session.finish).save(self._path)
+def _smoothed(before: float | None, seconds: float) -> float:
+    return seconds if before is None else before + (seconds - before) / 8
 
 
-def _ignore(event: Event) -> None:
-    """Do nothing with an event."""
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds

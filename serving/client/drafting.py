@@ -37,7 +37,7 @@ from .session import Draft
 
 _RUN_FILE, _BUNDLE = "run.yaml", "target"
 """What a training run records its store in, and the folder of a store that holds the bundle."""
-_MOST_FED = 16
+_MAX_FED = 16
 """Known tokens that one call feeds: the caller looks at the network in between."""
 _LONGEST_CHAIN = 32
 """Levels after which a chain begins anew where newer contexts are here: each level behind a context agrees less."""
@@ -182,10 +182,10 @@ class TextDrafter:
             chain.back_to(n_agreed)
             del self._fed[n_agreed:]
             todo = behind[n_agreed:]
-            for token in todo[:_MOST_FED]:
+            for token in todo[:_MAX_FED]:
                 chain.feed(torch.tensor([[token]], device=self._device))
                 self._fed.append(token)
-            self.is_catching_up = len(todo) > _MOST_FED
+            self.is_catching_up = len(todo) > _MAX_FED
             return None if self.is_catching_up else self._choose(chain.logits[0], tokens, drafts)
 
     def warm(self, tokens: Sequence[int]) -> None:

@@ -6,12 +6,14 @@ Tokens have indices in the answer, from 0. Each event turns into a JSON object b
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Mode = Literal["stream", "server", "sync", "ahead", "alone"]
-"""How tokens come: ``stream`` and ``server`` (the server decodes plainly or with drafts of its own, and streams),
-``sync`` and ``ahead`` (the client drafts, and waits or goes on while the server verifies), ``alone`` (no network)."""
+ChosenMode = Literal["server", "client"]
+"""Where drafts are made while there is a network: ``server``, which drafts, verifies and streams, or ``client``, which
+drafts on while the server verifies."""
+Mode = Literal["server", "client", "offline"]
+"""How tokens come: as chosen, or ``offline``, by the client's drafter without a network."""
 Kind = Literal["streamed", "accepted", "bonus", "unverified"]
-"""Where a token came from: the server's own decoding; a draft that the target agreed with; the target's token behind
-the drafts; the drafter alone, not verified yet."""
+"""Where a token came from: a run of the server; a draft of the client that the target agreed with; the target's own
+token after those; the client's drafter, not verified yet."""
 
 
 @dataclass(frozen=True)

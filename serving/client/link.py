@@ -1,8 +1,10 @@
-"""The connection to a server: one gRPC stream at a time, made again when it ends, in threads of its own.
+"""The connection to a server: one gRPC stream at a time, made again when it ends, in a thread of its own.
 
-Whoever uses it sees a queue of what happened, in order: a stream is there (:class:`Up`), a message came
-(:class:`Arrival`), the stream is gone (:class:`Down`). Streams are numbered, so that nothing that was meant for one is
-sent on the next.
+Its user takes events off a queue, in order: a stream is there (:class:`Up`), a message came (:class:`Received`), the
+stream is gone (:class:`Down`). Streams are numbered, so that nothing that was meant for one is sent on the next.
+
+This is gRPC's blocking interface: the asynchronous one fails where a process has several event loops, as a program that
+uses this client may.
 """
 
 import contextlib
@@ -19,16 +21,15 @@ import grpc
 
 from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
-from ..protocol.channel import CLIENT_OPTIONS
+from ..protocol.wire import CLIENT_OPTIONS
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-"""Waits between two attempts to connect; each is twice the one before. Even the longest is not long for somebody who
-watches a text that doesn't go on."""
+"""Waits between two attempts to connect; each is twice the one before."""
 _CONNECT_S = 5.0
 """An attempt is given up after this long: a packet of the handshake was lost, or nobody is there."""
 _CLOSED_AFTER_S = 2.0
-"""gRPC's thread that watches a channel notices after a while that nobody listens any more, and fails, with a traceback
-on the terminal, if the channel is closed before."""
+"""gRPC's thread that watches a channel fails, with a traceback on the terminal, if the channel is closed before it has
+noticed that nobody listens any more."""
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5
 """What gRPC puts before each message."""
@@ -37,8 +38,8 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the waits of an old one to the same server
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
-    *CLIENT_OPTIONS,
 )
+# Errors by status; with any other a new attempt may help.
 _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
     grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
@@ -47,7 +48,7 @@ _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
     grpc.StatusCode.UNIMPLEMENTED: ProtocolMismatch,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
 }
-"""Errors by status; with any other a new attempt may help."""
+_READY, _FAILED = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Up:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Received:
     """A message came, at a time of ``time.monotonic()``."""
 
     stream: int
@@ -74,7 +75,7 @@ class Down:
     error: ServingError
 
 
-Happening = Up | Arrival | Down
+LinkEvent = Up | Received | Down
 
 
 class Link:
@@ -95,15 +96,17 @@ class Link:
 
     def __init__(self, server: str, token: str = "", ca: str | Path | None = None) -> None:
         scheme, separator, address = server.rpartition("://")
-        if (separator and scheme not in ("http", "https", "grpc")) or not _is_address(address):
+        host, _, port = address.rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
+        if (separator and scheme not in ("http", "https", "grpc")) or not (host and is_port):
             raise RequestInvalid(f"{server!r} is no address of a server; give HOST:PORT, or https://HOST:PORT for TLS.")
         self.address = address
         self._credentials = _credentials(ca) if ca is not None or scheme == "https" else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.bytes_up = self.bytes_down = 0
-        self._happened: queue.SimpleQueue[Happening | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        # Guards all that follows, which the user's threads and the link's own change.
+        self._changed = threading.Condition()
         self._is_wanted = self._is_cut = self._is_closed = False
         self._channel: grpc.Channel | None = None
         self._call: Any = None
@@ -116,12 +119,11 @@ class Link:
         self._thread.start()
 
     def begin(self) -> None:
-        """Want a stream from now on; what happened to earlier ones is forgotten."""
+        """Want a stream from now on; events of earlier ones are forgotten."""
         self.end()
         with self._changed:
-            while self._call is not None:  # ends at once: nothing is wanted
-                self._changed.wait()
-            self._happened = queue.SimpleQueue()
+            self._changed.wait_for(lambda: self._call is None)  # it ends at once: nothing is wanted
+            self._events = queue.SimpleQueue()
             self._is_wanted, self._wait_s = True, _FIRST_WAIT_S
             self._changed.notify_all()
 
@@ -132,14 +134,11 @@ class Link:
             self._outbox.put(None)
             call = self._call
         if call is not None:
-            # The server ends its half when it has read a Close.
-            waiting = threading.Timer(0.2, call.cancel)
-            waiting.daemon = True
-            waiting.start()
+            _later(0.2, call.cancel)  # the server ends its half when it has read a Close
 
     def send(self, stream: int, messages: Sequence[pb.ClientMessage]) -> None:
         """Send messages on a stream; if it is gone, they are."""
-        with self._lock:
+        with self._changed:
             if stream != self._stream:
                 return
             for message in messages:
@@ -147,51 +146,38 @@ class Link:
                 self.bytes_up += len(data) + _FRAME_BYTES
                 self._outbox.put(data)
 
-    def take(self, timeout_s: float) -> list[Happening]:
-        """Hand over what happened, in order; waits for something to happen, but not longer than that."""
-        found: list[Happening] = []
+    def take(self, timeout_s: float) -> list[LinkEvent]:
+        """Hand over the events so far, in order; waits for one, but not longer than that."""
+        found: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
-            happening = self._happened.get(timeout=timeout_s) if timeout_s > 0 else self._happened.get_nowait()
+            found.append(self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait())
             while True:
-                if happening is not None:
-                    found.append(happening)
-                happening = self._happened.get_nowait()
+                found.append(self._events.get_nowait())
         return found
-
-    def wake(self) -> None:
-        """Let :meth:`take` return, from another thread."""
-        self._happened.put(None)
 
     def reconnect(self, reason: str, wait_s: float = 0.0) -> None:
         """End the stream, and make another one on a new connection after some time at least."""
-        with self._lock:
+        with self._changed:
             self._reason, self._wait_s = reason, max(self._wait_s, wait_s)
             self._drop()
 
     def cut(self) -> None:
-        """Close the connection and make none until :meth:`mend`, as if the network were gone."""
+        """Close the connection and make none until :meth:`restore`, as if the network were gone."""
         with self._changed:
             self._is_cut, self._reason = True, "the network was cut on this side."
             self._drop()
-            self._changed.notify_all()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Connect again."""
         with self._changed:
             self._is_cut, self._wait_s = False, _FIRST_WAIT_S
             self._changed.notify_all()
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether :meth:`cut` holds."""
-        return self._is_cut
 
     def close(self) -> None:
         """End the stream, the connection and the thread."""
         with self._changed:
             self._is_closed = True
             self._drop()
-            self._changed.notify_all()
         self._thread.join()
 
     # The thread
@@ -199,53 +185,50 @@ class Link:
     def _run(self) -> None:
         while self._wait_until_wanted():
             try:
-                if self._exchange(self._connected()):
+                if self._run_stream(self._connect()):
                     continue
             except ServingError as error:
-                self._happened.put(Down(0, error))
+                self._events.put(Down(0, error))
             with self._changed:
                 self._drop()  # whatever ended the stream, the connection under it is suspect
-                self._changed.wait_for(lambda: self._is_cut or self._is_closed, self._next_wait_s())
+                # Random, for clients that a server lost at once shall not come back at once.
+                wait_s, self._wait_s = self._wait_s * random.uniform(0.8, 1.2), min(2 * self._wait_s, _LONGEST_WAIT_S)
+                self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
     def _wait_until_wanted(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or (self._is_wanted and not self._is_cut))
             return not self._is_closed
 
-    def _next_wait_s(self) -> float:
-        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
-        return wait_s * random.uniform(0.8, 1.2)  # clients that a server lost at once don't come back at once
-
-    def _connected(self) -> grpc.Channel:
+    def _connect(self) -> grpc.Channel:
         """Return a channel that has spoken with the server; the one of the stream before where it is still good.
 
         Raises:
             Disconnected: nobody answers.
             ProtocolMismatch: not with TLS of this kind.
         """
-        with self._lock:
+        with self._changed:
             if self._channel is not None:
                 return self._channel
-            channel = self._channel = self._new_channel()
+            if self._credentials is None:
+                channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+            else:
+                channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
+            self._channel = channel
             states = self._states = queue.SimpleQueue()
         with contextlib.suppress(ValueError):  # it was closed meanwhile
             channel.subscribe(states.put, try_to_connect=True)
         end_s = time.monotonic() + _CONNECT_S
         state: grpc.ChannelConnectivity | None = grpc.ChannelConnectivity.IDLE
         with contextlib.suppress(queue.Empty):
-            while state not in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE, None):
+            while state not in (_READY, _FAILED, None):
                 state = states.get(timeout=max(0.0, end_s - time.monotonic()))
         channel.unsubscribe(states.put)
-        if state is grpc.ChannelConnectivity.READY:
+        if state is _READY:
             return channel
-        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        if state is _FAILED:
             raise self._refusal(channel)
         raise Disconnected(self._reason or f"{self.address} did not answer within {_CONNECT_S:g} s.")
-
-    def _new_channel(self) -> grpc.Channel:
-        if self._credentials is None:
-            return grpc.insecure_channel(self.address, options=_OPTIONS)
-        return grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
 
     def _refusal(self, channel: grpc.Channel) -> ServingError:
         """Find out why a connection failed."""
@@ -264,9 +247,9 @@ class Link:
             pass
         return Disconnected(self._reason or f"{self.address} cannot be reached.")
 
-    def _exchange(self, channel: grpc.Channel) -> bool:
+    def _run_stream(self, channel: grpc.Channel) -> bool:
         """Run a stream until it ends; returns whether that was meant."""
-        with self._lock:
+        with self._changed:
             if self._channel is not channel or not self._is_wanted:
                 return True
             outbox = self._outbox = queue.SimpleQueue()
@@ -274,43 +257,48 @@ class Link:
             self._call = _session(channel)(iter(outbox.get, None), metadata=self._metadata)
             self._n_streams += 1
             stream = self._stream = self._n_streams
-            happened = self._happened
-        happened.put(Up(stream))
+            events = self._events
+        events.put(Up(stream))
         error: ServingError = Disconnected(f"{self.address} ended the stream.")
         try:
             for message in self._call:
                 self.bytes_down += message.ByteSize() + _FRAME_BYTES
                 self._wait_s = _FIRST_WAIT_S
-                happened.put(Arrival(stream, message, time.monotonic()))
+                events.put(Received(stream, message, time.monotonic()))
         except grpc.RpcError as failure:
             error = self._error_of(failure)
         with self._changed:
             self._call, self._stream = None, 0
             outbox.put(None)  # ends gRPC's thread that reads it
             was_meant = not self._is_wanted
-            happened.put(Down(stream, error))
+            events.put(Down(stream, error))
             self._changed.notify_all()
         return was_meant
 
     def _error_of(self, failure: Any) -> ServingError:
-        """Turn how a stream ended into an error of ours."""
+        """Turn the end of a stream into an error of ours."""
         if self._reason:
             return Disconnected(self._reason)
-        details = " ".join(str(failure.details() or failure.code()).split())
         if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolMismatch(f"{self.address} does not speak moa.v1; {_GRPC_PORT}.")
+        details = " ".join(str(failure.details() or failure.code()).split())
         return _ERRORS.get(failure.code(), Disconnected)(details)
 
     def _drop(self) -> None:
-        """Close the connection and wake whoever waits for it; the lock is held."""
+        """Close the connection and wake all that wait for it; the lock is held."""
         channel, self._channel, self._stream = self._channel, None, 0
         self._states.put(None)
         if self._call is not None:
             self._call.cancel()
         if channel is not None:
-            closing = threading.Timer(_CLOSED_AFTER_S, channel.close)
-            closing.daemon = True
-            closing.start()
+            _later(_CLOSED_AFTER_S, channel.close)
+        self._changed.notify_all()
+
+
+def _later(seconds: float, action: Any) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
 
 
 def _session(channel: grpc.Channel) -> Any:
@@ -320,11 +308,6 @@ def _session(channel: grpc.Channel) -> Any:
         request_serializer=lambda data: data,
         response_deserializer=pb.ServerMessage.FromString,
     )
-
-
-def _is_address(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 def _credentials(ca: str | Path | None) -> grpc.ChannelCredentials:

@@ -4,11 +4,11 @@ No I/O and no clock. Messages of the server, drafts and changes of the link go i
 so that every order of them can be tested. Positions count from 0 over prompt and answer::
 
     prompt    committed answer     drafts
-    The cat | sat on             | the  mat    .    It         link up, mode ahead: the first two are asked for,
+    The cat | sat on             | the  mat    .    It         link up, mode client: the first two are asked for,
                                    ~~~~~~~~~                   the next one guesses the bonus
     The cat | sat on the rug     |                             the server says "the rug": one agreed, the rest is wrong
 
-    The cat | sat on             | the  mat    .    It         link down, mode alone: all of them are shown,
+    The cat | sat on             | the  mat    .    It         link down, mode offline: all of them are shown,
                                    ?????????????????           unverified
     The cat | sat on             | the  mat    .    It         link up again: one Verify asks for all
     The cat | sat on the rug     |                             "the" was right (Verified), "mat . It" is taken back
@@ -28,29 +28,25 @@ from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...text import counted
 from ..detokenizer import Detokenizer
 from ..protocol import moa_v1_pb2 as pb
-from ..protocol.identity import PROTOCOL
+from ..protocol.wire import PROTOCOL
 from .events import Done, Event, Kind, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
 
-_RUN_MODES: dict[Mode, pb.RunMode] = {"stream": pb.RUN_MODE_PLAIN, "server": pb.RUN_MODE_SPECULATE}
+# Errors by code of a failure; any other ends the connection, not the answer.
 _FAILURES: dict[str, type[ServingError]] = {
-    "overloaded": Overloaded,
-    "invalid": RequestInvalid,
-    "not_allowed": NotAllowed,
-    "mismatch": ProtocolMismatch,
-}
-"""Errors by code of a failure; any other ends the connection, not the answer."""
+    "overloaded": Overloaded, "invalid": RequestInvalid, "not_allowed": NotAllowed, "mismatch": ProtocolMismatch
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How an answer is made, and how far the client goes alone.
+    """How an answer is made, and how much of it the client writes offline.
 
     Attributes:
         codec: of the drafter's contexts on the wire; empty for none.
         deadline_ms: after which the server ends the answer; 0 for none.
-        most_alone: most tokens that are shown without having been verified.
-        alone_below: without a network the client stops where the product of the drafter's probabilities since the last
-            verified token falls below this: what followed would be taken back almost surely.
+        max_offline: tokens that are shown without having been verified, at most.
+        offline_below: without a network the client stops where the product of the drafter's probabilities since the
+            last verified token falls below this: what followed would be taken back almost surely.
     """
 
     max_new_tokens: int
@@ -58,8 +54,8 @@ class AnswerSettings:
     seed: int = 0
     codec: str = "int8"
     deadline_ms: int = 0
-    most_alone: int = 64
-    alone_below: float = 0.01
+    max_offline: int = 64
+    offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
 
 
@@ -118,7 +114,7 @@ class Session:
         identities: pb.Identities | None = None,
         session: str = "",
         n_context: int = 0,
-        mode: Mode = "stream",
+        mode: Mode = "server",
         shape: ChainShape = ChainShape(10, 0.2),
     ) -> None:
         self.tokens, self.n_prompt, self.settings, self.session = list(tokens), n_prompt, settings, session
@@ -132,12 +128,12 @@ class Session:
         self._outbox: list[pb.ClientMessage] = []
         self._events: list[Event] = []
         self._sequence = 0
-        self._is_up = self._is_opened = self._was_opened = self._is_alone = self._is_stuck = False
-        self._has_paused = False  # alone, and said so
-        self._awaited = 0  # sequence number of the Verify or Pause that has not been answered
+        self._is_up = self._is_opened = self._was_opened = self._is_offline = self._is_stuck = False
+        self._has_paused = False  # offline, and said so
+        self._awaited = 0  # sequence number of the Verify that has not been answered
         self._was_refused = False  # the last Verify; a second refusal ends the answer
-        self._running: Mode | None = None  # what the server streams
-        self._most_drafts, self._most_positions = 1, 1 << 31
+        self._is_running = False  # whether the server decodes and streams
+        self._max_drafts, self._max_positions = 1, 1 << 31
         if answer := self.tokens[n_prompt:]:
             self._tell_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
@@ -147,7 +143,7 @@ class Session:
     def link_up(self) -> None:
         """Begin a connection: open the session with all that is committed, and ask for what comes next."""
         self._is_up, self._is_opened, self._sequence = True, False, 0
-        self._awaited, self.n_asked, self._running = 0, 0, None
+        self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
         settings, sampling = self.settings, self.settings.sampling
         self._send(
@@ -165,37 +161,29 @@ class Session:
         self._proceed()
 
     def link_down(self, reason: str) -> None:
-        """End the connection: forget what was asked for, and go on alone."""
+        """End the connection: forget what was asked for, and go offline."""
         was_opened, self._is_up, self._is_opened = self._is_opened, False, False
-        self._awaited, self.n_asked, self._running = 0, 0, None
+        self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
         if was_opened and not self.finish:
             self._tell(LinkChanged(False, reason))
         self.stall(reason)
 
     def stall(self, reason: str) -> None:
-        """Go on alone: the server has not been heard of for too long. Its next message ends that."""
-        if self._is_alone or self.finish or not self._was_opened:
+        """Go offline: the server has not been heard of for too long. Its next message ends that."""
+        if self._is_offline or self.finish or not self._was_opened:
             return
-        self._is_alone, self._is_stuck, self._has_paused = True, False, False
-        self._tell(ModeChanged("alone", reason))
-        while len(self.drafts) > self.settings.most_alone:
+        self._is_offline, self._is_stuck, self._has_paused = True, False, False
+        self._tell(ModeChanged("offline", reason))
+        while len(self.drafts) > self.settings.max_offline:
             self.drafts.pop()
         self._show()
         self._tell_pause()
 
-    def set_mode(self, mode: Mode, reason: str) -> None:
-        """Let tokens come another way from now on."""
-        if mode != self.mode:
-            self.mode = mode
-            if not self._is_alone and not self.finish:
-                self._tell(ModeChanged(mode, reason))
-        self._proceed()
-
     def add_draft(self, token: int, probability: float) -> None:
         """Take the draft that :attr:`wants_draft` asked for."""
         self.drafts.append(Draft(token, probability))
-        if self._is_alone:
+        if self._is_offline:
             self._show()
             self._tell_pause()
         self._proceed()
@@ -223,8 +211,8 @@ class Session:
             self._fail(message.failure)
         elif not self._is_opened:
             raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
-        if self._is_alone and self._is_opened:
-            self._is_alone = False
+        if self._is_offline and self._is_opened:
+            self._is_offline = False
             self._tell(ModeChanged(self.mode, "the server is there again"))
         if kind == "committed":
             self._commit(message.committed)
@@ -240,19 +228,19 @@ class Session:
         if self.finish or self._is_stuck or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids):
             return False
         n_drafts, n_left = len(self.drafts), self._n_left
-        if self._is_alone:
+        if self._is_offline:
             settings = self.settings
-            return n_drafts < min(n_left, settings.most_alone) and self._probability() >= settings.alone_below
-        if self.mode in _RUN_MODES or self._running or not self._is_up or self.n_shown:
+            return n_drafts < min(n_left, settings.max_offline) and self._probability() >= settings.offline_below
+        if self.mode == "server" or not self._is_up or self.n_shown:
             return False
-        if self._awaited:
-            return self.mode == "ahead" and n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
+        if self._awaited:  # ahead of its answer: the first of them guesses the token after those that were asked for
+            return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the client goes on without the server."""
-        return self._is_alone
+    def is_offline(self) -> bool:
+        """Whether the client writes without the server."""
+        return self._is_offline
 
     @property
     def is_opened(self) -> bool:
@@ -263,11 +251,6 @@ class Session:
     def was_opened(self) -> bool:
         """Whether a server has opened the session on this connection or an earlier one."""
         return self._was_opened
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether the server decodes and streams, and the client has nothing to do."""
-        return self._is_opened and self._running is not None and not self._is_alone and not self.finish
 
     def take_messages(self) -> list[pb.ClientMessage]:
         """Hand over the messages to send, in order."""
@@ -298,8 +281,8 @@ class Session:
 
     def _open(self, opened: pb.Opened) -> None:
         self.session, self._is_opened = opened.session, True
-        self._most_drafts = max(1, opened.most_drafts)
-        self._most_positions = opened.most_positions or self._most_positions
+        self._max_drafts = max(1, opened.most_drafts)
+        self._max_positions = opened.most_positions or self._max_positions
         self._tell(LinkChanged(True))
         if not self._was_opened:
             self._tell(ModeChanged(self.mode, "the session is open"))
@@ -330,8 +313,6 @@ class Session:
             if self.n_asked:
                 self.n_chains += 1
                 self.n_chain_tokens += len(tokens)
-            else:
-                self._running = None  # a Pause, or a Verify without drafts
             self._awaited = self.n_asked = 0
         if new := tokens[known:]:
             self.n_calls += 1
@@ -363,7 +344,7 @@ class Session:
     @property
     def _n_left(self) -> int:
         """Tokens that the answer may still get."""
-        return min(self.n_prompt + self.settings.max_new_tokens, self._most_positions) - len(self.tokens)
+        return min(self.n_prompt + self.settings.max_new_tokens, self._max_positions) - len(self.tokens)
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
         """Commit tokens: drafts that agree stay, from the first that does not they are taken back."""
@@ -403,20 +384,20 @@ class Session:
             self._tell_tokens(start, hidden, ["unverified"] * len(hidden))
 
     def _tell_pause(self) -> None:
-        """Say once why the client, alone, shows no further tokens."""
-        if not self._is_alone or self._has_paused or self.wants_draft:
+        """Say once why the client shows no further tokens offline."""
+        if not self._is_offline or self._has_paused or self.wants_draft:
             return
         self._has_paused = True
         n_drafts = len(self.drafts)
         if n_drafts >= self._n_left or (n_drafts and self.drafts[-1].token in self.settings.eos_token_ids):
             why = "the draft of the answer is complete"
-        elif n_drafts >= self.settings.most_alone:
+        elif n_drafts >= self.settings.max_offline:
             why = "no more may be shown unverified"
         elif self._is_stuck:
             why = "the drafter lacks contexts of the server"
         else:
             why = "the drafter is too unsure of what follows"
-        self._tell(ModeChanged("alone", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
+        self._tell(ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
 
     def _tell_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:
         texts = tuple(self._texts.append(token) for token in tokens)
@@ -442,27 +423,26 @@ class Session:
         """Ask the server for what comes next, unless it still owes an answer."""
         if not self._is_up or self.finish or self._awaited:
             return
-        if self.n_shown and not self._running:
+        if self._is_running:
+            return
+        if self.n_shown:  # what was written offline is verified at once, and only then streamed on
             self._verify()
-        elif (run_mode := _RUN_MODES.get(self.mode)) is not None:
-            if self._running != self.mode:
-                self._running = self.mode
-                self._send(run=pb.Run(start=len(self.tokens), mode=run_mode))
-        elif self._running:
-            self._awaited = self._send(pause=pb.Pause(start=len(self.tokens)))
+        elif self.mode == "server":
+            self._is_running = True
+            self._send(run=pb.Run(start=len(self.tokens), mode=pb.RUN_MODE_SPECULATE))
         elif self._is_chain_complete() or self._is_stuck:
             self._verify()
 
     def _verify(self) -> None:
         """Ask for one target call over the drafts, as many as the server takes; the last token needs no draft."""
-        n_asked = min(len(self.drafts), self._most_drafts, max(0, self._n_left - 1))
+        n_asked = min(len(self.drafts), self._max_drafts, max(0, self._n_left - 1))
         tokens = [draft.token for draft in self.drafts][:n_asked]
         self._awaited = self._send(verify=pb.Verify(start=len(self.tokens), tokens=tokens))
         self.n_asked = n_asked
 
     def _is_chain_complete(self) -> bool:
         """Whether the drafts are as many as one call should verify."""
-        if len(self.drafts) >= min(self.shape.depth, self._most_drafts, self._n_left - 1):
+        if len(self.drafts) >= min(self.shape.depth, self._max_drafts, self._n_left - 1):
             return True
         is_end = bool(self.drafts) and self.drafts[-1].token in self.settings.eos_token_ids
         return is_end or self._probability() < self.shape.stop_below

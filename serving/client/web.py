@@ -33,7 +33,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_MOST_PROMPT = 100_000
+_MAX_PROMPT_CHARS = 100_000
 
 
 class Answerer(Protocol):
@@ -58,7 +58,7 @@ class OnEvent(Protocol):
 
 
 class _Ask(BaseModel):
-    prompt: str = Field(min_length=1, max_length=_MOST_PROMPT)
+    prompt: str = Field(min_length=1, max_length=_MAX_PROMPT_CHARS)
 
 
 class _Network(BaseModel):

@@ -9,13 +9,12 @@ from ...moa.decoding.sampling import SamplingConfig
 from ...moa.drafters.base import Drafter
 from ..engine.sequence import Request
 from ..protocol import moa_v1_pb2 as pb
-from ..protocol.codecs import check_codec
-from ..protocol.identity import PROTOCOL
+from ..protocol.wire import PROTOCOL, check_codec
 
 
 @dataclass(frozen=True)
 class Identities:
-    """What the server has, see ``protocol.identity``.
+    """What the server has, see ``protocol.wire``.
 
     Attributes:
         drafters: name in the engine -> identity; the first one drafts for clients that name none.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..protocol import moa_v1_pb2 as pb
-from ..protocol.codecs import bytes_per_position, encode
+from ..protocol.wire import bytes_per_position, encode
 
 _PIECE_BYTES = 8192
 """Contexts sent at once. A piece on its way delays the answer behind it: by 3 ms at 20 Mbit/s."""

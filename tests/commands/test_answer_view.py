@@ -86,7 +86,7 @@ def tokens(start: int, texts: list[str], kind: str) -> Tokens:
 def test_kinds_have_their_looks() -> None:
     screen = Screen(60)
     view = view_of(screen)
-    view.note(ModeChanged("ahead", "the session is open"))
+    view.note(ModeChanged("client", "the session is open"))
     view.note(tokens(0, ["The ", "cat "], "accepted"))
     view.note(tokens(2, ["sat "], "bonus"))
     view.note(tokens(3, ["on ", "a ", "dog"], "unverified"))
@@ -100,10 +100,10 @@ def test_kinds_have_their_looks() -> None:
     view.note(tokens(5, ["mat"], "bonus"))
     view.note(STATS)
     assert screen.text.splitlines() == [
-        "The cat sat on a mat", "", "ahead | 12.3 tokens/s | round trip 21.5 ms | 3.00 tokens a",
+        "The cat sat on a mat", "", "client | 12.3 tokens/s | round trip 21.5 ms | 3.00 tokens a",
     ]  # fmt: skip
-    view.note(ModeChanged("alone", "nothing was heard."))
-    assert screen.text.splitlines()[2].startswith("alone, nothing was heard | ")
+    view.note(ModeChanged("offline", "nothing was heard."))
+    assert screen.text.splitlines()[2].startswith("offline, nothing was heard | ")
     view.end()
     assert screen.text.splitlines()[0] == "The cat sat on a mat"
     assert screen.column == 0
@@ -147,7 +147,7 @@ def test_the_screen_shows_the_answer(seed: int) -> None:
             del shown[n_verified:]
             event = RolledBack(n_verified)
         else:
-            event = chance.choice((STATS, ModeChanged("sync", "r"), LinkChanged(False, "r")))
+            event = chance.choice((STATS, ModeChanged("client", "r"), LinkChanged(False, "r")))
         view.note(event)
         text = body(screen)
         whole = "".join(shown)

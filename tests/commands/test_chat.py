@@ -22,7 +22,7 @@ from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.serving.client.saved import SavedAnswer
+from moa_data.serving.client.client import SavedAnswer
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.command import error_line, refused, run
 from moa_data.tests.kit.drafters import build
@@ -76,7 +76,7 @@ def options(server: str, folder: Path, *more: str) -> list[str]:
     return ["--server", server, "--drafter", str(folder / "run"), "--max-new-tokens", str(N_NEW), *more]
 
 
-@pytest.mark.parametrize("mode", ["auto", "stream", "sync"])
+@pytest.mark.parametrize("mode", ["server", "client"])
 def test_answers_a_prompt_in_a_pipe(mode: str, live: Target, server: Server, folder: Path) -> None:
     done = run("chat", *options(server.address, folder, "--mode", mode, "--prompt", QUESTION))
     assert done.exit_code == 0, done.output
@@ -107,7 +107,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
     refused(run("chat", *base, "--token-file", str(tmp_path / "empty")), "holds no token")
     refused(run("chat", *base, "--token-file", str(tmp_path / "none")), "cannot be read")
     refused(run("chat", *base, "--mode", "fast"), "--mode is 'fast'")
-    refused(run("chat", *base, "--set", "alone_below=1"), "alone_below")
+    refused(run("chat", *base, "--set", "offline_below=1"), "offline_below")
     refused(run("chat", *base, "--prompt", "<|eot_id|>"), "<|eot_id|>")
     refused(run("chat", *options("nowhere", folder), "--prompt", "a"), "is no address of a server")
     refused(run("chat", *options(server.address, tmp_path), "--prompt", "a"), "does not exist")
@@ -167,14 +167,14 @@ def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
         Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow,
         Proxy(("127.0.0.1", slow.server.port)) as proxy,
     ):
-        arguments = ["--max-new-tokens", "80", "--mode", "stream", "--set", "alone_below=0", "--max-alone", "6"]
+        arguments = ["--max-new-tokens", "80", "--set", "offline_below=0", "--max-offline", "6"]
         with terminal(["--server", proxy.address, "--drafter", str(folder / "run"), *arguments]) as (process, end):
             read_until(end, "> $")
             os.write(end, QUESTION.encode() + b"\n")
             read_until(end, r"[1-9][\d.]* tokens/s")
             proxy.cut(reset=True)
-            alone = read_until(end, r"alone, ")
-            assert "\x1b[2m" in alone
+            offline = read_until(end, r"offline, ")
+            assert "\x1b[2m" in offline
             proxy.restore()
             rest = read_until(end, "> $")
             assert "\x1b[J" in rest, "a random drafter is wrong, and what it wrote is taken back"

@@ -20,11 +20,9 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
-from moa_data.serving.client.client import DraftingClient
+from moa_data.serving.client.client import DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.events import Event, LinkChanged, Tokens
-from moa_data.serving.client.exchange import Patience
-from moa_data.serving.client.saved import SavedAnswer
 from moa_data.serving.server.grpc import DraftingSettings
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = random_prompts(5, 4)
 N_POSITIONS = 4096
-PATIENCE = Patience(connect_s=60.0, silence_s=0.2, dead_s=1.0)
+TIMEOUTS = Timeouts(connect_s=60.0, silence_s=0.2, dead_s=1.0)
 ROOT = Path(__file__).parents[2]
 
 
@@ -140,11 +138,11 @@ class Cutter:
 
 def plain(address: str, model: DraftingModel, tokens: list[int], n: int) -> list[int]:
     """What the server streams without faults and without drafts."""
-    with DraftingClient(address, model, mode="stream", patience=PATIENCE) as client:
+    with DraftingClient(address, model, mode="server", timeouts=TIMEOUTS) as client:
         return list(client.complete(tokens, max_new_tokens=n).tokens)
 
 
-@pytest.mark.parametrize("mode", ["ahead", "auto"])
+@pytest.mark.parametrize("mode", ["client", "server"])
 def test_two_hundred_random_cuts_in_one_answer(
     target: Target, drafter: Drafter, model: DraftingModel, mode: Any
 ) -> None:
@@ -160,7 +158,7 @@ def test_two_hundred_random_cuts_in_one_answer(
         wanted = plain(server.address, model, PROMPTS[0], n)
         with (
             Proxy(("127.0.0.1", server.server.port), delay_s=0.002) as proxy,
-            DraftingClient(proxy.address, model, mode=mode, patience=PATIENCE) as client,
+            DraftingClient(proxy.address, model, mode=mode, timeouts=TIMEOUTS) as client,
             Cutter(proxy, n_cuts=200, longest_s=0.25, up_s=0.08) as cutter,
         ):
             answer = client.complete(PROMPTS[0], max_new_tokens=n, on_event=note)
@@ -193,7 +191,7 @@ def test_the_server_is_killed_again_and_again(folder: Path) -> None:
                 restarts.append(threading.Thread(target=restart))
                 restarts[-1].start()
 
-        with DraftingClient(server.address, model, patience=PATIENCE) as client:
+        with DraftingClient(server.address, model, timeouts=TIMEOUTS) as client:
             answer = client.complete(PROMPTS[1], max_new_tokens=n, on_event=note)
         for thread in restarts:
             thread.join()
@@ -205,9 +203,9 @@ CLIENT = """
 import json, sys
 from pathlib import Path
 from moa_data.serving.client.client import DraftingClient
-from moa_data.serving.client.saved import SavedAnswer
+from moa_data.serving.client.client import SavedAnswer
 address, folder, file, prompt, n = sys.argv[1:]
-with DraftingClient(address, f"{folder}/drafter", f"{folder}/store", session_file=file, mode="sync") as client:
+with DraftingClient(address, f"{folder}/drafter", f"{folder}/store", session_file=file, mode="client") as client:
     print("ready", flush=True)
     if Path(file).exists():
         answer = client.resume(SavedAnswer.load(file))
@@ -249,8 +247,8 @@ def test_a_hundred_sessions_at_once(target: Target, drafter: Drafter, model: Dra
         wanted = [plain(server.address, model, prompt, n) for prompt in prompts]
         with Proxy(("127.0.0.1", server.server.port), delay_s=0.002) as proxy, ExitStack() as stack:
             clients = [
-                stack.enter_context(DraftingClient(proxy.address, model, mode=mode, patience=PATIENCE))
-                for _ in range(25) for mode in ("sync", "ahead", "server", "auto")
+                stack.enter_context(DraftingClient(proxy.address, model, mode=mode, timeouts=TIMEOUTS))
+                for _ in range(50) for mode in ("server", "client")
             ]  # fmt: skip
             pool = stack.enter_context(ThreadPoolExecutor(100))
             stack.enter_context(Cutter(proxy, n_cuts=1000, longest_s=0.1, up_s=2.0))
@@ -274,9 +272,9 @@ def test_half_open_connections_do_not_stay(target: Target, drafter: Drafter, mod
     settings = DraftingSettings(port=0, idle_s=2.0, keepalive_s=1.0)
     with Server(target, {"moa": drafter}, settings=settings, target_ms=20.0) as server:
         with Proxy(("127.0.0.1", server.server.port)) as proxy:
-            silent = Patience(connect_s=60.0, silence_s=0.1, dead_s=600.0)
+            silent = Timeouts(connect_s=60.0, silence_s=0.1, dead_s=600.0)
             for _ in range(5):
-                client = DraftingClient(proxy.address, model, mode="stream", patience=silent)
+                client = DraftingClient(proxy.address, model, mode="server", timeouts=silent)
                 vanish(client, proxy)
             assert server.counts.n_streams == 5
             wait_until(lambda: server.counts.n_streams == server.counts.n_sessions == 0)
@@ -311,7 +309,7 @@ def test_a_server_that_is_asked_to_end_lets_answers_end(folder: Path) -> None:
                 seen.set()
                 os.kill(server._process.pid, signal.SIGTERM)
 
-        with DraftingClient(server.address, model, mode="stream", patience=PATIENCE) as client:
+        with DraftingClient(server.address, model, mode="server", timeouts=TIMEOUTS) as client:
             assert list(client.complete(PROMPTS[0], max_new_tokens=60, on_event=note).tokens) == wanted
         assert server._process.wait(60) == 128 + signal.SIGTERM
 

@@ -12,10 +12,9 @@ import torch
 from moa_data.moa.decoding.coupling import choose
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.targets.live import Target
-from moa_data.serving.client.client import Answer, DraftingClient
+from moa_data.serving.client.client import Answer, DraftingClient, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.events import Event
-from moa_data.serving.client.exchange import Patience
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.proxy import Proxy
@@ -23,7 +22,7 @@ from moa_data.tests.kit.proxy import Proxy
 from .world import Display
 
 PROMPTS = random_prompts(7, 7)
-HASTY = Patience(connect_s=20.0, silence_s=0.2, dead_s=1.0)
+HASTY = Timeouts(connect_s=20.0, silence_s=0.2, dead_s=1.0)
 """Waits that are short enough for a test, and long enough for a machine that is busy."""
 DRAFTERS: dict[str, dict[str, Any]] = {
     "moa": {}, "moa with 1 layer": {"target_layer_inference": 1}, "moa with 3 layers": {"target_layer_inference": 3},
@@ -83,17 +82,17 @@ class Watched:
 
 
 @contextmanager
-def mended(proxy: Proxy, after_s: float = 0.02) -> Iterator[None]:
-    """Mend the network a moment after each cut, from another thread."""
+def restored(proxy: Proxy, after_s: float = 0.02) -> Iterator[None]:
+    """Restore the network a moment after each cut, from another thread."""
     is_over = threading.Event()
 
-    def mend() -> None:
+    def restore() -> None:
         while not is_over.is_set():
             if proxy.wait_cut(0.02):
                 time.sleep(after_s)
                 proxy.restore()
 
-    thread = threading.Thread(target=mend)
+    thread = threading.Thread(target=restore)
     thread.start()
     try:
         yield

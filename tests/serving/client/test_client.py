@@ -17,11 +17,9 @@ from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
-from moa_data.serving.client.client import MODES, DraftingClient
+from moa_data.serving.client.client import MODES, DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.events import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
-from moa_data.serving.client.exchange import Patience
-from moa_data.serving.client.saved import SavedAnswer
-from moa_data.serving.protocol.identity import drafter_identity, tokenizer_identity
+from moa_data.serving.protocol.wire import drafter_identity, tokenizer_identity
 from moa_data.serving.server.grpc import DraftingSettings
 from moa_data.serving.server.handshake import Identities
 from moa_data.tests.kit.drafters import build
@@ -31,7 +29,7 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.tests.kit.variants import quick
 
 from ..server.drafting import Server
-from .room import DRAFTERS, HASTY, PROMPTS, Watched, mended, model, plain, target
+from .room import DRAFTERS, HASTY, PROMPTS, Watched, model, plain, restored, target
 
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.95, repetition_penalty=1.1)
 
@@ -43,7 +41,7 @@ def server() -> Iterator[Server]:
 
 
 def client(address: str, name: str = "moa", **settings: Any) -> DraftingClient:
-    return DraftingClient(address, model(name), **{"patience": HASTY} | settings)
+    return DraftingClient(address, model(name), **{"timeouts": HASTY} | settings)
 
 
 # Modes, drafters, sampling, codecs
@@ -65,7 +63,7 @@ def test_every_mode_gives_the_plain_answer(name: str) -> None:
 @pytest.mark.parametrize("name", quick(DRAFTERS, ["moa", "independent"]))
 def test_a_taught_drafter_is_often_right_far_from_its_target(name: str) -> None:
     """Acceptance over the wire in bfloat16, which is about that beside the target."""
-    with Server(target(), {"d": model(name).drafter}) as own, client(own.address, name, mode="sync") as connected:
+    with Server(target(), {"d": model(name).drafter}) as own, client(own.address, name, mode="client") as connected:
         lengths = []
         for prompt in PROMPTS:
             stats = connected.complete(prompt, max_new_tokens=24).stats
@@ -87,7 +85,7 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
 def test_codecs_change_the_bytes_and_not_the_text(server: Server) -> None:
     n_bytes = []
     for codec in ("bf16", "int8", "int4"):
-        with client(server.address, mode="sync", codec=codec) as connected:
+        with client(server.address, mode="client", codec=codec) as connected:
             answer = Watched(connected).complete(PROMPTS[0], 30)
             assert list(answer.tokens) == plain(PROMPTS[0], 30)
             n_bytes.append(answer.stats.bytes_down)
@@ -122,21 +120,21 @@ def test_auto_measures_and_tells(server: Server) -> None:
 
 def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
     """The second prompt begins with the first text; its contexts are here."""
-    with client(server.address, mode="sync") as connected:
+    with client(server.address, mode="client") as connected:
         first = connected.complete(PROMPTS[0], max_new_tokens=30)
         longer = [*PROMPTS[0], *first.tokens, 5, 6]
         again = connected.complete(longer, max_new_tokens=4)
         assert list(again.tokens) == plain(longer, 4)
-        with client(server.address, mode="sync") as other:
+        with client(server.address, mode="client") as other:
             assert other.complete(longer, max_new_tokens=4).stats.bytes_down > 2 * again.stats.bytes_down
 
 
 # Without a network
 
 
-def test_goes_on_alone_and_takes_back(server: Server) -> None:
+def test_writes_offline_and_takes_back(server: Server) -> None:
     """A switch on the client's side: the text goes on at once, within bounds, and is put right on return."""
-    with client(server.address, mode="stream", most_alone=10, alone_below=0.0) as connected:
+    with client(server.address, mode="server", max_offline=10, offline_below=0.0) as connected:
         watched = Watched(connected)
         unverified: list[int] = []
 
@@ -147,7 +145,7 @@ def test_goes_on_alone_and_takes_back(server: Server) -> None:
             if isinstance(event, Tokens) and event.kinds[0] == "unverified":
                 unverified.extend(event.tokens)
                 if len(unverified) == 10:
-                    threading.Timer(0.3, connected.mend).start()
+                    threading.Timer(0.3, connected.restore).start()
 
         answer = connected.complete(PROMPTS[0], max_new_tokens=60, on_event=note)
     assert list(answer.tokens) == plain(PROMPTS[0], 60) == watched.display.tokens
@@ -157,13 +155,13 @@ def test_goes_on_alone_and_takes_back(server: Server) -> None:
     assert changes == [True, False, True]
     # Alone, a second event may say why it pauses.
     modes = [mode for mode, _ in groupby(event.mode for event in watched.events if isinstance(event, ModeChanged))]
-    assert modes == ["stream", "alone", "stream"]
+    assert modes == ["server", "offline", "server"]
     assert any(isinstance(event, Verified | RolledBack) for event in watched.events)
 
 
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "silence"])
 @pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("mode", quick(["stream", "ahead"], ["ahead"]))
+@pytest.mark.parametrize("mode", MODES)
 def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, server: Server) -> None:
     """Some of the byte boundaries of an exchange; the slow test cuts at each."""
     cut_everywhere(server, mode, way, reset, step=997 if way == "down" else 233)
@@ -171,14 +169,14 @@ def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, server: Server) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("mode", ["stream", "server", "sync", "ahead"])
+@pytest.mark.parametrize("mode", MODES)
 def test_cut_after_every_byte(mode: Any, way: Any, server: Server) -> None:
     cut_everywhere(server, mode, way, True, step=1)
 
 
 def cut_everywhere(server: Server, mode: Any, way: Any, reset: bool, step: int) -> None:
     """Record an exchange, then repeat it with the network cut after every so many bytes of one direction."""
-    patience = Patience(connect_s=120.0, silence_s=0.05, dead_s=0.3)
+    timeouts = Timeouts(connect_s=120.0, silence_s=0.05, dead_s=0.3)
     wanted = plain(PROMPTS[3], 12)
     with Proxy(("127.0.0.1", server.server.port)) as proxy:
         with client(proxy.address, mode=mode) as connected:
@@ -186,9 +184,9 @@ def cut_everywhere(server: Server, mode: Any, way: Any, reset: bool, step: int) 
         n_bytes = proxy.bytes_up if way == "up" else proxy.bytes_down
     assert n_bytes > 300
     for n in range(0, n_bytes + step, step):
-        with Proxy(("127.0.0.1", server.server.port)) as proxy, mended(proxy):
+        with Proxy(("127.0.0.1", server.server.port)) as proxy, restored(proxy):
             proxy.cut_after(n, way, reset)
-            with client(proxy.address, mode=mode, patience=patience) as connected:
+            with client(proxy.address, mode=mode, timeouts=timeouts) as connected:
                 assert list(Watched(connected).complete(PROMPTS[3], 12).tokens) == wanted, n
 
 
@@ -205,7 +203,7 @@ def test_two_hundred_random_cuts() -> None:
 
 def cut_at_random(server: Server, n_cuts: int, longest_s: float, n_tokens: int) -> None:
     chance, n_made, is_over = random.Random(n_cuts), 0, threading.Event()
-    with client(server.address, mode="auto") as connected:
+    with client(server.address, mode="server") as connected:
 
         def cut() -> None:
             nonlocal n_made
@@ -213,7 +211,7 @@ def cut_at_random(server: Server, n_cuts: int, longest_s: float, n_tokens: int) 
                 time.sleep(chance.uniform(0.005, 0.05))
                 connected.cut()
                 time.sleep(chance.uniform(0.01, longest_s) if chance.random() < 0.3 else 0.02)
-                connected.mend()
+                connected.restore()
                 n_made += 1
 
         watched, cutter = Watched(connected), threading.Thread(target=cut)
@@ -229,7 +227,7 @@ def cut_at_random(server: Server, n_cuts: int, longest_s: float, n_tokens: int) 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
-    """It has lost the session; the client opens it anew with what is committed, and goes on alone meanwhile."""
+    """It has lost the session; the client opens it anew with what is committed, and writes offline meanwhile."""
     first = Server(target(), {"moa": model().drafter}, target_ms=10.0)
     port, restarted = first.server.port, list[Server]()
 
@@ -238,19 +236,19 @@ def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
         time.sleep(0.2)
         restarted.append(Server(target(), {"moa": model().drafter}, settings=DraftingSettings(port=port)))
 
-    with client(f"127.0.0.1:{port}", mode="stream") as connected:
+    with client(f"127.0.0.1:{port}", mode="server") as connected:
         watched, thread = Watched(connected), threading.Thread(target=restart)
 
         def note(event: Any) -> None:
             watched.note(event)
-            if isinstance(event, Tokens) and event.start == 12:
+            if isinstance(event, Tokens) and event.start >= 12 and thread.ident is None:
                 thread.start()
 
         answer = connected.complete(PROMPTS[5], max_new_tokens=60, sampling=sampling, seed=3, on_event=note)
         thread.join()
         restarted[0].stop()
     assert list(answer.tokens) == plain(PROMPTS[5], 60, sampling, 3)
-    assert "alone" in [event.mode for event in watched.events if isinstance(event, ModeChanged)]
+    assert "offline" in [event.mode for event in watched.events if isinstance(event, ModeChanged)]
     assert restarted[0].counts.n_opened == 1
 
 
@@ -265,13 +263,13 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
         if isinstance(event, Tokens) and event.start >= 14:
             raise Killed
 
-    with client(server.address, session_file=file, mode="sync") as connected, pytest.raises(Killed):
+    with client(server.address, session_file=file, mode="client") as connected, pytest.raises(Killed):
         connected.complete(PROMPTS[6], max_new_tokens=40, sampling=SAMPLED, seed=9, on_event=die)
     saved = SavedAnswer.load(file)
     assert not saved.finish
     assert saved.session
     assert len(saved.tokens) > len(PROMPTS[6])
-    with client(server.address, session_file=file, mode="sync") as connected:
+    with client(server.address, session_file=file, mode="client") as connected:
         watched = Watched(connected)
         answer = connected.resume(saved, watched.note)
     assert list(answer.tokens) == plain(PROMPTS[6], 40, SAMPLED, 9) == watched.display.tokens
@@ -286,7 +284,7 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with client(f"127.0.0.1:{port}", patience=Patience(connect_s=0.3)) as connected:
+    with client(f"127.0.0.1:{port}", timeouts=Timeouts(connect_s=0.3)) as connected:
         began = time.monotonic()
         with pytest.raises(Disconnected, match=f"127.0.0.1:{port} cannot be reached"):
             connected.complete([5, 6])
@@ -297,20 +295,20 @@ def test_nobody_answers() -> None:
     """Somebody accepts the connection and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with client(address, patience=Patience(connect_s=0.3)) as connected, pytest.raises(Disconnected):
+        with client(address, timeouts=Timeouts(connect_s=0.3)) as connected, pytest.raises(Disconnected):
             connected.complete([5, 6])
 
 
 def test_gives_up_in_the_end(server: Server) -> None:
     """Where it was told to; the answer is kept in the file."""
     with Proxy(("127.0.0.1", server.server.port)) as proxy:
-        patience = Patience(connect_s=20.0, silence_s=0.1, dead_s=0.3, give_up_s=0.5)
-        with client(proxy.address, mode="stream", patience=patience) as connected:
+        timeouts = Timeouts(connect_s=20.0, silence_s=0.1, dead_s=0.3, give_up_s=0.5)
+        with client(proxy.address, mode="server", timeouts=timeouts) as connected:
             watched = Watched(connected)
 
             def note(event: Any) -> None:
                 watched.note(event)
-                if isinstance(event, Tokens) and event.start == 10:
+                if isinstance(event, Tokens) and event.start >= 10:
                     proxy.cut(reset=True)
 
             with pytest.raises(Disconnected):
@@ -357,7 +355,7 @@ def test_addresses_that_make_no_sense(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"mode": "fast"}, {"codec": "fp1"}, {"most_alone": -1}, {"alone_below": 1.0}, {"ca": "/nowhere"}]
+    "settings", [{"mode": "fast"}, {"codec": "fp1"}, {"max_offline": -1}, {"offline_below": 1.0}, {"ca": "/nowhere"}]
 )
 def test_settings_that_make_no_sense(settings: Any) -> None:
     with pytest.raises(RequestInvalid):
@@ -380,7 +378,7 @@ def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Target, "load", refuse)
     with (
         Server(live, {"moa": drafter}, identities) as own,
-        DraftingClient(own.address, tmp_path / "drafter", tmp_path / "store", patience=HASTY) as connected,
+        DraftingClient(own.address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
     ):
         texts: list[str] = []
 

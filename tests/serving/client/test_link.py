@@ -1,4 +1,4 @@
-"""The connection alone: made, ended, made again, with tokens and TLS."""
+"""The connection by itself: made, ended, made again, with tokens and TLS."""
 
 import socket
 import threading
@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
-from moa_data.serving.client.link import Arrival, Down, Happening, Link, Up
+from moa_data.serving.client.link import Down, Link, LinkEvent, Received, Up
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.proxy import Proxy
@@ -44,26 +44,26 @@ def links() -> Iterator[Any]:
         link.close()
 
 
-def wait_for(link: Link, kind: type[Happening], timeout_s: float = 30.0) -> Any:
-    """The first happening of a kind; those before it are passed over."""
+def wait_for(link: Link, kind: type[LinkEvent], timeout_s: float = 30.0) -> Any:
+    """The first event of a kind; those before it are passed over."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        for happening in link.take(0.1):
-            if isinstance(happening, kind):
-                return happening
+        for event in link.take(0.1):
+            if isinstance(event, kind):
+                return event
     raise AssertionError(f"no {kind.__name__}")
 
 
 def error_of(link: Link) -> ServingError:
     """Why a link ends when it opens a session."""
     link.begin()
-    found: list[Happening] = []
-    while not any(isinstance(happening, Down) for happening in found):
-        for happening in link.take(30.0):
-            found.append(happening)
-            if isinstance(happening, Up):
-                link.send(happening.stream, [OPEN])
-    error: ServingError = next(happening.error for happening in found if isinstance(happening, Down))
+    found: list[LinkEvent] = []
+    while not any(isinstance(event, Down) for event in found):
+        for event in link.take(30.0):
+            found.append(event)
+            if isinstance(event, Up):
+                link.send(event.stream, [OPEN])
+    error: ServingError = next(event.error for event in found if isinstance(event, Down))
     return error
 
 
@@ -73,12 +73,12 @@ def test_messages_go_and_come(server: Server, links: Any) -> None:
     link.begin()
     stream = wait_for(link, Up).stream
     link.send(stream, [OPEN])
-    opened = wait_for(link, Arrival)
+    opened = wait_for(link, Received)
     assert opened.message.WhichOneof("body") == "opened"
     assert opened.stream == stream
     before = time.monotonic()
     link.send(stream, [PING])
-    pong = wait_for(link, Arrival)
+    pong = wait_for(link, Received)
     assert pong.message.pong.id == 7
     assert before <= pong.at_s <= time.monotonic()
     assert link.bytes_up == OPEN.ByteSize() + PING.ByteSize() + 10
@@ -94,7 +94,7 @@ def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None
             up = wait_for(link, Up)
             assert up.stream == number
             link.send(up.stream, [OPEN])
-            wait_for(link, Arrival)
+            wait_for(link, Received)
             link.send(up.stream, [CLOSE])
             link.end()
         assert proxy.n_connections == 1
@@ -105,7 +105,7 @@ def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: An
     link.begin()
     first = wait_for(link, Up).stream
     link.send(first, [OPEN])
-    wait_for(link, Arrival)
+    wait_for(link, Received)
     link.reconnect("because")
     down = wait_for(link, Down)
     assert isinstance(down.error, Disconnected)
@@ -116,33 +116,22 @@ def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: An
     link.send(first, [PING])
     assert link.bytes_up == n_bytes
     link.send(second, [OPEN])
-    assert wait_for(link, Arrival).stream == second
+    assert wait_for(link, Received).stream == second
 
 
-def test_cut_and_mend(server: Server, links: Any) -> None:
+def test_cut_and_restore(server: Server, links: Any) -> None:
     with Proxy(("127.0.0.1", server.server.port)) as proxy:
         link = links(proxy.address)
         link.begin()
         wait_for(link, Up)
         link.cut()
-        assert link.is_cut
         assert "cut on this side" in str(wait_for(link, Down).error)
         time.sleep(0.3)
         assert link.take(0.0) == []
         assert proxy.n_connections == 1, "nothing tries to connect"
-        link.mend()
+        link.restore()
         wait_for(link, Up)
         assert proxy.n_connections == 2, "a new connection: the old one was closed"
-
-
-def test_wakes_and_times_out(links: Any) -> None:
-    link = links("127.0.0.1:1")
-    began = time.monotonic()
-    assert link.take(0.1) == []
-    assert time.monotonic() - began >= 0.1
-    link.wake()
-    assert link.take(10.0) == []
-    assert time.monotonic() - began < 5
 
 
 def test_closes_while_it_waits(links: Any) -> None:
@@ -177,7 +166,7 @@ def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
         link = links(address, "t", tmp_path / "ca.pem")
         link.begin()
         link.send(wait_for(link, Up).stream, [OPEN])
-        assert wait_for(link, Arrival).message.WhichOneof("body") == "opened"
+        assert wait_for(link, Received).message.WhichOneof("body") == "opened"
         for name in ("other", "alike"):
             error = error_of(links(address, "t", tmp_path / f"{name}.pem"))
             assert isinstance(error, ProtocolMismatch)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid
-from moa_data.serving.client.events import Done, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
+from moa_data.serving.client.events import ChosenMode, Done, LinkChanged, ModeChanged, RolledBack, Tokens, Verified
 from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
 from moa_data.serving.detokenizer import Detokenizer
 from moa_data.serving.protocol import moa_v1_pb2 as pb
@@ -15,13 +15,13 @@ from moa_data.serving.protocol import moa_v1_pb2 as pb
 from .world import World
 
 STEPS = ("connect", "draft", "deliver_up", "compute", "deliver_down")
-FAULTS = ("cut", "stall", "restart_server", "restart_client", "repeat", "change_mode")
-MODES: tuple[Mode, ...] = ("stream", "server", "sync", "ahead")
+FAULTS = ("cut", "stall", "restart_server", "restart_client", "repeat")
+MODES: tuple[ChosenMode, ...] = ("server", "client")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(8))
-def test_every_mode_gives_the_plain_answer(mode: Mode, seed: int) -> None:
+def test_every_mode_gives_the_plain_answer(mode: ChosenMode, seed: int) -> None:
     world = World(seed, mode=mode)
     world.settle()
     world.check()
@@ -33,7 +33,7 @@ def test_every_mode_gives_the_plain_answer(mode: Mode, seed: int) -> None:
     mode=st.sampled_from(MODES),
     actions=st.lists(st.one_of(st.sampled_from(STEPS), st.sampled_from(STEPS + FAULTS)), max_size=150),
 )
-def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: Mode, actions: list[str]) -> None:
+def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: ChosenMode, actions: list[str]) -> None:
     world = World(seed, mode=mode)
     for action in actions:
         world.act(action)
@@ -48,7 +48,7 @@ def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: Mode, actions:
     mode=st.sampled_from(MODES),
     actions=st.lists(st.one_of(st.sampled_from(STEPS), st.sampled_from(STEPS + FAULTS)), max_size=400),
 )
-def test_nothing_is_lost_in_long_worlds(seed: int, mode: Mode, actions: list[str]) -> None:
+def test_nothing_is_lost_in_long_worlds(seed: int, mode: ChosenMode, actions: list[str]) -> None:
     world = World(seed, n_tokens=80, mode=mode)
     for action in actions:
         world.act(action)
@@ -57,7 +57,7 @@ def test_nothing_is_lost_in_long_worlds(seed: int, mode: Mode, actions: list[str
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cut_at_every_step(mode: Mode) -> None:
+def test_cut_at_every_step(mode: ChosenMode) -> None:
     """The connection ends after any number of steps, and after any number of them again."""
     for first in range(0, 120, 4):
         for second in (2, 9):
@@ -76,7 +76,7 @@ def texts() -> Detokenizer:
     return Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
 
 
-def opened(mode: Mode = "sync", **changes: object) -> Session:
+def opened(mode: ChosenMode = "client", **changes: object) -> Session:
     """A session with prompt 1, 2, whose server takes four drafts, after the first token, 3."""
     settings = AnswerSettings(20, **changes)  # type: ignore[arg-type]
     session = Session([1, 2], 2, settings, texts(), mode=mode, shape=ChainShape(3))
@@ -108,7 +108,6 @@ def test_a_chain_is_verified_and_shown() -> None:
     for token in (4, 5, 6):
         assert session.wants_draft
         session.add_draft(token, 0.9)
-    assert not session.wants_draft
     assert asked(session) == [pb.Verify(start=3, tokens=[4, 5, 6])]
     commit(session, 3, [4, 5, 9], n_accepted=2)
     assert session.take_events() == [
@@ -119,7 +118,7 @@ def test_a_chain_is_verified_and_shown() -> None:
 
 
 def test_a_right_guess_ahead_is_kept() -> None:
-    session = opened("ahead")
+    session = opened()
     for token in (4, 5, 6):
         session.add_draft(token, 0.9)
     for token in (7, 8, 9, 10):
@@ -133,14 +132,14 @@ def test_a_right_guess_ahead_is_kept() -> None:
 
 def test_a_cut_and_the_return() -> None:
     """What was asked for is shown at once; on return all of it is asked for, and what was wrong is taken back."""
-    session = opened(most_alone=6)
+    session = opened(max_offline=6)
     for token in (4, 5, 6):
         session.add_draft(token, 0.9)
     session.take_messages()
     session.link_down("the network is gone.")
     assert session.take_events() == [
         LinkChanged(False, "the network is gone."),
-        ModeChanged("alone", "the network is gone."),
+        ModeChanged("offline", "the network is gone."),
         Tokens(1, (4, 5, 6), ("4 ", "5 ", "6 "), ("unverified",) * 3),
     ]
     for token in (7, 8, 9):
@@ -153,7 +152,7 @@ def test_a_cut_and_the_return() -> None:
     assert (open_.open.session, list(open_.open.tokens), open_.open.n_prompt) == ("s", [1, 2, 3], 2)
     assert verify.verify == pb.Verify(start=3, tokens=[4, 5, 6, 7]), "as many as the server takes"
     session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4)))
-    assert session.take_events() == [LinkChanged(True), ModeChanged("sync", "the server is there again")]
+    assert session.take_events() == [LinkChanged(True), ModeChanged("client", "the server is there again")]
     commit(session, 3, [4, 5, 6, 7, 8], n_accepted=4)
     assert session.take_events() == [Verified(6)]
     assert asked(session) == [pb.Verify(start=8, tokens=[9])], "the rest"
@@ -162,8 +161,8 @@ def test_a_cut_and_the_return() -> None:
     assert session.n_rolled_back == 1
 
 
-def test_goes_alone_while_it_is_sure() -> None:
-    session = opened(alone_below=0.5)
+def test_writes_offline_while_it_is_sure() -> None:
+    session = opened(offline_below=0.5)
     session.link_down("cut")
     for n_drafts, probability in enumerate((0.9, 0.9, 0.9, 0.6)):
         assert session.wants_draft, n_drafts
@@ -172,14 +171,14 @@ def test_goes_alone_while_it_is_sure() -> None:
 
 
 def test_silence_is_not_the_end_of_a_connection() -> None:
-    session = opened("stream")
+    session = opened("server")
     session.take_messages()
     session.stall("nothing was heard.")
     session.add_draft(4, 0.9)
     session.add_draft(5, 0.9)
     session.take_events()
     session.receive(pb.ServerMessage(committed=pb.Committed(start=3, tokens=[4])))
-    assert session.take_events() == [ModeChanged("stream", "the server is there again"), Verified(2)]
+    assert session.take_events() == [ModeChanged("server", "the server is there again"), Verified(2)]
     assert session.take_messages() == [], "the run goes on and verifies the rest"
     session.receive(pb.ServerMessage(committed=pb.Committed(start=4, tokens=[6])))
     assert session.take_events() == [RolledBack(2), Tokens(2, (6,), ("6 ",), ("streamed",))]
@@ -273,13 +272,13 @@ def test_an_answer_that_was_complete_ends_at_once(answer: list[int], reason: str
     assert [message.WhichOneof("body") for message in session.take_messages()] == ["open"]
 
 
-def test_says_once_why_it_writes_no_further_alone() -> None:
-    session = opened(alone_below=0.5)
+def test_says_once_why_it_writes_no_further() -> None:
+    session = opened(offline_below=0.5)
     session.link_down("the network is gone.")
     session.take_events()
     session.add_draft(4, 0.9)
     session.add_draft(5, 0.1)
     session.no_draft()
     told = [event for event in session.take_events() if isinstance(event, ModeChanged)]
-    assert [event.mode for event in told] == ["alone"]
+    assert [event.mode for event in told] == ["offline"]
     assert "unsure" in told[0].reason

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moa_data.errors import Disconnected
-from moa_data.serving.client.events import Done, Event, Mode, RolledBack, Tokens, Verified
+from moa_data.serving.client.events import ChosenMode, Done, Event, RolledBack, Tokens, Verified
 from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
 from moa_data.serving.detokenizer import Detokenizer
 from moa_data.serving.protocol import moa_v1_pb2 as pb
@@ -200,9 +200,9 @@ class Display:
 class World:
     """The client, the server and what lies between them."""
 
-    def __init__(self, seed: int, n_tokens: int = 40, mode: Mode = "stream", most_alone: int = 12) -> None:
-        self.chance = random.Random(seed)
-        self.settings = AnswerSettings(n_tokens, most_alone=most_alone, eos_token_ids=frozenset({EOS}))
+    def __init__(self, seed: int, n_tokens: int = 40, mode: ChosenMode = "server", max_offline: int = 12) -> None:
+        self.chance, self.mode = random.Random(seed), mode
+        self.settings = AnswerSettings(n_tokens, max_offline=max_offline, eos_token_ids=frozenset({EOS}))
         self.accuracy = self.chance.choice((0.0, 0.5, 0.9, 1.0))
         self.server = Server(self.chance)
         self.display, self.contexts = Display(), bytearray()
@@ -212,7 +212,7 @@ class World:
         self.is_up = False
         self.restarts = 0
 
-    def _session(self, tokens: list[int], name: str, mode: Mode) -> Session:
+    def _session(self, tokens: list[int], name: str, mode: ChosenMode) -> Session:
         texts = Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
         shape = ChainShape(self.chance.randint(1, 6), self.chance.choice((0.0, 0.3)))
         return Session(tokens, len(PROMPT), self.settings, texts, session=name, mode=mode, shape=shape)
@@ -252,7 +252,7 @@ class World:
         n_saved = self.chance.randint(len(PROMPT), len(self.session.tokens))
         self.display, self.contexts = Display(), bytearray()
         self.restarts += 1
-        self.session = self._session(self.session.tokens[:n_saved], self.session.session, self.session.mode)
+        self.session = self._session(self.session.tokens[:n_saved], self.session.session, self.mode)
 
     def deliver_up(self) -> None:
         if self.up:
@@ -287,9 +287,6 @@ class World:
             token = next_token(tokens) if is_right else self.chance.randrange(VOCABULARY)
             session.add_draft(token, self.chance.choice((0.99, 0.9, 0.4)))
 
-    def change_mode(self) -> None:
-        self.session.set_mode(self.chance.choice(("stream", "server", "sync", "ahead")), "chosen")
-
     def act(self, action: str) -> None:
         """Let one thing happen, then look at what came of it."""
         if not self.session.finish or action in ("restart_client", "restart_server"):
@@ -305,7 +302,7 @@ class World:
         assert bytes(self.contexts) == bytes(tokens[: len(self.contexts)]), "contexts have no gaps"
         shown = tokens[len(PROMPT) :] + [draft.token for draft in self.session.drafts][: self.session.n_shown]
         assert self.display.tokens == shown
-        assert self.session.n_shown <= self.settings.most_alone
+        assert self.session.n_shown <= self.settings.max_offline
         if self.is_up:
             self.up += self.session.take_messages()
             self.down += self.server.out

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moa_data.errors import RequestInvalid, ServingError
-from moa_data.serving.protocol.codecs import CODECS, GROUP, bytes_per_position, decode, encode
+from moa_data.serving.protocol.wire import CODECS, GROUP, bytes_per_position, decode, encode
 
 MOST = {"int8": 127, "int4": 7}
 SHAPES = st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 2, 7, 63, 64, 65, 100, 129, 192]))

@@ -2,7 +2,7 @@
 
 import torch
 
-from moa_data.serving.protocol.identity import drafter_identity, target_identity, tokenizer_identity
+from moa_data.serving.protocol.wire import drafter_identity, target_identity, tokenizer_identity
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_byte_tokenizer, build_model, build_tokenizer
 

@@ -12,7 +12,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.protocol import moa_v1_pb2 as pb
-from moa_data.serving.protocol.channel import CLIENT_OPTIONS
+from moa_data.serving.protocol.wire import CLIENT_OPTIONS
 from moa_data.serving.server.access import BearerTokens
 from moa_data.serving.server.grpc import DraftingServer, DraftingSettings, serve_grpc
 from moa_data.serving.server.handshake import Identities

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moa_data.serving.protocol import moa_v1_pb2 as pb
-from moa_data.serving.protocol.codecs import decode
+from moa_data.serving.protocol.wire import decode
 from moa_data.serving.server import outbox as module
 from moa_data.serving.server.outbox import ContextLog, Outbox
 
