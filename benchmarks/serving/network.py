@@ -2,8 +2,9 @@
 
 Server and client are two processes in two network namespaces, joined by a network of the paper's conditions. Methods
 are ``api`` (OpenAI's API, plain decoding, streamed), ``api+DRAFTER`` (the server drafts, and streams), and MODE:DRAFTER
-of the drafting client (MODE: server or client; @int8 or @int4 behind it for a codec of the drafter's contexts). In each condition all methods take turns, in an order
-that is turned round each time, and answer the same prompts; what opens the connections is not counted.
+of the drafting client (MODE: server or client; @int8 or @int4 behind it for a codec of the drafter's contexts). In each
+condition all methods take turns, in an order that is turned round each time, and answer the same prompts; what opens
+the connections is not counted.
 
     python benchmarks/serving/network.py --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
     python benchmarks/serving/network.py ... --conditions 4g --methods api,client:moa --sessions 1 --target-ms 25 --turns 1
