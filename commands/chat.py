@@ -20,7 +20,7 @@ from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
-    from ..serving.client.web import OnEvent
+    from ..serving.client.events import OnEvent
 
 
 class ChatConfig(Config):
@@ -153,37 +153,23 @@ class _Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
 
-class _PageAnswerer:
-    """Answers the prompts of the page, which come from other threads."""
-
-    def __init__(self, conversation: _Conversation) -> None:
-        self._conversation = conversation
-
-    def ask(self, prompt: str, on_event: "OnEvent") -> None:
-        """Answer a prompt; the page shows why it cannot be."""
-        from ..errors import RequestInvalid, ServingError
-
-        messages = self._conversation.messages
-        messages.append({"role": "user", "content": prompt})
-        try:
-            messages.append({"role": "assistant", "content": self._conversation.answer(on_event).text})
-        except ServingError:
-            messages.pop()
-            raise
-        except MoaDataError as error:
-            messages.pop()
-            raise RequestInvalid(str(error)) from error
-
-    def set_network(self, is_up: bool) -> None:
-        """Cut the connection to the server, or let it be made again."""
-        client = self._conversation.client
-        client.restore() if is_up else client.cut()
-
-
 def _serve_page(conversation: _Conversation, port: int) -> None:
     from ..serving.client.web import ChatPage
 
-    with ChatPage(_PageAnswerer(conversation), port) as page:
+    def answer(prompt: str, note: "OnEvent") -> None:
+        """Answer a prompt of the page, in its thread; the page shows why it cannot be."""
+        conversation.messages.append({"role": "user", "content": prompt})
+        try:
+            text = conversation.answer(note).text
+        except MoaDataError:
+            conversation.messages.pop()
+            raise
+        conversation.messages.append({"role": "assistant", "content": text})
+
+    def set_network(is_up: bool) -> None:
+        conversation.client.restore() if is_up else conversation.client.cut()
+
+    with ChatPage(answer, set_network, port) as page:
         out.print(f"chat on {page.url} until Ctrl-C")
         sys.stdout.flush()
         threading.Event().wait()

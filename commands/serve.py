@@ -15,8 +15,9 @@ from .options import StageCommand, config_options
 if TYPE_CHECKING:
     from ..moa.drafters.base import Drafter
     from ..moa.targets.live import Target
-    from ..serving.server.run import Drafting, Ended, Listening
-    from ..serving.server.service import Service
+    from ..serving.server.grpc import Identities
+    from ..serving.server.http import Service
+    from ..serving.server.run import ServerEnd
 
 
 @click.command(cls=StageCommand)
@@ -45,11 +46,10 @@ def serve(config: ServeConfig) -> None:
 
     from ..serving.server.run import ServerRun, check_tls, raise_file_limit
 
-    listening = _listening(config)
-    if listening.tls is not None:
-        check_tls(*listening.tls)  # before a model is loaded
+    if config.tls is not None:
+        check_tls(*config.tls)  # before a model is loaded
     service = _service(config)
-    drafting = None if config.grpc_port is None else _drafting(config, config.grpc_port, service)
+    identities = None if config.grpc_port is None else _identities(service)
     _log_json_lines()
     raise_file_limit()
 
@@ -59,24 +59,14 @@ def serve(config: ServeConfig) -> None:
         out.print(f"serving {service.model_name} on {http}/v1{other} (drafters: {drafters})", highlight=False)
         sys.stdout.flush()
 
-    async def run() -> "Ended":
-        return await ServerRun(service, listening, on_ready, drafting).serve()
+    async def run() -> "ServerEnd":
+        return await ServerRun(service, config, on_ready, identities).serve()
 
     ended = asyncio.run(run())
     rest = f"{ended.n_broken_off} answers were broken off" if ended.n_broken_off else "all answers had ended"
     if ended.signum is not None:
         raise Interrupted(f"stopped; {rest}.", ended.signum)
     tell(f"stopped; {rest}.")
-
-
-def _listening(config: ServeConfig) -> "Listening":
-    from ..serving.server.run import Listening
-
-    tls = None
-    if config.tls_cert and config.tls_key:
-        tls = Path(config.tls_cert).expanduser(), Path(config.tls_key).expanduser()
-    connections = config.limits.build_connections()
-    return Listening(config.host, config.port, tls, config.grace_s, connections, config.allowed_host)
 
 
 def _service(config: ServeConfig) -> "Service":
@@ -88,7 +78,7 @@ def _service(config: ServeConfig) -> "Service":
     from ..moa.targets.template import choose_template_arguments
     from ..serving.engine.engine import Engine
     from ..serving.server.access import BearerTokens
-    from ..serving.server.service import Service
+    from ..serving.server.http import Service
 
     tokens = BearerTokens.load(config.token_file) if config.token_file else BearerTokens()
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
@@ -99,23 +89,21 @@ def _service(config: ServeConfig) -> "Service":
     engine = Engine(target, drafters, config.engine)
     return Service(
         engine, target, config.name or Path(config.model).name, next(iter(drafters), None),
-        f"fp_{target.identity.get('weights_sha256', '')[:12]}", tokens, config.limits.build(),
+        f"fp_{target.identity.get('weights_sha256', '')[:12]}", tokens, config.limits,
     )  # fmt: skip
 
 
-def _drafting(config: ServeConfig, port: int, service: "Service") -> "Drafting":
-    """Hash what clients compare, and make the settings of the gRPC server."""
+def _identities(service: "Service") -> "Identities":
+    """Hash what clients compare."""
     from ..serving.protocol.wire import drafter_identity, target_identity, tokenizer_identity
-    from ..serving.server.handshake import Identities
-    from ..serving.server.run import Drafting
+    from ..serving.server.grpc import Identities
 
     target, drafters = service.target, service.engine.drafters
-    identities = Identities(
+    return Identities(
         target_identity(target.identity),
         tokenizer_identity(target.tokenizer),
         {name: drafter_identity(drafter) for name, drafter in drafters.items()},
     )
-    return Drafting(identities, config.drafting.build(port))
 
 
 def _drafters(config: ServeConfig, target: "Target") -> "dict[str, Drafter]":
@@ -127,7 +115,7 @@ def _drafters(config: ServeConfig, target: "Target") -> "dict[str, Drafter]":
 
 def _log_json_lines() -> None:
     """Write the server's log to standard error, one JSON object a line."""
-    from ..serving.server.request_log import JsonLines
+    from ..serving.server.metrics import JsonLines
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())

@@ -6,8 +6,9 @@ of the drafting client (MODE: server or client; @int8 or @int4 behind it for a c
 condition all methods take turns, in an order that is turned round each time, and answer the same prompts; what opens
 the connections is not counted.
 
-    python benchmarks/serving/network.py --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
-    python benchmarks/serving/network.py ... --conditions 4g --methods api,client:moa --sessions 1 --target-ms 25 --turns 1
+    python -m benchmarks.serving.network --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
+    python -m benchmarks.serving.network ... --conditions 4g --methods api,client:moa --sessions 1 --target-ms 25
+        --turns 1
 
 Tokens/s are those of all sessions together. A gap is the time between two tokens of one session; tokens that come
 together have none between them. Bytes are those of IP packets. Both processes share this machine's processors.

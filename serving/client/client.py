@@ -11,7 +11,7 @@ drafted tokens, so that a message of the server waits for half a draft on averag
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
@@ -34,7 +34,7 @@ from ..detokenizer import Detokenizer
 from ..protocol import moa_v1_pb2 as pb
 from ..protocol.wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
 from .drafting import DraftingModel, TextDrafter
-from .events import ChosenMode, Done, Event, Stats
+from .events import ChosenMode, Done, OnEvent, Stats
 from .link import Down, Link, LinkEvent, Received, Up
 from .session import AnswerSettings, ChainShape, Session
 
@@ -55,7 +55,6 @@ _OVERLOADED_WAIT_S = 1.0
 _MAX_SENSELESS = 8
 """Connections in a row that end because what came made no sense, without a token in between."""
 
-OnEvent = Callable[[Event], None]
 Count = Annotated[int, Field(ge=1)]
 
 

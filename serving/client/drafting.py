@@ -36,11 +36,11 @@ from ...moa.targets.template import choose_template_arguments
 from .session import Draft
 
 _RUN_FILE, _BUNDLE = "run.yaml", "target"
-"""What a training run records its store in, and the folder of a store that holds the bundle."""
+"""The file of a training run that records its store, and the folder of a store that holds the bundle."""
 _MAX_FED = 16
 """Known tokens that one call feeds: the caller looks at the network in between."""
-_LONGEST_CHAIN = 32
-"""Levels after which a chain begins anew where newer contexts are here: each level behind a context agrees less."""
+_MAX_LEVELS = 32
+"""Levels after which a chain begins anew where newer contexts are here: each level after a context agrees less."""
 
 
 @dataclass(frozen=True)
@@ -64,35 +64,30 @@ class DraftingModel:
         """Load a drafter and the bundle of its target; the target itself is not loaded.
 
         Args:
-            folder: a run of ``moa-data train``, or a folder with a drafter.
-            bundle: a store or its folder target/; None for the store that the run was trained from.
+            folder, bundle: see :func:`find_bundle`.
             template_arguments: ``name=value`` of the chat template; by default those of the training chats.
 
         Raises:
-            DrafterError: the drafter cannot be loaded, or drafts beside its target alone.
-            TargetError: the bundle cannot be used.
-            RequestInvalid: there is no bundle.
+            DrafterError: the drafter cannot be loaded, or needs its target beside it.
+            TargetError: the bundle cannot be used; RequestInvalid where there is none.
         """
         drafter = load_drafter(folder, dtype, device)
         drafter.new_context_cache()  # refuses drafters that cannot do without their target
-        place = find_bundle(folder, bundle)
-        frozen = FrozenTarget.load(place, drafter.config.target_layer_inference, dtype).to(device)
+        found = find_bundle(folder, bundle)
+        frozen = FrozenTarget.load(found, drafter.config.target_layer_inference, dtype).to(device)
         check_sizes_fit(drafter.config, target_sizes(frozen.config))
-        tokenizer = load_target_tokenizer(place)
+        tokenizer = load_target_tokenizer(found)
         recorded: Mapping[str, str] = drafter.config.target
-        check_template(tokenizer, str(place), choose_template_arguments(template_arguments, {str(folder): recorded}))
-        return cls(drafter, frozen, tokenizer, load_eos_token_ids(place))
+        check_template(tokenizer, str(found), choose_template_arguments(template_arguments, {str(folder): recorded}))
+        return cls(drafter, frozen, tokenizer, load_eos_token_ids(found))
 
 
 def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
     """Find the bundle of a drafter's target.
 
     Args:
-        folder: a run, its folder drafter/, or any other folder with a drafter.
+        folder: a run of ``moa-data train``, its folder drafter/, or any other folder with a drafter.
         bundle: a store or its folder target/; None for the store that the run was trained from.
-
-    Raises:
-        RequestInvalid: there is none.
     """
     if bundle is not None:
         place = Path(bundle).expanduser()
@@ -111,7 +106,7 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
 
 
 class TextDrafter:
-    """Drafts behind one text after the other.
+    """Drafts what follows one text after the other.
 
     Attributes:
         width: W; 0 for a drafter that needs no contexts.
@@ -127,11 +122,7 @@ class TextDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start with a text; contexts that were taken are kept where it begins like the last one.
-
-        Returns:
-            ``n_context``.
-        """
+        """Start with a text; contexts that were taken are kept where it begins like the last one."""
         self._sampling, self._seed = sampling, seed
         self._end_round()
         self._pending.clear()
@@ -152,11 +143,7 @@ class TextDrafter:
         return self.n_context - self._n_taken
 
     def next(self, tokens: Sequence[int], drafts: Sequence[int]) -> Draft | None:
-        """Draft one token behind a text.
-
-        Args:
-            tokens: prompt and committed tokens.
-            drafts: drafted tokens behind them.
+        """Draft one token that follows committed tokens, the prompt among them, and drafts.
 
         Returns:
             None where contexts are missing, the drafter drafts no deeper, or known tokens have to be fed first
@@ -169,7 +156,7 @@ class TextDrafter:
             behind = [*tokens[self._root + 1 :], *drafts]
             n_agreed = _n_common(self._fed, behind)
             is_stale = newest > self._root and (
-                not drafts or n_agreed < len(self._fed) or len(self._fed) >= _LONGEST_CHAIN
+                not drafts or n_agreed < len(self._fed) or len(self._fed) >= _MAX_LEVELS
             )
             if self._chain is None or is_stale:
                 self._begin_round(tokens, newest)
@@ -207,7 +194,7 @@ class TextDrafter:
         self._chain, self.is_catching_up = None, False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
-        """The newest position at which a round can begin, or has begun; None where there is no such."""
+        """The newest position at which a round can begin, or has begun; None where there is none."""
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
         if newest < max(1, self._n_taken):  # contexts that were taken cannot be left out again
             return self._root if self._chain is not None and self._root < len(tokens) else None

@@ -3,6 +3,7 @@
 Tokens have indices in the answer, from 0. Each event turns into a JSON object by :func:`as_json`.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -80,6 +81,7 @@ class Done:
 
 
 Event = Tokens | Verified | RolledBack | LinkChanged | ModeChanged | Stats | Done
+OnEvent = Callable[[Event], None]
 
 
 def as_json(event: Event) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class AnswerSettings:
 
     Attributes:
         codec: of the drafter's contexts on the wire; empty for none.
-        deadline_ms: after which the server ends the answer; 0 for none.
         max_offline: tokens that are shown without having been verified, at most.
         offline_below: without a network the client stops where the product of the drafter's probabilities since the
             last verified token falls below this: what followed would be taken back almost surely.
@@ -53,7 +52,6 @@ class AnswerSettings:
     sampling: SamplingConfig = GREEDY
     seed: int = 0
     codec: str = "int8"
-    deadline_ms: int = 0
     max_offline: int = 64
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
@@ -150,7 +148,7 @@ class Session:
             open=pb.Open(
                 protocol=PROTOCOL, session=self.session, identities=self._identities, tokens=self.tokens,
                 n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens, codec=settings.codec,
-                n_context=self.n_context, deadline_ms=settings.deadline_ms,
+                n_context=self.n_context,
                 sampling=pb.Sampling(
                     temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
                     repetition_penalty=sampling.repetition_penalty, seed=settings.seed,
@@ -289,16 +287,11 @@ class Session:
         self._was_opened = True
 
     def _fail(self, failure: pb.Failure) -> None:
-        if failure.code == "deadline" and failure.ends:
-            self._end("deadline")
-            return
         is_answer = failure.answers and failure.answers == self._awaited
         if is_answer and not failure.ends and self.n_asked and not self._was_refused:
             # A server that was started again may take fewer drafts than before; by now it has said how many.
             self._awaited, self.n_asked, self._was_refused = 0, 0, True
             return
-        if failure.code == "unknown_session":
-            self.session = ""  # the next connection opens a new one
         message = failure.message or f"the server failed without a reason ({failure.code})."
         raise _FAILURES.get(failure.code, Disconnected)(message)
 

@@ -11,9 +11,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -21,9 +21,9 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import OptionInvalid, ServingError
+from ...errors import MoaDataError, OptionInvalid
 from ...text import first_line
-from .events import Event, as_json
+from .events import OnEvent, as_json
 
 _PAGE = Path(__file__).with_name("page") / "index.html"
 _HEADERS = {
@@ -34,27 +34,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _MAX_PROMPT_CHARS = 100_000
-
-
-class Answerer(Protocol):
-    """What the page drives: a client of a server."""
-
-    def ask(self, prompt: str, on_event: "OnEvent") -> None:
-        """Answer a prompt; events may come from any thread. Returns when the answer has ended.
-
-        Raises:
-            ServingError: the answer ended early; the message is shown.
-        """
-
-    def set_network(self, is_up: bool) -> None:
-        """Cut the connection to the server, or let it be made again."""
-
-
-class OnEvent(Protocol):
-    """What is called with each event of an answer."""
-
-    def __call__(self, event: Event) -> None:
-        """Take one event."""
 
 
 class _Ask(BaseModel):
@@ -124,21 +103,26 @@ class ChatPage:
     """Serves the page at http://127.0.0.1:``port`` from a thread of its own, until it is closed.
 
     Args:
-        answerer: the client; is asked one prompt at a time, each in a new thread.
+        answer: answers a prompt, one at a time and each in a new thread, and tells events from any thread; its
+            errors are shown.
+        set_network: cuts the connection to the server, or lets it be made again.
         port: to listen on; 0 for any that is free.
 
     Raises:
         OptionInvalid: the port is taken.
     """
 
-    def __init__(self, answerer: Answerer, port: int = 0) -> None:
+    def __init__(
+        self, answer: Callable[[str, OnEvent], None], set_network: Callable[[bool], None], port: int = 0
+    ) -> None:
         try:
             self._listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise OptionInvalid(f"The page cannot use port {port}: {error.strerror}. Give --web another.") from error
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
-        self._answerer, self._log, self._is_up = answerer, EventLog(), True
+        self._answer, self._set_network = answer, set_network
+        self._log, self._is_up = EventLog(), True
         self._log.begin({"type": "Began", "prompt": None}, self._network())
         self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
         self._asking, self._ask_thread = threading.Lock(), threading.Thread()
@@ -191,7 +175,7 @@ class ChatPage:
         def network(body: _Network) -> Response:
             self._is_up = body.up
             self._log.append(self._network())
-            self._answerer.set_network(body.up)
+            self._set_network(body.up)
             return JSONResponse({})
 
         return app
@@ -203,8 +187,8 @@ class ChatPage:
 
     def _ask(self, prompt: str) -> None:
         try:
-            self._answerer.ask(prompt, lambda event: self._log.append(as_json(event)))
-        except ServingError as error:
+            self._answer(prompt, lambda event: self._log.append(as_json(event)))
+        except MoaDataError as error:
             self._log.append({"type": "Failed", "message": first_line(error)})
         except BaseException:
             self._log.append({"type": "Failed", "message": "The client failed; its terminal says why."})

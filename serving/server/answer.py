@@ -1,4 +1,4 @@
-"""One answer on its way from the engine's thread to a reader in the event loop."""
+"""The text of one answer on its way from the engine's thread to a reader in the event loop."""
 
 import asyncio
 import time
@@ -9,13 +9,12 @@ from ...errors import ServingError
 from ..detokenizer import Detokenizer
 from ..engine.engine import Engine
 from ..engine.sequence import Commit, Request, Work
-from .stop_strings import StopStrings
 
-_HOLD_AT, _GO_ON_AT = 64, 8
-"""Commits that wait for a reader when its sequence is held, and when it goes on."""
+_HOLD_AT, _RELEASE_AT = 64, 8
+"""Commits that wait for a reader when its sequence is held, and when it is released."""
 
 
-class Answer:
+class AnswerText:
     """The text of one request, piece by piece.
 
     Args:
@@ -47,7 +46,12 @@ class Answer:
         self._began = time.perf_counter()
         self.n_tokens, self.finish_reason = 0, ""
         self.first_s: float | None = None
-        self._id: int | None = engine.add(request, self._hand_commit, self._hand_error)
+        # The engine calls both from its thread.
+        self._id: int | None = engine.add(
+            request,
+            lambda commit: self._hand_over(self._arrive, commit),
+            lambda error: self._hand_over(self._fail, error),
+        )
         engine.set_work(self._id, work)
 
     async def pieces(self) -> AsyncIterator[str]:
@@ -65,7 +69,7 @@ class Answer:
                     yield piece
             if not self._commits:
                 self._has_come.clear()
-            if self._is_held and len(self._commits) <= _GO_ON_AT:
+            if self._is_held and len(self._commits) <= _RELEASE_AT:
                 self._hold(False)
 
     def close(self) -> None:
@@ -93,15 +97,8 @@ class Answer:
             self._is_held = is_held
             self._engine.hold(self._id, is_held)
 
-    # In the engine's thread
-
-    def _hand_commit(self, commit: Commit) -> None:
-        self._loop.call_soon_threadsafe(self._arrive, commit)
-
-    def _hand_error(self, error: ServingError) -> None:
-        self._loop.call_soon_threadsafe(self._fail, error)
-
-    # In the event loop
+    def _hand_over(self, take: Callable[..., None], what: Commit | ServingError) -> None:
+        self._loop.call_soon_threadsafe(take, what)
 
     def _arrive(self, commit: Commit) -> None:
         self._commits.append(commit)
@@ -112,3 +109,66 @@ class Answer:
     def _fail(self, error: ServingError) -> None:
         self._error = error
         self._has_come.set()
+
+
+class StopStrings:
+    """Passes a text that comes in pieces on, up to the first stop string.
+
+    The end of the text so far is held back while it may be the beginning of a stop string.
+
+    Attributes:
+        is_found: whether a stop string has come; nothing is passed on from then on.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._matches = [_Match(stop) for stop in stops]
+        self._held, self._n_held = "", 0  # a stop string, and how much of its beginning is held back
+        self.is_found = False
+
+    def push(self, text: str) -> str:
+        """Take the next piece; returns what may be passed on."""
+        if self.is_found or not self._matches:
+            return "" if self.is_found else text
+        for n_taken, char in enumerate(text, 1):
+            if found := [match.length for match in self._matches if match.is_completed_by(char)]:
+                self.is_found = True
+                return self._beginning(text, self._n_held + n_taken - max(found))
+        longest = max(self._matches, key=lambda match: match.length)
+        passed_on = self._beginning(text, self._n_held + len(text) - longest.length)
+        self._held, self._n_held = longest.wanted, longest.length
+        return passed_on
+
+    def rest(self) -> str:
+        """Return what was held back, when the text has ended."""
+        n_held, self._n_held = self._n_held, 0
+        return "" if self.is_found else self._held[:n_held]
+
+    def _beginning(self, text: str, n: int) -> str:
+        """The first characters of what is held back and a piece, without copying the rest."""
+        return self._held[:n] if n <= self._n_held else self._held[: self._n_held] + text[: n - self._n_held]
+
+
+class _Match:
+    """Searches a text for one string by Knuth, Morris and Pratt: a few steps a character, however long the string.
+
+    Attributes:
+        length: of the longest end of the text that is a beginning of the string ``wanted``.
+    """
+
+    def __init__(self, wanted: str) -> None:
+        self.wanted, self.length = wanted, 0
+        # Length of a match -> length of the longest shorter one that ends at the same place. It grows with the matches,
+        # so that a long string costs nothing before it begins to match.
+        self._shorter = [0, 0]
+
+    def is_completed_by(self, char: str) -> bool:
+        """Take the next character; returns whether the string ends there."""
+        self.length = self._extended(self.length, char)
+        if self.length == len(self._shorter):
+            self._shorter.append(self._extended(self._shorter[-1], char))
+        return self.length == len(self.wanted)
+
+    def _extended(self, length: int, char: str) -> int:
+        while length and self.wanted[length] != char:
+            length = self._shorter[length]
+        return length + (self.wanted[length] == char)

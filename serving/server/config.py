@@ -1,7 +1,7 @@
-"""Settings of `moa-data serve`."""
+"""Settings of `moa-data serve`; the server's parts take them as they are."""
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -10,16 +10,11 @@ from ...config import Common, Config, Count, NonNegative, Positive
 from ...pipeline.config import TemplateKwargs
 from ..engine.options import EngineOptions
 
-if TYPE_CHECKING:
-    from .connections import ConnectionLimits
-    from .grpc import DraftingSettings
-    from .service import HttpLimits
-
 Port = Annotated[int, Field(ge=0, lt=1 << 16)]
 
 
 class LimitOptions(Config):
-    """Bounds on what one client may ask for over HTTP."""
+    """Bounds on connections of HTTP, and on what one client may ask for there."""
 
     most_body_bytes: Count = 1 << 20
     """Bytes of a request."""
@@ -43,18 +38,6 @@ class LimitOptions(Config):
     write_s: Positive = 30.0
     """Seconds in which a reader has to take the next part of its answer."""
 
-    def build(self) -> "HttpLimits":
-        """Return what the service takes."""
-        from .service import HttpLimits
-
-        return HttpLimits(**self.model_dump(include={field.name for field in fields(HttpLimits)}))
-
-    def build_connections(self) -> "ConnectionLimits":
-        """Return what bounds connections."""
-        from .connections import ConnectionLimits
-
-        return ConnectionLimits(self.most_connections, self.most_connections_each, self.head_s, self.write_s)
-
 
 class DraftingOptions(Config):
     """Bounds of the gRPC server, whose clients draft for themselves."""
@@ -77,12 +60,6 @@ class DraftingOptions(Config):
     """Seconds in which a client has to take the next message."""
     most_open_connections: Count = 8192
     """Open connections; further ones are closed at once."""
-
-    def build(self, port: int) -> "DraftingSettings":
-        """Return what the gRPC server takes."""
-        from .grpc import DraftingSettings
-
-        return DraftingSettings(port=port, **self.model_dump())
 
 
 class ServeConfig(Config):
@@ -126,3 +103,10 @@ class ServeConfig(Config):
     @override
     def problems(self) -> list[str]:
         return ["tls_cert and tls_key belong together"] if bool(self.tls_cert) != bool(self.tls_key) else []
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """Files of the certificate chain and of its key; None for no TLS."""
+        if not self.tls_cert or not self.tls_key:
+            return None
+        return Path(self.tls_cert).expanduser(), Path(self.tls_key).expanduser()

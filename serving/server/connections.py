@@ -15,13 +15,14 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .config import LimitOptions
 
 _ACCEPTS_AT_ONCE = 64
 _RETRY_S = 0.1
@@ -32,24 +33,6 @@ _BURST = 3
 """How many times the bound may come at once beyond it, for that long."""
 _STUCK_S = 1.0
 """Seconds after which a reader that takes nothing may lose its place to another request."""
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Bounds on connections.
-
-    Attributes:
-        most: open connections.
-        most_each: of one address.
-        head_s: seconds in which the head of a request has to arrive, from the connection's start (a TLS handshake
-            included) or from the end of its last answer.
-        write_s: seconds in which a reader has to take the next part of its answer.
-    """
-
-    most: int = 1024
-    most_each: int = 256
-    head_s: float = 15.0
-    write_s: float = 30.0
 
 
 class Connection:
@@ -77,16 +60,17 @@ class Connection:
         self.is_working, self.ends_s, self.since = False, float("inf"), time.monotonic()
         self._set_deadline(self.book.limits.head_s)
 
-    def begin(self) -> None:
-        """Take up a request whose head has arrived."""
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Work on a request whose head has arrived; one that was sent together with it may begin before its end."""
         self.has_asked, self._n_active = True, self._n_active + 1
         self._set_deadline(None)
-
-    def end(self) -> None:
-        """Note that a request has been answered; one that was sent together with it may have begun already."""
-        self._n_active -= 1
-        if not self._n_active:
-            self.wait()
+        try:
+            yield
+        finally:
+            self._n_active -= 1
+            if not self._n_active:
+                self.wait()
 
     async def write(self, writing: Any) -> None:
         """Wait for a reader to have room; one that has none for too long is cut off."""
@@ -126,15 +110,16 @@ class Connection:
 class Connections:
     """All open connections of a server."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: LimitOptions) -> None:
         self.limits = limits
         self.open: set[Connection] = set()
         self._of_address: dict[str, set[Connection]] = {}
 
     def add(self, sock: socket.socket, address: str) -> Connection:
         """Count a new connection; where there are too many, those that wait give way."""
-        own = self._of_address.setdefault(address, set())
-        has_room = self.make_room(own, self.limits.most_each) and self.make_room(self.open, self.limits.most)
+        own, limits = self._of_address.setdefault(address, set()), self.limits
+        has_room = self.make_room(own, limits.most_connections_each)
+        has_room = has_room and self.make_room(self.open, limits.most_connections)
         connection = Connection(self, sock, address)
         connection.is_surplus = not has_room
         self.open.add(connection)
@@ -198,7 +183,6 @@ class _Protocol(H11Protocol):
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         connection = self._connection
-        connection.begin()
         scope["moa_data.connection"] = connection
 
         async def receive_and_note() -> Any:
@@ -206,16 +190,14 @@ class _Protocol(H11Protocol):
             connection.is_working = not message.get("more_body", False)
             return message
 
-        try:
+        with connection.answering():
             await self._app(scope, receive_and_note, lambda message: connection.write(send(message)))
-        finally:
-            connection.end()
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn with bounded connections, and without signal handlers of its own."""
 
-    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
+    def __init__(self, config: uvicorn.Config, limits: LimitOptions) -> None:
         super().__init__(config)
         self.book = Connections(limits)
 

@@ -11,22 +11,31 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...errors import DrafterError, MoaDataError, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ...errors import (
+    DrafterError,
+    MoaDataError,
+    NotAllowed,
+    Overloaded,
+    ProtocolMismatch,
+    RequestInvalid,
+    ServingError,
+)
+from ...moa.decoding.sampling import SamplingConfig
 from ...text import first_line
 from ..engine.engine import Engine
 from ..engine.sequence import Request
 from ..protocol import moa_v1_pb2 as pb
+from ..protocol.wire import PROTOCOL, check_codec
 from .access import BearerTokens, Rate
-from .handshake import Identities, read_open
-from .outbox import Outbox
-from .sessions import Client, Session
+from .config import DraftingOptions
+from .sessions import Client, DraftingSession, Outbox
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,33 +55,51 @@ STATUSES = {
 
 
 @dataclass(frozen=True)
-class DraftingSettings:
-    """Bounds of the server.
+class Identities:
+    """Hashes of what the server has, see ``protocol.wire``; empty ones are not compared.
 
     Attributes:
-        port: 0 for any free one.
-        most_sessions: sessions of all clients, with a stream or without.
-        most_sessions_each: of one bearer token, or of one address where there are no tokens.
-        most_message_bytes: of a message from a client.
-        messages_per_s: of one stream; more are read later. As many may come at once.
-        open_s: seconds in which a stream must open its session.
-        idle_s: seconds after which a session of which nothing was heard is forgotten.
-        keepalive_s: seconds of silence after which a connection is tried, and again until it ends.
-        take_s: seconds in which a client has to take the next message.
-        most_open_connections: TCP connections; further ones are closed at once.
+        drafters: name in the engine -> hash; the first one drafts for clients that name none.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8001
-    most_sessions: int = 256
-    most_sessions_each: int = 64
-    most_message_bytes: int = 1 << 20
-    messages_per_s: float = 200.0
-    open_s: float = 10.0
-    idle_s: float = 600.0
-    keepalive_s: float = 20.0
-    take_s: float = 60.0
-    most_open_connections: int = 8192
+    target: str = ""
+    tokenizer: str = ""
+    drafters: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, body: pb.Open) -> None:
+        """Compare what an Open says.
+
+        Raises:
+            ProtocolMismatch: client and server do not belong together.
+        """
+        if body.protocol != PROTOCOL:
+            raise ProtocolMismatch(
+                f"the client speaks protocol {body.protocol}, this server {PROTOCOL}; install the same release on both."
+            )
+        given = body.identities
+        for what, theirs, own in (
+            ("target", given.target, self.target), ("tokenizer", given.tokenizer, self.tokenizer)
+        ):  # fmt: skip
+            if theirs and own and theirs != own:
+                raise ProtocolMismatch(
+                    f"the client's {what} is {theirs[:12]}, the server's {own[:12]}; use the same {what} on both sides."
+                )
+
+    def drafter(self, identity: str) -> str:
+        """Find the drafter whose contexts a client wants, by default the first.
+
+        Raises:
+            ProtocolMismatch: it is not here; likewise RequestInvalid where none is.
+        """
+        if not self.drafters:
+            raise RequestInvalid("this server has no drafter, so it makes no contexts; open without a codec.")
+        for name, own in self.drafters.items():
+            if not identity or not own or own == identity:
+                return name
+        known = ", ".join(own[:12] for own in self.drafters.values())
+        raise ProtocolMismatch(
+            f"the client's drafter is {identity[:12]}, the server has {known}; use the same drafter on both sides."
+        )
 
 
 @dataclass
@@ -104,8 +131,12 @@ class _Stream:
 
     def __init__(self) -> None:
         self.client, self.outbox = Client("", ""), Outbox()
-        self.session: Session | None = None
+        self.session: DraftingSession | None = None
         self.last_sequence = 0
+
+    def end(self) -> None:
+        """Send the client away, for the server ends."""
+        self.outbox.fail("unavailable", "the server is going down; open the session again later.", ends=True)
 
 
 class DraftingService:
@@ -115,12 +146,10 @@ class DraftingService:
         counts: what happened so far.
     """
 
-    def __init__(
-        self, engine: Engine, identities: Identities, settings: DraftingSettings, tokens: BearerTokens
-    ) -> None:
+    def __init__(self, engine: Engine, identities: Identities, settings: DraftingOptions, tokens: BearerTokens) -> None:
         self.counts = DraftingCounts()
         self._engine, self._identities, self._settings, self._tokens = engine, identities, settings, tokens
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, DraftingSession] = {}
         self._streams: set[_Stream] = set()
         self._is_draining = False
 
@@ -140,7 +169,10 @@ class DraftingService:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            await _abandon(context, f"nothing was read for {self._settings.take_s:g} s; open the session again.")
+            with contextlib.suppress(TimeoutError):  # a client that reads nothing gets its status when it does
+                async with asyncio.timeout(1.0):
+                    message_ = f"nothing was read for {self._settings.take_s:g} s; open the session again."
+                    await context.abort(STATUSES["idle"], message_)
             raise asyncio.CancelledError from error  # for grpc the stream has been broken off
         finally:
             reader.cancel()
@@ -151,13 +183,12 @@ class DraftingService:
 
     async def sweep(self) -> None:
         """Forget sessions of which nothing has been heard for too long; runs until it is cancelled."""
+        idle_s = self._settings.idle_s
         while True:
-            await asyncio.sleep(min(5.0, self._settings.idle_s / 4))
-            late = time.monotonic() - self._settings.idle_s
+            await asyncio.sleep(min(5.0, idle_s / 4))
+            late = time.monotonic() - idle_s
             for session in [each for each in self._sessions.values() if each.used_s < late]:
-                session.send_failure(
-                    "idle", f"nothing was heard for {self._settings.idle_s:g} s; open the session again.", ends=True
-                )
+                session.send_failure("idle", f"nothing was heard for {idle_s:g} s; open the session again.", ends=True)
                 self._forget(session)
 
     async def drain(self, seconds: float) -> None:
@@ -167,44 +198,39 @@ class DraftingService:
         while self._streams and time.monotonic() < end:
             for stream in self._streams:
                 if stream.session is None or stream.session.is_idle:
-                    self._tell_end(stream)
+                    stream.end()
             await asyncio.sleep(0.02)
         for stream in self._streams:
-            self._tell_end(stream)
+            stream.end()
 
     # Reading
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
         """Take a stream's messages; whatever they are, only this stream may end of it."""
+        late = asyncio.get_running_loop().call_later(self._settings.open_s, self._end_unopened, stream)
         try:
-            stream.client = self._client(context)
+            metadata = context.invocation_metadata() or ()
+            owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
+            stream.client = Client(owner, context.peer().rpartition(":")[0])
             await self._take_messages(stream, requests)
         except MoaDataError as error:
             stream.outbox.fail(_code(error), str(error), ends=True)
         except asyncio.CancelledError:
             raise
-        except Exception:  # noqa: BLE001 - other streams must go on
+        except Exception:  # noqa: BLE001 - other streams must not end of it
             _LOG.exception("a stream failed")
             stream.outbox.fail("internal", "the server failed; open the session again.", ends=True)
-
-    def _client(self, context: Any) -> Client:
-        """Find whose stream it is; the bearer token is checked."""
-        metadata = context.invocation_metadata() or ()
-        owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
-        return Client(owner, context.peer().rpartition(":")[0])
-
-    async def _take_messages(self, stream: _Stream, requests: AsyncIterator[bytes]) -> None:
-        late = asyncio.get_running_loop().call_later(self._settings.open_s, self._end_unopened, stream)
-        rate = Rate(self._settings.messages_per_s, self._settings.messages_per_s)
-        try:
-            async for data in requests:
-                self.counts.n_bytes_in += len(data)
-                if wait := rate.take():
-                    await asyncio.sleep(wait)
-                await stream.outbox.wait_for_room()
-                await self._take(stream, _parsed(data))
         finally:
             late.cancel()
+
+    async def _take_messages(self, stream: _Stream, requests: AsyncIterator[bytes]) -> None:
+        rate = Rate(self._settings.messages_per_s, self._settings.messages_per_s)
+        async for data in requests:
+            self.counts.n_bytes_in += len(data)
+            if wait := rate.take():
+                await asyncio.sleep(wait)
+            await stream.outbox.wait_for_room()
+            await self._take(stream, _parsed(data))
         # The client says nothing more; it may still read the answers.
         if stream.session is None:
             stream.outbox.close()
@@ -248,9 +274,9 @@ class DraftingService:
 
     async def _open(self, stream: _Stream, body: pb.Open) -> None:
         if self._is_draining:
-            self._tell_end(stream)
+            stream.end()
             return
-        request = read_open(body, self._identities, self._engine.drafters)
+        request = self._request(body)
         known = self._sessions.get(body.session)
         if known is None or known.client.owner != stream.client.owner:
             session = self._new_session(stream.client, request)
@@ -260,19 +286,33 @@ class DraftingService:
             was_rebuilt = await self._take_up(known, request)
             self._answer_open(stream, known, body, request, was_rebuilt)
 
+    def _request(self, body: pb.Open) -> Request:
+        """Turn an Open into a request for the engine."""
+        self._identities.check(body)
+        drafter, wants_context = next(iter(self._identities.drafters), None), False
+        if body.codec:
+            check_codec(body.codec)
+            drafter = self._identities.drafter(body.identities.drafter)
+            wants_context = self._engine.drafters[drafter].context_width != 0
+        given = body.sampling
+        sampling = SamplingConfig(given.temperature, given.top_p or 1.0, given.top_k, given.repetition_penalty or 1.0)
+        deadline_s = time.monotonic() + body.deadline_ms / 1000 if body.deadline_ms else None
+        return Request(
+            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, given.seed, deadline_s, drafter,
+            wants_context, body.n_context,
+        )  # fmt: skip
+
     def _answer_open(
-        self, stream: _Stream, session: Session, body: pb.Open, request: Request, was_rebuilt: bool
+        self, stream: _Stream, session: DraftingSession, body: pb.Open, request: Request, was_rebuilt: bool
     ) -> None:
         """Attach a session to its new stream."""
-        engine = self._engine
+        engine, own = self._engine, self._identities
         width = engine.drafters[request.drafter].context_width if request.drafter and request.wants_context else 0
+        drafter = own.drafters.get(request.drafter or "", "")
         opened = pb.Opened(
             session=session.id, n_committed=len(session.tokens), context_width=width, was_rebuilt=was_rebuilt,
             most_drafts=engine.limits.max_drafts, most_positions=engine.target.max_positions,
-            identities=pb.Identities(
-                target=self._identities.target, tokenizer=self._identities.tokenizer,
-                drafter=self._identities.drafters.get(request.drafter or "", ""),
-            ),
+            identities=pb.Identities(target=own.target, tokenizer=own.tokenizer, drafter=drafter),
         )  # fmt: skip
         stream.session, session.used_s = session, time.monotonic()
         stream.outbox.put(pb.ServerMessage(opened=opened))
@@ -280,23 +320,23 @@ class DraftingService:
         if width and request.n_context >= session.contexts.first:
             stream.outbox.send_contexts(session.contexts, body.codec, request.n_context, width)
 
-    async def _take_up(self, known: Session, request: Request) -> bool:
+    async def _take_up(self, known: DraftingSession, request: Request) -> bool:
         """Take a session from its stream, if it has one; returns whether its text must be read again."""
         known.check_text(request)
         known.send_failure("invalid", "another stream has taken the session up.", ends=True)
         known.detach()
-        await known.wait_until_idle()
+        await known.stopped.wait()
         self.counts.n_resumed += 1
         if self._sessions.get(known.id) is not known:
             raise Overloaded("the session was forgotten just now; open it again.")
-        known.check_text(request)  # the engine may have gone on meanwhile
+        known.check_text(request)  # the engine may have added tokens meanwhile
         if not known.must_rebuild(request):
             return False
         self.counts.n_rebuilt += 1
         known.begin_anew(request)
         return True
 
-    def _new_session(self, client: Client, request: Request) -> Session:
+    def _new_session(self, client: Client, request: Request) -> DraftingSession:
         own = [session for session in self._sessions.values() if session.client.name == client.name]
         if len(own) >= self._settings.most_sessions_each:
             self._make_room(own)
@@ -304,9 +344,9 @@ class DraftingService:
             self._make_room(list(self._sessions.values()))
         try:
             loop = asyncio.get_running_loop()
-            session = Session(secrets.token_urlsafe(), client, self._engine, request, loop, self._forget)
+            session = DraftingSession(secrets.token_urlsafe(), client, self._engine, request, loop, self._forget)
         except Overloaded:
-            # The engine forgets a text between two calls, so the room is for whoever tries again.
+            # The engine forgets a text between two calls, so the room is for the next attempt.
             self._make_room(list(self._sessions.values()))
             raise
         self._sessions[session.id] = session
@@ -314,7 +354,7 @@ class DraftingService:
         self.counts.n_sessions = len(self._sessions)
         return session
 
-    def _make_room(self, sessions: list[Session]) -> None:
+    def _make_room(self, sessions: list[DraftingSession]) -> None:
         """Forget the session that has been without a stream for longest, else the one whose stream has been silent.
 
         Raises:
@@ -331,7 +371,7 @@ class DraftingService:
         session.send_failure("unavailable", "the session gave way to another; open it again.", ends=True)
         self._forget(session)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: DraftingSession) -> None:
         session.close()
         self._sessions.pop(session.id, None)
         self.counts.n_sessions = len(self._sessions)
@@ -342,16 +382,6 @@ class DraftingService:
         session = stream.session
         if session is not None and session.outbox is stream.outbox:
             session.detach()
-
-    def _tell_end(self, stream: _Stream) -> None:
-        stream.outbox.fail("unavailable", "the server is going down; open the session again later.", ends=True)
-
-
-async def _abandon(context: Any, message: str) -> None:
-    """Give a client that reads nothing the status that it gets when it does; not to be waited for."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(1.0):
-            await context.abort(STATUSES["idle"], message)
 
 
 def _parsed(data: bytes) -> pb.ClientMessage:
@@ -389,7 +419,9 @@ class DraftingServer:
 async def serve_grpc(
     engine: Engine,
     identities: Identities,
-    settings: DraftingSettings | None = None,
+    settings: DraftingOptions,
+    host: str = "127.0.0.1",
+    port: int = 0,
     tokens: BearerTokens | None = None,
     credentials: Any = None,
 ) -> DraftingServer:
@@ -397,13 +429,13 @@ async def serve_grpc(
 
     Args:
         engine: started.
-        tokens: who may use the server; None for everybody.
+        port: 0 for any free one.
+        tokens: of those who may use the server; None for everybody.
         credentials: ``grpc.ServerCredentials`` for TLS; None for none.
 
     Raises:
         ServingError: the port is in use.
     """
-    settings = settings or DraftingSettings()
     service = DraftingService(engine, identities, settings, tokens or BearerTokens())
     keepalive_ms = round(settings.keepalive_s * 1000)
     server = grpc.aio.server(
@@ -427,11 +459,10 @@ async def serve_grpc(
     # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
     handler = grpc.stream_stream_rpc_method_handler(service.serve)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("moa.v1.Drafting", {"Session": handler}),))
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"{host}:{settings.port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise ServingError(f"cannot listen on {address}: {first_line(error)}. Choose another port.") from error
     await server.start()
-    return DraftingServer(server, port, service)
+    return DraftingServer(server, bound, service)

@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -24,42 +24,22 @@ import grpc
 import uvicorn
 
 from ...errors import RequestInvalid
-from .connections import ConnectionLimits, HttpServer
-from .grpc import DraftingServer, DraftingSettings, serve_grpc
-from .guard import Sites
-from .handshake import Identities
-from .http import create_app
-from .service import Service
+from .access import Sites
+from .config import ServeConfig
+from .connections import HttpServer
+from .grpc import DraftingServer, Identities, serve_grpc
+from .http import Service
 
 _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MOST_HEADER_BYTES = 1 << 16
-_MOST_FILES = 1 << 16
+_MAX_HEADER_BYTES = 1 << 16
+_MAX_FILES = 1 << 16
 _SEND_BUFFER_BYTES = 1 << 16
 """Text that waits in the kernel for each reader: some hundreds of tokens, enough for any line."""
 
 
 @dataclass(frozen=True)
-class Listening:
-    """Where a server listens, and how long it may take to end.
-
-    Attributes:
-        port: of HTTP; 0 for any that is free.
-        tls: files of the certificate chain and of its key; None for plain HTTP.
-        grace_s: seconds that answers have to end when the server does.
-        allowed_hosts: names by which a server without tokens may be addressed, besides ``host`` and addresses.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    tls: tuple[Path, Path] | None = None
-    grace_s: float = 30.0
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    allowed_hosts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Ended:
+class ServerEnd:
     """How a server ended.
 
     Attributes:
@@ -71,30 +51,23 @@ class Ended:
     n_broken_off: int
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """What the gRPC server needs beside the engine; its address is that of HTTP with another port."""
-
-    identities: Identities
-    settings: DraftingSettings
-
-
 class ServerRun:
     """One run of a server.
 
     Args:
+        config: where to listen, and bounds; neither model nor drafters are loaded from it.
         on_ready: called with the addresses of HTTP and gRPC once requests are taken; the latter may be None.
-        drafting: None for no gRPC.
+        identities: what drafting clients compare; None for no gRPC.
     """
 
     def __init__(
         self,
         service: Service,
-        listening: Listening,
+        config: ServeConfig,
         on_ready: Callable[[str, str | None], None],
-        drafting: Drafting | None = None,
+        identities: Identities | None = None,
     ) -> None:
-        self._service, self._listening, self._on_ready, self._drafting = service, listening, on_ready, drafting
+        self._service, self._config, self._on_ready, self._identities = service, config, on_ready, identities
         self._signum: int | None = None
         self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
 
@@ -105,18 +78,17 @@ class ServerRun:
             self._breaking_off.set()
         self._ending.set()
 
-    async def serve(self) -> Ended:
+    async def serve(self) -> ServerEnd:
         """Serve until a signal comes or :meth:`end` is called.
 
         Raises:
             ServingError: an address cannot be used, or the files of TLS.
         """
-        service = self._service
-        with bind(self._listening.host, self._listening.port) as listener, self._signals():
+        engine = self._service.engine
+        with bind(self._config.host, self._config.port) as listener, self._signals():
             http = self._http(listener)
-            service.engine.start()
+            engine.start()
             drafting: DraftingServer | None = None
-            serving: asyncio.Task[None] | None = None
             try:
                 drafting = await self._start_drafting()
                 serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -129,53 +101,60 @@ class ServerRun:
             finally:
                 if drafting is not None:
                     await drafting.stop()
-                service.engine.stop()
+                engine.stop()
 
     def _http(self, listener: socket.socket) -> HttpServer:
-        listening = self._listening
+        config, service = self._config, self._service
         sites = Sites(
-            frozenset(name.lower() for name in (listening.host, *listening.allowed_hosts)),
+            frozenset(name.lower() for name in (config.host, *config.allowed_host)),
             ip_address(listener.getsockname()[0]).is_loopback,
-            self._service.tokens.is_open,
+            service.tokens.is_open,
         )
-        cert, key = listening.tls or (None, None)
+        cert, key = config.tls or (None, None)
         if cert is not None and key is not None:
             check_tls(cert, key)
-        config = uvicorn.Config(
-            create_app(self._service, sites), http="h11", ws="none", lifespan="off", ssl_certfile=cert,
-            ssl_keyfile=key, log_config=None, access_log=False, server_header=False,
-            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
-            timeout_keep_alive=max(1, round(listening.connections.head_s)),
-            timeout_graceful_shutdown=max(1, round(listening.grace_s)),
+        settings = uvicorn.Config(
+            service.app(sites), http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
+            log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_keep_alive=max(1, round(service.limits.head_s)),
+            timeout_graceful_shutdown=max(1, round(config.grace_s)),
         )  # fmt: skip
-        return HttpServer(config, listening.connections)
+        return HttpServer(settings, service.limits)
 
     async def _start_drafting(self) -> DraftingServer | None:
-        if self._drafting is None:
+        config, service = self._config, self._service
+        if self._identities is None or config.grpc_port is None:
             return None
         credentials = None
-        if self._listening.tls is not None:
-            cert, key = (file.read_bytes() for file in self._listening.tls)
+        if config.tls is not None:
+            cert, key = (file.read_bytes() for file in config.tls)
             credentials = grpc.ssl_server_credentials([(key, cert)])
-        service, settings = self._service, replace(self._drafting.settings, host=self._listening.host)
-        server = await serve_grpc(service.engine, self._drafting.identities, settings, service.tokens, credentials)
-        service.metrics.add_drafting(server.service.counts)
+        server = await serve_grpc(
+            service.engine,
+            self._identities,
+            config.drafting,
+            config.host,
+            config.grpc_port,
+            service.tokens,
+            credentials,
+        )
+        service.metrics.add(lambda: server.service.counts)
         return server
 
     def _tell_addresses(self, listener: socket.socket, drafting: DraftingServer | None) -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        scheme = "http" if self._listening.tls is None else "https"
+        scheme = "https" if self._config.tls else "http"
         self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
 
-    async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> Ended:
+    async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> ServerEnd:
         """Let what is being done end, or break it off."""
         self._service.is_draining = True
         http.should_exit = True
         _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
         tasks = [serving]
         if drafting is not None:
-            tasks.append(asyncio.create_task(drafting.stop(self._listening.grace_s)))
+            tasks.append(asyncio.create_task(drafting.stop(self._config.grace_s)))
         await _first_of(asyncio.gather(*tasks), self._breaking_off.wait())
         http.force_exit = True
         for task in tasks[1:]:
@@ -185,7 +164,7 @@ class ServerRun:
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        return Ended(self._signum, self._service.metrics.n_broken_off)
+        return ServerEnd(self._signum, self._service.metrics.n_broken_off)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -231,7 +210,7 @@ def bind(host: str, port: int) -> socket.socket:
 def raise_file_limit() -> None:
     """Let the process open as many files as it may: each connection is one, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

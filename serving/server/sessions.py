@@ -7,7 +7,12 @@ committed by then::
     idle        nothing to do, or the engine has nothing to do
     verifying   one Verify is with the engine; its commit answers it
     running     the engine decodes, and each commit is sent
-    stopping    the engine was told to stop, and says so behind the last commit of the run
+    stopping    the engine was told to stop, and says so after the last commit of the run
+
+What is to be sent waits in the :class:`Outbox` of the stream, the drafter's contexts in the session's own
+:class:`ContextLog`, from which the outbox takes them: after a cut the next stream continues there.
+
+Shapes: n positions, W numbers of a context.
 """
 
 import asyncio
@@ -17,16 +22,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ...errors import Overloaded, RequestInvalid, ServingError
 from ..engine.engine import Engine
 from ..engine.sequence import Commit, Request, Work
 from ..protocol import moa_v1_pb2 as pb
-from .outbox import ContextLog, Outbox
+from ..protocol.wire import bytes_per_position, encode
 
-_MOST_PENDING = 16
+_MAX_PENDING = 16
 """Messages that wait for the engine. A client that drafts ahead has two on their way."""
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
+_CHUNK_BYTES = 8192
+"""Contexts sent at once. A chunk on its way delays the answer behind it: by 3 ms at 20 Mbit/s."""
+_MAX_MESSAGES = 64
+"""Answers that wait to be sent, at which their reader is slow."""
+_MAX_UNSENT = 32 << 20
+"""Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop its answer."""
+_MAX_KEPT = 4 << 20
+"""Bytes of contexts that are kept when they were sent: a cut takes with it what was on its way."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,7 @@ class Client:
 
 
 class State(enum.Enum):
-    """What a session waits for."""
+    """What a session waits for, see above."""
 
     IDLE = enum.auto()
     VERIFYING = enum.auto()
@@ -56,22 +70,7 @@ class State(enum.Enum):
     STOPPING = enum.auto()
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A Verify that is with the engine.
-
-    Attributes:
-        sequence: of the message.
-        start: tokens that the client knows.
-        n_agreed: drafts that were committed before it came.
-    """
-
-    sequence: int
-    start: int
-    n_agreed: int
-
-
-class Session:
+class DraftingSession:
     """One text.
 
     Args:
@@ -86,6 +85,7 @@ class Session:
         finish: why the answer ended; empty while it goes on.
         used_s: ``time.monotonic()`` of the last message from or to its client; kept by the streams.
         taking_up: held by the stream that attaches itself.
+        stopped: set while the engine does nothing for it.
     """
 
     def __init__(
@@ -95,17 +95,20 @@ class Session:
         engine: Engine,
         request: Request,
         loop: asyncio.AbstractEventLoop,
-        on_lost: Callable[["Session"], None],
+        on_lost: Callable[["DraftingSession"], None],
     ) -> None:
         self.id, self.client, self.used_s = id, client, 0.0
         self.outbox: Outbox | None = None
         self.taking_up = asyncio.Lock()
         self._engine, self._loop, self._on_lost = engine, loop, on_lost
-        self._state, self._asked, self._tag, self._n_begun = State.IDLE, Asked(0, 0, 0), 0, 0
+        # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
+        # committed before it came.
+        self._asked: tuple[int, int, int]
+        self._state, self._asked, self._tag, self._n_begun = State.IDLE, (0, 0, 0), 0, 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify | pb.Pause]] = deque()
         self._is_held = self._ends_when_idle = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self.stopped = asyncio.Event()
+        self.stopped.set()
         self._n_sent = 0  # tokens that the stream's client has, or will have when it has read what was sent
         self.begin(request)
 
@@ -167,7 +170,7 @@ class Session:
         )
         return lacks_contexts or len(request.tokens) > len(self.tokens)
 
-    def attach(self, outbox: Outbox, n_known: int) -> None:
+    def attach(self, outbox: "Outbox", n_known: int) -> None:
         """Answer to this outbox from now on, first with the tokens that its client, who knows n, lacks."""
         self.outbox, self._n_sent, self._ends_when_idle = outbox, n_known, False
         if n_known < len(self.tokens) or self.finish:
@@ -180,14 +183,10 @@ class Session:
         self.update_hold()
         self._stop()
 
-    async def wait_until_idle(self) -> None:
-        """Wait until the engine has stopped."""
-        await self._is_idle.wait()
-
     def end_when_idle(self) -> None:
         """Close the outbox as soon as all that was asked for is answered."""
         self._ends_when_idle = True
-        self._go_on()
+        self._continue()
 
     def take(self, sequence: int, body: pb.Run | pb.Verify | pb.Pause) -> None:
         """Do what a message asks for, after those before it.
@@ -197,7 +196,7 @@ class Session:
             RequestInvalid: it makes no sense.
         """
         if self._sequence_id is None and not self.finish:
-            return  # the engine failed with it, and the client has been told
+            return  # the engine failed with it, and the client was told
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
                 f"the message starts at {body.start}, the session has {len(self.tokens)} tokens, "
@@ -205,14 +204,18 @@ class Session:
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(f"there is no mode {body.mode} of a run; ask for a plain or a speculative one.")
-        if isinstance(body, pb.Verify):
-            self._check_drafts(body)
-        if len(self._pending) >= _MOST_PENDING:
-            raise Overloaded(f"{_MOST_PENDING} messages wait to be done; wait for their answers.")
+        if isinstance(body, pb.Verify):  # what _follow could not read; the engine checks the rest
+            n_drafts, most = len(body.tokens), self._engine.limits.max_drafts
+            if n_drafts > most:
+                raise RequestInvalid(f"{n_drafts} drafts are more than the {most} of one call; send them in parts.")
+            if len(body.parents) not in (0, n_drafts):
+                raise RequestInvalid(f"{n_drafts} drafts have {len(body.parents)} parents; give one for each, or none.")
+        if len(self._pending) >= _MAX_PENDING:
+            raise Overloaded(f"{_MAX_PENDING} messages wait to be done; wait for their answers.")
         self._pending.append((sequence, body))
         if self._state is State.RUNNING:
             self._stop()
-        self._go_on()
+        self._continue()
 
     def update_hold(self) -> None:
         """Hold the engine while the outbox is full."""
@@ -236,17 +239,7 @@ class Session:
 
     # What is asked for
 
-    def _check_drafts(self, body: pb.Verify) -> None:
-        """Refuse what :meth:`_verify` could not follow; the engine checks the rest."""
-        n_drafts, most = len(body.tokens), self._engine.limits.max_drafts
-        if n_drafts > most:
-            raise RequestInvalid(
-                f"{n_drafts} drafts are more than the {most} that one call verifies; send them in parts."
-            )
-        if len(body.parents) not in (0, n_drafts):
-            raise RequestInvalid(f"{n_drafts} drafts have {len(body.parents)} parents; give one for each, or none.")
-
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         while self._state is State.IDLE and self._pending:
             sequence, body = self._pending.popleft()
             if isinstance(body, pb.Verify):
@@ -272,7 +265,7 @@ class Session:
         except RequestInvalid as error:
             self.send_failure("invalid", str(error), answers=sequence)
             return
-        self._asked = Asked(sequence, body.start, n_agreed)
+        self._asked = (sequence, body.start, n_agreed)
 
     def _run(self, body: pb.Run) -> None:
         if self.finish or self._n_sent < len(self.tokens):
@@ -292,12 +285,9 @@ class Session:
 
     def _set_state(self, state: State) -> None:
         self._state = state
-        if state is State.IDLE:
-            self._is_idle.set()
-        else:
-            self._is_idle.clear()
+        self.stopped.set() if state is State.IDLE else self.stopped.clear()
 
-    # What the engine gives
+    # In the engine's thread
 
     def _hand_commit(self, commit: Commit) -> None:
         if commit.context is not None:  # copied here, so that the event loop never waits for a device
@@ -306,6 +296,8 @@ class Session:
 
     def _hand_error(self, n_begun: int, error: ServingError) -> None:
         self._loop.call_soon_threadsafe(self._fail, n_begun)
+
+    # In the event loop
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
@@ -317,26 +309,23 @@ class Session:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # Those of a prompt wait for its end, so that the first tokens go first.
-        if (
-            commit.tokens
-            or commit.finish
-            or (commit.context is not None and self.contexts.stop == len(self.tokens) - 1)
-        ):
+        # Contexts of a prompt wait for its end, so that the first tokens go first.
+        is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
+        if commit.tokens or commit.finish or is_read:
             self.contexts.release()
             if self.outbox is not None:
                 self.outbox.wake()
         if commit.tokens or commit.finish:
             if self._state is State.VERIFYING:
-                asked = self._asked
-                self._send_tokens(asked.start, asked.n_agreed + commit.n_accepted, asked.sequence, commit)
+                sequence, start, n_agreed = self._asked
+                self._send_tokens(start, n_agreed + commit.n_accepted, sequence, commit)
                 self._set_state(State.IDLE)
             else:
                 self._send_tokens(commit.start, commit.n_accepted, commit=commit)
         if commit.finish or (self._state is State.STOPPING and commit.answers == self._tag):
             self._set_state(State.IDLE)
         self.update_hold()
-        self._go_on()
+        self._continue()
 
     def _fail(self, n_begun: int) -> None:
         if n_begun != self._n_begun or self._sequence_id is None:
@@ -367,9 +356,158 @@ class Session:
         self.outbox.put(pb.ServerMessage(committed=committed))
 
     def send_failure(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
-        """Say what went wrong."""
+        """Tell the client what went wrong, if there is one."""
         if self.outbox is not None:
             self.outbox.fail(code, message, ends, answers)
+
+
+class ContextLog:
+    """The contexts of one text, in order: those that wait to be sent, and the newest of those that were.
+
+    Args:
+        start: position of the first one to come.
+
+    Attributes:
+        first: position of the first that is here.
+        stop: position behind the last one.
+        released: position behind the last one that may be sent.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.first = self.stop = self.released = start
+        self._rows: Tensor | None = None  # [capacity, W] bfloat16 on the host; row i is of position first + i
+
+    def append(self, start: int, context: Tensor) -> None:
+        """Add contexts [n, W] of the positions from ``start`` on; those that are here already are skipped."""
+        assert start <= self.stop
+        fresh = context[self.stop - start :]
+        n_here, n_rows = self.stop - self.first, self.stop - self.first + len(fresh)
+        if self._rows is None or n_rows > len(self._rows):
+            grown = torch.empty(2 * n_rows, fresh.shape[1], dtype=torch.bfloat16)
+            if self._rows is not None:
+                grown[:n_here] = self._rows[:n_here]
+            self._rows = grown
+        self._rows[n_here:n_rows] = fresh
+        self.stop += len(fresh)
+
+    def release(self) -> None:
+        """Let all that is here be sent.
+
+        The contexts of a prompt come before the first token of its answer, and would fill a slow network by then.
+        """
+        self.released = self.stop
+
+    def n_unsent_bytes(self, sent: int) -> int:
+        """Count the bytes of the released positions from ``sent`` on."""
+        return max(0, self.released - sent) * self._row_bytes
+
+    def read(self, start: int, most: int) -> Tensor:
+        """Return up to so many released contexts from a position on, which must be here: [n, W]."""
+        assert self._rows is not None
+        return self._rows[start - self.first : min(start + most, self.released) - self.first]
+
+    def drop_sent(self, sent: int) -> None:
+        """Forget the oldest of the contexts before a position, but not the newest of them."""
+        n_useless = sent - self.first - _MAX_KEPT // max(1, self._row_bytes)
+        if self._rows is not None and n_useless > (self.stop - self.first) // 2:  # seldom, for the rest is copied
+            self._rows = self._rows[n_useless : self.stop - self.first].clone()
+            self.first += n_useless
+
+    @property
+    def _row_bytes(self) -> int:
+        return 0 if self._rows is None else 2 * self._rows.shape[1]
+
+
+class Outbox:
+    """Messages of one stream.
+
+    Answers overtake contexts. It is *full* when its reader is slow: then the text's decoding is to be held, and nothing
+    more to be read from the client.
+
+    Attributes:
+        failure: what ended the stream; None otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.failure: pb.Failure | None = None
+        self._answers: deque[pb.ServerMessage] = deque()
+        self._contexts: ContextLog | None = None
+        self._codec, self._n_context, self._chunk = "", 0, 1
+        self._sequence = 0
+        self._is_closed = False
+        self._changed, self._has_room = asyncio.Event(), asyncio.Event()
+        self._has_room.set()
+
+    def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
+        """Send the contexts of a text from a position on, as they come."""
+        self._contexts, self._codec, self._n_context = contexts, codec, n_context
+        self._chunk = max(1, _CHUNK_BYTES // bytes_per_position(codec, width))
+        self.wake()
+
+    def put(self, message: pb.ServerMessage) -> None:
+        """Add an answer, unless it is closed."""
+        if not self._is_closed:
+            self._answers.append(message)
+        self.wake()
+
+    def fail(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
+        """Say what went wrong; ``ends`` closes the outbox, once."""
+        if self._is_closed:
+            return
+        failure = pb.Failure(code=code, message=message, ends=ends, answers=answers)
+        self.put(pb.ServerMessage(failure=failure))
+        if ends:
+            self.failure = failure
+            self._contexts = None
+            self.close()
+
+    def close(self) -> None:
+        """Add nothing more; what is here is still sent."""
+        self._is_closed = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again: contexts were released."""
+        self._changed.set()
+        if self.is_full:
+            self._has_room.clear()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the reader is slow."""
+        unsent = self._contexts.n_unsent_bytes(self._n_context) if self._contexts is not None else 0
+        return len(self._answers) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
+
+    async def wait_for_room(self) -> None:
+        """Wait until it is not full."""
+        await self._has_room.wait()
+
+    async def next(self) -> pb.ServerMessage | None:
+        """Wait for the next message to send; None when it is closed and empty."""
+        while True:
+            message = self._take()
+            if message is not None or self._is_closed:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        if message is not None:
+            self._sequence += 1
+            message.sequence = self._sequence
+        if not self.is_full:
+            self._has_room.set()
+        return message
+
+    def _take(self) -> pb.ServerMessage | None:
+        if self._answers:
+            return self._answers.popleft()
+        if self._contexts is None or self._n_context >= self._contexts.released:
+            return None
+        part = self._contexts.read(self._n_context, self._chunk)
+        values = encode(self._codec, part)
+        context = pb.Context(start=self._n_context, n_positions=len(part), codec=self._codec, values=values)
+        self._n_context += len(part)
+        self._contexts.drop_sent(self._n_context)
+        return pb.ServerMessage(context=context)
 
 
 def _microseconds(seconds: float) -> int:

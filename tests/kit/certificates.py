@@ -3,6 +3,7 @@
 import datetime
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -40,6 +41,25 @@ class Authority:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         return private, signed.public_bytes(serialization.Encoding.PEM)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files: the authority's certificate, and the chain and key of a server on localhost."""
+
+    authority: Path
+    chain: Path
+    key: Path
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """Write the files of an authority and of a server."""
+    authority = Authority.make()
+    found = Certificates(folder / "authority.pem", folder / "server.pem", folder / "server.key")
+    key, chain = authority.server()
+    for path, content in ((found.authority, authority.certificate), (found.chain, chain), (found.key, key)):
+        path.write_bytes(content)
+    return found
 
 
 def _name(name: str) -> x509.Name:

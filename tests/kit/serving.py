@@ -12,8 +12,9 @@ from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.options import EngineOptions
-from moa_data.serving.server.run import Ended, Listening, ServerRun
-from moa_data.serving.server.service import Service
+from moa_data.serving.server.config import ServeConfig
+from moa_data.serving.server.http import Service
+from moa_data.serving.server.run import ServerEnd, ServerRun
 
 from .models import build_text_model, build_tokenizer
 from .templates import LLAMA3_TEMPLATE
@@ -49,27 +50,28 @@ class LiveServer:
     """
 
     address: str
-    ended: Ended
+    ended: ServerEnd
 
     def __init__(
         self,
         target: Target,
         drafters: dict[str, Any] | None = None,
         engine: EngineOptions | None = None,
-        listening: Listening | None = None,
+        config: dict[str, Any] | None = None,
         **service: Any,
     ) -> None:
         self.engine = Engine(target, drafters, engine)
         service.setdefault("drafter", next(iter(drafters or {}), None))
         self.service = Service(self.engine, target, MODEL, **service)
-        self._listening = listening or Listening(port=0, grace_s=10)
+        settings: dict[str, Any] = {"model": MODEL, "port": 0, "grace_s": 10} | (config or {})
+        self._config = ServeConfig(**settings)
         self._is_ready, self._thread = threading.Event(), threading.Thread(target=self._main, daemon=True)
         self._call: Callable[[Callable[[], None]], Any]
 
     def _main(self) -> None:
         async def serve() -> None:
             loop = asyncio.get_running_loop()
-            self._run = ServerRun(self.service, self._listening, self._ready)
+            self._run = ServerRun(self.service, self._config, self._ready)
             self._call = loop.call_soon_threadsafe
             self.ended = await self._run.serve()
 

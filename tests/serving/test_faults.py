@@ -23,7 +23,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.events import Event, LinkChanged, Tokens
-from moa_data.serving.server.grpc import DraftingSettings
+from moa_data.serving.server.config import DraftingOptions
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts
 from moa_data.tests.kit.proxy import Proxy
@@ -241,7 +241,7 @@ def test_the_client_is_killed_again_and_again(folder: Path, tmp_path: Path) -> N
 def test_a_hundred_sessions_at_once(target: Target, drafter: Drafter, model: DraftingModel) -> None:
     """Over a network that is cut now and then; each gets its own text."""
     n = 24
-    settings = DraftingSettings(port=0, most_sessions=200, most_sessions_each=200, idle_s=20.0)
+    settings = DraftingOptions(most_sessions=200, most_sessions_each=200, idle_s=20.0)
     prompts = [[*PROMPTS[k % 4][: 4 + k % 9], 5 + k % 50] for k in range(100)]
     with Server(target, {"moa": drafter}, settings=settings, kv_tokens=16384) as server:
         wanted = [plain(server.address, model, prompt, n) for prompt in prompts]
@@ -269,7 +269,7 @@ def wait_until(condition: Any, seconds: float = 60.0) -> None:
 
 def test_half_open_connections_do_not_stay(target: Target, drafter: Drafter, model: DraftingModel) -> None:
     """Clients vanish behind a silent network: the server tries their connections, and forgets the sessions."""
-    settings = DraftingSettings(port=0, idle_s=2.0, keepalive_s=1.0)
+    settings = DraftingOptions(idle_s=2.0, keepalive_s=1.0)
     with Server(target, {"moa": drafter}, settings=settings, target_ms=20.0) as server:
         with Proxy(("127.0.0.1", server.server.port)) as proxy:
             silent = Timeouts(connect_s=60.0, silence_s=0.1, dead_s=600.0)

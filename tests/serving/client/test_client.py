@@ -20,8 +20,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import MODES, DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.events import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
 from moa_data.serving.protocol.wire import drafter_identity, tokenizer_identity
-from moa_data.serving.server.grpc import DraftingSettings
-from moa_data.serving.server.handshake import Identities
+from moa_data.serving.server.grpc import Identities
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.proxy import Proxy
@@ -234,7 +233,7 @@ def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
     def restart() -> None:
         first.stop()
         time.sleep(0.2)
-        restarted.append(Server(target(), {"moa": model().drafter}, settings=DraftingSettings(port=port)))
+        restarted.append(Server(target(), {"moa": model().drafter}, port=port))
 
     with client(f"127.0.0.1:{port}", mode="server") as connected:
         watched, thread = Watched(connected), threading.Thread(target=restart)

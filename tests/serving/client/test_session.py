@@ -205,7 +205,7 @@ def test_what_is_drafted_behind_the_end_is_no_part_of_the_answer() -> None:
     ("code", "error"),
     [
         ("overloaded", Overloaded), ("invalid", RequestInvalid), ("not_allowed", NotAllowed),
-        ("mismatch", ProtocolMismatch), ("internal", Disconnected), ("unknown_session", Disconnected),
+        ("mismatch", ProtocolMismatch), ("internal", Disconnected),
     ],
 )  # fmt: skip
 def test_failures_are_errors(code: str, error: type[Exception]) -> None:
@@ -214,13 +214,7 @@ def test_failures_are_errors(code: str, error: type[Exception]) -> None:
         session.receive(pb.ServerMessage(failure=pb.Failure(code=code, message="Do that.", ends=True)))
     session.link_down("over")
     session.link_up()
-    assert session.take_messages()[0].open.session == ("" if code == "unknown_session" else "s")
-
-
-def test_a_deadline_ends_the_answer() -> None:
-    session = opened()
-    session.receive(pb.ServerMessage(failure=pb.Failure(code="deadline", ends=True)))
-    assert session.take_events() == [Done("deadline")]
+    assert session.take_messages()[0].open.session == "s"
 
 
 def test_a_chain_that_was_refused_is_sent_once_more() -> None:

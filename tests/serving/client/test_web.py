@@ -86,9 +86,13 @@ class Scripted:
         on_event(Done("stop"))
 
 
+def page_of(scripted: Scripted, port: int = 0) -> ChatPage:
+    return ChatPage(scripted.ask, scripted.set_network, port)
+
+
 @pytest.fixture
 def page() -> Iterator[ChatPage]:
-    with ChatPage(Scripted()) as page:
+    with page_of(Scripted()) as page:
         yield page
 
 
@@ -231,11 +235,11 @@ def test_forms_of_other_sites_send_no_json(page: ChatPage) -> None:
 
 def test_a_port_that_is_taken_is_told(page: ChatPage) -> None:
     with pytest.raises(OptionInvalid, match=rf"cannot use port {page.port}: .* Give --web another"):
-        ChatPage(Scripted(), page.port)
+        page_of(Scripted(), page.port)
 
 
 def test_closing_ends_the_streams() -> None:
-    with ChatPage(Scripted()) as page:
+    with page_of(Scripted()) as page:
         events = Events(page)
         events.until("Network")
     with events:
@@ -261,7 +265,7 @@ FLAGS = "no-sandbox disable-gpu disable-background-networking disable-component-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_cut_and_the_roll_back(tmp_path: Path, scheme: Any) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with ChatPage(Scripted(pause_s=0.1)) as page, api.sync_playwright() as playwright:
+    with page_of(Scripted(pause_s=0.1)) as page, api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[f"--{flag}" for flag in FLAGS.split()])
         view = browser.new_page(color_scheme=scheme, viewport={"width": 1100, "height": 900})
         problems: list[str] = []
@@ -271,7 +275,7 @@ def test_a_browser_shows_the_cut_and_the_roll_back(tmp_path: Path, scheme: Any) 
         view.get_by_label("Prompt").fill("Why is the sky blue?")
         view.get_by_role("button", name="Ask").click()
         api.expect(view.locator("#answer")).to_contain_text("every direction.", timeout=20_000)
-        api.expect(view.locator("#mode")).to_have_text("client ahead")
+        api.expect(view.locator("#mode")).to_have_text("client drafts")
         api.expect(view.get_by_role("button", name="Ask")).to_be_disabled()
         network = view.get_by_role("switch")
         network.click()

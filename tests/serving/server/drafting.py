@@ -14,8 +14,8 @@ from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.protocol.wire import CLIENT_OPTIONS
 from moa_data.serving.server.access import BearerTokens
-from moa_data.serving.server.grpc import DraftingServer, DraftingSettings, serve_grpc
-from moa_data.serving.server.handshake import Identities
+from moa_data.serving.server.config import DraftingOptions
+from moa_data.serving.server.grpc import DraftingServer, Identities, serve_grpc
 
 METHOD = "/moa.v1.Drafting/Session"
 PLAIN, SPECULATE = pb.RUN_MODE_PLAIN, pb.RUN_MODE_SPECULATE
@@ -31,9 +31,10 @@ class Server:
         target: Target,
         drafters: Any = None,
         identities: Identities | None = None,
-        settings: DraftingSettings | None = None,
+        settings: DraftingOptions | None = None,
         tokens: Sequence[str] = (),
         credentials: Any = None,
+        port: int = 0,
         **engine: Any,
     ) -> None:
         self.engine = Engine(target, drafters, EngineOptions(**engine))
@@ -42,15 +43,9 @@ class Server:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         names = Identities(drafters=dict.fromkeys(drafters or {}, ""))
-        self.server: DraftingServer = self.run(
-            serve_grpc(
-                self.engine,
-                identities or names,
-                settings or DraftingSettings(port=0),
-                BearerTokens(tokens),
-                credentials,
-            )
-        )
+        limits, known = settings or DraftingOptions(), BearerTokens(tokens)
+        serving = serve_grpc(self.engine, identities or names, limits, "127.0.0.1", port, known, credentials)
+        self.server: DraftingServer = self.run(serving)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run something in the server's event loop."""

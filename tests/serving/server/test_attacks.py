@@ -15,15 +15,13 @@ import pytest
 
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.options import EngineOptions
+from moa_data.serving.server import api as api_module
 from moa_data.serving.server import grpc as drafting_module
 from moa_data.serving.server import http as http_module
 from moa_data.serving.server.access import BearerTokens
-from moa_data.serving.server.connections import ConnectionLimits
-from moa_data.serving.server.grpc import DraftingSettings
-from moa_data.serving.server.request_log import LOG
-from moa_data.serving.server.run import Listening
-from moa_data.serving.server.service import HttpLimits
-from moa_data.serving.server.stop_strings import StopStrings
+from moa_data.serving.server.answer import StopStrings
+from moa_data.serving.server.config import DraftingOptions, LimitOptions
+from moa_data.serving.server.metrics import LOG
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
     connect,
@@ -35,8 +33,8 @@ from moa_data.tests.kit.attackers import (
     stay_silent,
     wait_for_end,
 )
+from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target
-from moa_data.tests.kit.tls import make_certificates
 
 from .drafting import Server, Talk
 
@@ -79,8 +77,8 @@ def check_innocent(server: LiveServer, target: Target) -> None:
 @pytest.fixture
 def large_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens fill the buffers of a reader that does not read."""
-    event = http_module._event
-    monkeypatch.setattr(http_module, "_event", lambda value: b":" + b"x" * 30_000 + b"\n" + event(value))
+    event = api_module.event
+    monkeypatch.setattr(api_module, "event", lambda value: b":" + b"x" * 30_000 + b"\n" + event(value))
 
 
 STREAM = BODY | {"stream": True, "max_tokens": 60}
@@ -89,9 +87,8 @@ STREAM = BODY | {"stream": True, "max_tokens": 60}
 @pytest.mark.usefixtures("large_events")
 @pytest.mark.parametrize(("answer_s", "write_s"), [(0.8, 30.0), (0, 0.3)], ids=["answer", "write"])
 def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: float, write_s: float) -> None:
-    engine, limits = EngineOptions(most_sequences=1, most_waiting=1), HttpLimits(answer_s=answer_s)
-    listening = Listening(port=0, connections=ConnectionLimits(write_s=write_s))
-    with LiveServer(target, engine=engine, limits=limits, listening=listening) as server, ExitStack() as held:
+    engine, limits = EngineOptions(most_sequences=1, most_waiting=1), LimitOptions(answer_s=answer_s, write_s=write_s)
+    with LiveServer(target, engine=engine, limits=limits) as server, ExitStack() as held:
         for _ in range(2):
             held.enter_context(never_read(place(server), post(COMPLETIONS, STREAM)))
         wait_for(lambda: server.engine.snapshot().n_open == 2)
@@ -116,8 +113,8 @@ def test_connections_without_a_request_give_way(
     target: Target, young_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moa_data.serving.server.connections._YOUNG_S", young_s)
-    listening = Listening(port=0, connections=ConnectionLimits(most=6, most_each=4, head_s=60))
-    with LiveServer(target, listening=listening) as server, ExitStack() as held:
+    limits = LimitOptions(most_connections=6, most_connections_each=4, head_s=60)
+    with LiveServer(target, limits=limits) as server, ExitStack() as held:
         for said in (b"", b"POST /v1/comp", head_of(COMPLETIONS, 10_000) + b"{"):
             for connection in stay_silent(place(server), 6, said):
                 held.enter_context(connection)
@@ -125,10 +122,8 @@ def test_connections_without_a_request_give_way(
 
 
 def test_where_all_connections_work_others_are_told(target: Target) -> None:
-    limits = ConnectionLimits(most_each=2)
-    with LiveServer(
-        target, engine=EngineOptions(target_ms=50), listening=Listening(port=0, connections=limits)
-    ) as server:
+    limits = LimitOptions(most_connections_each=2)
+    with LiveServer(target, engine=EngineOptions(target_ms=50), limits=limits) as server:
         with ExitStack() as held:
             for _ in range(2):
                 held.enter_context(connect(place(server))).sendall(post(COMPLETIONS, STREAM))
@@ -142,8 +137,8 @@ def test_where_all_connections_work_others_are_told(target: Target) -> None:
 
 
 def test_a_head_has_to_arrive_in_time(target: Target) -> None:
-    listening = Listening(port=0, connections=ConnectionLimits(head_s=0.3))
-    with LiveServer(target, engine=EngineOptions(target_ms=20), listening=listening) as server, ExitStack() as held:
+    limits = LimitOptions(head_s=0.3)
+    with LiveServer(target, engine=EngineOptions(target_ms=20), limits=limits) as server, ExitStack() as held:
         long = httpx.Client(timeout=30)
         with long, long.stream("POST", f"{server.address}{COMPLETIONS}", json=STREAM) as stream:
             late = [*stay_silent(place(server), 1), *stay_silent(place(server), 1, b"GET /health HTT")]
@@ -158,10 +153,10 @@ def test_a_head_has_to_arrive_in_time(target: Target) -> None:
 
 def test_a_tls_handshake_has_to_end_in_time(target: Target, tmp_path: Path) -> None:
     files = make_certificates(tmp_path)
-    limits = ConnectionLimits(most_each=4, head_s=0.3)
-    listening = Listening(port=0, tls=(files.chain, files.key), connections=limits)
+    limits = LimitOptions(most_connections_each=4, head_s=0.3)
+    config = {"tls_cert": str(files.chain), "tls_key": str(files.key)}
     client = httpx.Client(verify=ssl.create_default_context(cafile=str(files.authority)))
-    with LiveServer(target, listening=listening) as server, client:
+    with LiveServer(target, config=config, limits=limits) as server, client:
         silent = stay_silent(place(server), 6)
         assert client.get(f"{server.address}/health").status_code == 200
         for connection in silent:
@@ -184,7 +179,7 @@ def test_web_pages_of_other_sites_are_refused(server: LiveServer, target: Target
 
 
 def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:
-    with LiveServer(target, listening=Listening(port=0, allowed_hosts=("LLM.example.org",))) as server:
+    with LiveServer(target, config={"allowed_host": ("LLM.example.org",)}) as server:
         for host, status in (("llm.example.org", 200), ("llm.example.org.evil.example", 403)):
             for headers in ({"host": host}, {"origin": f"https://{host}"}):
                 assert httpx.get(f"{server.address}/v1/models", headers=headers).status_code == status
@@ -227,7 +222,7 @@ def test_long_prompts_hold_up_long_prompts_alone(
         return encode(tokenizer, text)
 
     monkeypatch.setattr(http_module, "_text_tokens", slowly)
-    monkeypatch.setattr("moa_data.serving.server.tokenizing._SHORT_CHARS", 1000)
+    monkeypatch.setattr("moa_data.serving.server.http._SHORT_CHARS", 1000)
     with ExitStack() as held:
         for length in (1001, 1002, 1003):
             request = post(COMPLETIONS, BODY | {"prompt": "x" * length})
@@ -287,7 +282,7 @@ def test_tiny_temperatures_and_penalties_are_numbers(server: LiveServer, target:
 
 
 def test_silent_connections_of_grpc_end(target: Target) -> None:
-    with Server(target, settings=DraftingSettings(port=0, open_s=0.5, idle_s=1.0)) as server:
+    with Server(target, settings=DraftingOptions(open_s=0.5, idle_s=1.0)) as server:
         host, port = server.address.split(":")
         for said in (b"", HTTP2_PREFACE):
             silent = stay_silent((host, int(port)), 20, said)
@@ -300,7 +295,7 @@ def test_silent_connections_of_grpc_end(target: Target) -> None:
 
 def test_silent_sessions_give_way(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting_module, "_SILENT_S", 0.2)
-    with Server(target, settings=DraftingSettings(port=0, most_sessions_each=2)) as server, ExitStack() as held:
+    with Server(target, settings=DraftingOptions(most_sessions_each=2)) as server, ExitStack() as held:
         silent = [held.enter_context(Talk(server.address)) for _ in range(2)]
         for talk in silent:
             talk.opened([5, 9, 33])

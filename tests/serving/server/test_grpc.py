@@ -12,7 +12,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.sequence import Request, Work
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.protocol.wire import CODECS, decode
-from moa_data.serving.server.handshake import Identities
+from moa_data.serving.server.grpc import Identities
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 
@@ -255,7 +255,7 @@ def test_the_contexts_of_a_prompt_wait_for_the_first_token(
     target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is read in chunks, whose contexts are there long before; then they come in pieces."""
-    monkeypatch.setattr("moa_data.serving.server.outbox._PIECE_BYTES", 200)
+    monkeypatch.setattr("moa_data.serving.server.sessions._CHUNK_BYTES", 200)
     prompt = random_prompts(1, 5)[0] * 40
     with Server(target, {"moa": taught}, prefill_chunk=16) as server, Talk(server.address) as talk:
         talk.open(prompt[:80], codec="bf16")
@@ -294,7 +294,7 @@ def test_contexts_of_a_session_taken_up_again(
 def test_contexts_that_are_gone_are_made_again(
     target: Target, taught: Any, answer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moa_data.serving.server.outbox._MOST_KEPT", 0)
+    monkeypatch.setattr("moa_data.serving.server.sessions._MAX_KEPT", 0)
     with Server(target, {"moa": taught}) as server:
         with Talk(server.address) as talk:
             session = talk.opened(PROMPT, codec="bf16").session

@@ -18,8 +18,8 @@ from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.runner import Runner
 from moa_data.serving.protocol import moa_v1_pb2 as pb
-from moa_data.serving.server.grpc import DraftingSettings, serve_grpc
-from moa_data.serving.server.handshake import Identities
+from moa_data.serving.server.config import DraftingOptions
+from moa_data.serving.server.grpc import Identities, serve_grpc
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.drafters import build, build_drafter
 from moa_data.tests.kit.models import build_model, random_prompts
@@ -53,7 +53,7 @@ def answer(target: Target) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server(target: Target, drafter: Any) -> Iterator[Server]:
-    limits = DraftingSettings(port=0, most_message_bytes=4096, messages_per_s=1e6)
+    limits = DraftingOptions(most_message_bytes=4096, messages_per_s=1e6)
     with Server(target, {"moa": drafter}, IDENTITIES, limits, most_drafts=16) as server:
         yield server
 
@@ -405,7 +405,7 @@ def test_other_protocols_on_the_port(server: Server, answer: list[int]) -> None:
 
 def test_sessions_of_a_client_and_of_all(target: Target) -> None:
     """Those without a stream give way, the longest unused first."""
-    limits = DraftingSettings(port=0, most_sessions=4, most_sessions_each=2)
+    limits = DraftingOptions(most_sessions=4, most_sessions_each=2)
     one, other = ((("authorization", f"Bearer {name}"),) for name in ("one", "other"))
     with Server(target, tokens=["one", "other"], settings=limits) as server:
         with Talk(server.address, one) as first, Talk(server.address, one) as second:
@@ -463,7 +463,7 @@ def test_too_many_messages_in_flight(target: Target, answer: list[int]) -> None:
 
 
 def test_messages_beyond_the_rate_wait(target: Target) -> None:
-    limits = DraftingSettings(port=0, messages_per_s=20)
+    limits = DraftingOptions(messages_per_s=20)
     with Server(target, settings=limits) as server, Talk(server.address) as talk:
         talk.opened(PROMPT)
         began = time.monotonic()
@@ -501,7 +501,7 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
 def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
     target = Target(build_model(num_hidden_layers=2, max_position_embeddings=600))
     target.eos_token_ids = frozenset()
-    window, limits = [("grpc.http2.lookahead_bytes", 1024)], DraftingSettings(port=0, take_s=1.0, idle_s=1.0)
+    window, limits = [("grpc.http2.lookahead_bytes", 1024)], DraftingOptions(take_s=1.0, idle_s=1.0)
     with Server(target, {"moa": drafter}, settings=limits) as server, Talk(server.address, options=window) as talk:
         talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
         talk.send(run=pb.Run(start=100, mode=PLAIN))
@@ -517,13 +517,13 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
 
 
 def test_who_opens_nothing_is_sent_away(target: Target) -> None:
-    with Server(target, settings=DraftingSettings(port=0, open_s=0.3)) as server, Talk(server.address) as talk:
+    with Server(target, settings=DraftingOptions(open_s=0.3)) as server, Talk(server.address) as talk:
         failure = failure_of(talk)
         assert (failure.code, failure.message) == ("idle", "no session was opened within 0.3 s.")
 
 
 def test_idle_sessions_are_forgotten(target: Target) -> None:
-    with Server(target, settings=DraftingSettings(port=0, idle_s=0.6)) as server:
+    with Server(target, settings=DraftingOptions(idle_s=0.6)) as server:
         with Talk(server.address) as idle, Talk(server.address) as busy:
             session = idle.opened(PROMPT).session
             busy.opened(PROMPT)
@@ -544,7 +544,7 @@ def test_idle_sessions_are_forgotten(target: Target) -> None:
 @pytest.mark.parametrize("is_silent", [True, False], ids=["half-open", "reset"])
 def test_connections_that_are_gone_end(target: Target, answer: list[int], is_silent: bool) -> None:
     """A client that vanished without a word is found by keepalive, and its session waits for it."""
-    limits = DraftingSettings(port=0, keepalive_s=0.5)
+    limits = DraftingOptions(keepalive_s=0.5)
     with (
         Server(target, settings=limits, target_ms=5.0) as server,
         Proxy(("127.0.0.1", server.server.port)) as proxy,
@@ -594,7 +594,7 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
 def test_a_port_in_use_is_said(target: Target) -> None:
     match = r"cannot listen on 127.0.0.1:\d+: .*Choose another port"
     with Server(target) as server, pytest.raises(ServingError, match=match):
-        server.run(serve_grpc(server.engine, Identities(), DraftingSettings(port=server.server.port)))
+        server.run(serve_grpc(server.engine, Identities(), DraftingOptions(), port=server.server.port))
 
 
 # Faults of the engine
@@ -633,7 +633,7 @@ def test_a_fault_of_the_server_ends_one_stream(
     server: Server, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch, Talk(server.address) as talk:
-        patch.setattr("moa_data.serving.server.grpc.read_open", lambda *_: 1 / 0)
+        patch.setattr("moa_data.serving.server.grpc.DraftingService._request", lambda *_: 1 / 0)
         talk.open(PROMPT)
         failure = failure_of(talk)
         assert (failure.code, failure.message) == ("internal", "the server failed; open the session again.")
@@ -668,7 +668,7 @@ def test_a_hundred_sessions_at_once(target: Target, drafter: Any) -> None:
                         break
         done.append(index)
 
-    with Server(target, {"moa": drafter}, settings=DraftingSettings(port=0, most_sessions_each=200)) as server:
+    with Server(target, {"moa": drafter}, settings=DraftingOptions(most_sessions_each=200)) as server:
         threads = [threading.Thread(target=work, args=(index, server)) for index in range(100)]
         for thread in threads:
             thread.start()

@@ -22,14 +22,14 @@ from moa_data.errors import RequestInvalid
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.server.access import BearerTokens
-from moa_data.serving.server.answer import Answer
-from moa_data.serving.server.request_log import LOG, JsonLines
-from moa_data.serving.server.run import Listening, bind, check_tls
-from moa_data.serving.server.service import HttpLimits
+from moa_data.serving.server.answer import AnswerText
+from moa_data.serving.server.config import LimitOptions
+from moa_data.serving.server.metrics import LOG, JsonLines
+from moa_data.serving.server.run import bind, check_tls
 from moa_data.tests.kit.attackers import head_of
+from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target
-from moa_data.tests.kit.tls import make_certificates
 
 ENGINE = EngineOptions(tree="3")
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -45,7 +45,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def server(target: Target) -> Iterator[LiveServer]:
     with LiveServer(
-        target, {"moa": build_drafter(target.model)}, ENGINE, limits=HttpLimits(most_new_tokens=200)
+        target, {"moa": build_drafter(target.model)}, ENGINE, limits=LimitOptions(most_new_tokens=200)
     ) as live:
         yield live
 
@@ -317,7 +317,7 @@ def test_tokens_let_their_owners_in(target: Target) -> None:
 
 
 def test_rates_are_bounded(target: Target) -> None:
-    limits = HttpLimits(requests_per_s=0.5, requests_at_once=2)
+    limits = LimitOptions(requests_per_s=0.5, requests_at_once=2)
     with LiveServer(target, limits=limits, tokens=BearerTokens(["one", "two"])) as server:
         with client_of(server, "one") as client:
             for _ in range(2):
@@ -347,7 +347,7 @@ def test_a_full_server_says_so(target: Target) -> None:
 
 def test_answers_that_take_too_long_end(target: Target) -> None:
     settings = EngineOptions(target_ms=30)
-    with LiveServer(target, engine=settings, limits=HttpLimits(answer_s=0.3)) as server, client_of(server) as client:
+    with LiveServer(target, engine=settings, limits=LimitOptions(answer_s=0.3)) as server, client_of(server) as client:
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, max_tokens=100)
         assert caught.value.status_code == 408
@@ -359,7 +359,7 @@ def test_answers_that_take_too_long_end(target: Target) -> None:
 
 
 def test_a_slow_body_is_given_up(target: Target) -> None:
-    with LiveServer(target, limits=HttpLimits(body_s=0.2)) as server:
+    with LiveServer(target, limits=LimitOptions(body_s=0.2)) as server:
         host, port = server.address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(head_of("/v1/completions", 100) + b"{")
@@ -388,7 +388,7 @@ def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) ->
 
 def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moa_data.serving.server.answer._HOLD_AT", 4)
-    monkeypatch.setattr("moa_data.serving.server.answer._GO_ON_AT", 1)
+    monkeypatch.setattr("moa_data.serving.server.answer._RELEASE_AT", 1)
     held: list[bool] = []
     with LiveServer(target) as server, client_of(server) as client:
         hold = server.engine.hold
@@ -399,14 +399,14 @@ def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: py
 
         monkeypatch.setattr(server.engine, "hold", note)
         # A reader that takes no piece for a while, as uvicorn waits for a client's full buffer.
-        pieces = Answer.pieces
+        pieces = AnswerText.pieces
 
         async def slowly(answer: Any) -> Any:
             async for piece in pieces(answer):
                 await asyncio.sleep(0.02)
                 yield piece
 
-        monkeypatch.setattr(Answer, "pieces", slowly)
+        monkeypatch.setattr(AnswerText, "pieces", slowly)
         assert text_of(ask(client, max_tokens=60)) == plain_text(target, "Hello there", 60)
     assert True in held
     assert False in held
@@ -466,8 +466,8 @@ def test_each_request_is_one_json_line(target: Target, server: LiveServer) -> No
 
 def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> None:
     files = make_certificates(tmp_path)
-    listening = Listening(port=0, tls=(files.chain, files.key))
-    with LiveServer(target, listening=listening) as server:
+    config = {"tls_cert": str(files.chain), "tls_key": str(files.key)}
+    with LiveServer(target, config=config) as server:
         assert server.address.startswith("https://")
         context = ssl.create_default_context(cafile=str(files.authority))
         with httpx.Client(verify=context) as http, client_of(server, http_client=http) as client:
@@ -506,8 +506,8 @@ def test_a_server_that_ends_finishes_its_answers_and_takes_no_more(target: Targe
 
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) -> None:
-    listening = Listening(port=0, grace_s=1 if how == "grace" else 60)
-    with LiveServer(target, engine=EngineOptions(target_ms=100), listening=listening) as server:
+    config = {"grace_s": 1 if how == "grace" else 60}
+    with LiveServer(target, engine=EngineOptions(target_ms=100), config=config) as server:
         with client_of(server) as client:
             stream = ask(client, stream=True, max_tokens=200)
             next(stream)

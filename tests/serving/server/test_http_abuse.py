@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.options import EngineOptions
-from moa_data.serving.server.connections import ConnectionLimits
-from moa_data.serving.server.run import Listening
+from moa_data.serving.server.config import LimitOptions
 from moa_data.tests.kit.attackers import connect, post
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
@@ -191,8 +190,7 @@ def test_readers_that_do_not_read_hold_their_own_texts_alone() -> None:
     target.eos_token_ids = frozenset()
     n_new = 4000
     settings = EngineOptions(kv_tokens=32768, prefill_chunk=4096)
-    listening = Listening(port=0, connections=ConnectionLimits(write_s=600))
-    with LiveServer(target, engine=settings, listening=listening) as server, ExitStack() as held:
+    with LiveServer(target, engine=settings, limits=LimitOptions(write_s=600)) as server, ExitStack() as held:
         readers = [held.enter_context(connect(place(server), receive_buffer=4096)) for _ in range(3)]
         for reader in readers:
             reader.sendall(post(CHAT, body(max_tokens=n_new, stream=True)))

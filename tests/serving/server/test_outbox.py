@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.protocol.wire import decode
-from moa_data.serving.server import outbox as module
-from moa_data.serving.server.outbox import ContextLog, Outbox
+from moa_data.serving.server import sessions as module
+from moa_data.serving.server.sessions import ContextLog, Outbox
 
 WIDTH = 6
 
@@ -38,7 +38,7 @@ def pong(number: int) -> pb.ServerMessage:
 def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int]], most_kept: int) -> None:
     """Chunks overlap, are read in pieces, and are forgotten when they were sent."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MOST_KEPT", most_kept)
+        patch.setattr(module, "_MAX_KEPT", most_kept)
         log, sent = ContextLog(first), first
         for n_new, n_again, piece in steps:
             start = max(first, log.stop - n_again)
@@ -60,7 +60,7 @@ def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int
 
 
 def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE_BYTES", 5 * 2 * WIDTH)
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 2 * WIDTH)
 
     async def run() -> None:
         outbox, log = Outbox(), ContextLog(3)
@@ -107,8 +107,8 @@ def test_a_failure_ends_it_before_contexts() -> None:
 
 
 def test_a_full_outbox_has_room_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_MESSAGES", 3)
-    monkeypatch.setattr(module, "_MOST_UNSENT", 2 * WIDTH * 10)
+    monkeypatch.setattr(module, "_MAX_MESSAGES", 3)
+    monkeypatch.setattr(module, "_MAX_UNSENT", 2 * WIDTH * 10)
 
     async def run() -> None:
         outbox, log = Outbox(), ContextLog(0)

@@ -1,40 +1,31 @@
-"""Requests and errors in the form of OpenAI's API.
+"""Requests, answers and errors in the form of OpenAI's API.
 
 What is not supported is refused, and never left out silently; settings that are given at the value at which they do
 nothing are taken. ``top_k``, ``repetition_penalty`` and ``drafter`` are additions of this server.
 """
 
+import json
 import math
+import secrets
+import time
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import NotAllowed, Overloaded, RequestInvalid, ServingError
+from .answer import AnswerText
 
+# Settings of the API that this server lacks -> values, besides null, at which they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-}
-"""Settings of the API that this server lacks -> values, besides null, at which they change nothing."""
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,),
+    "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,), "tools": ([],),
+    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "service_tier": ("auto", "default"), "store": (False,), "top_logprobs": (), "audio": (), "prediction": (),
+    "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+}  # fmt: skip
+# Settings that concern the caller's own records, and never the answer.
 _OF_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-"""Settings that concern the caller's own records, and never the answer."""
-_FOREIGN = ("top_logprobs", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")
-"""Other settings of the API that this server lacks."""
 
 
 class ApiError(Exception):
@@ -88,9 +79,7 @@ class ApiError(Exception):
         return cls(500, str(error), code="internal_error")
 
 
-class StreamOptions(BaseModel):
-    """How an answer is streamed."""
-
+class _StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
@@ -98,7 +87,7 @@ class StreamOptions(BaseModel):
 
 
 class AnswerRequest(BaseModel):
-    """What requests for chat completions and for completions have in common."""
+    """The settings that requests for chat completions and for completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -111,7 +100,7 @@ class AnswerRequest(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     drafter: str | None = None
     """Name of the drafter whose drafts speed the answer up, ``none`` for plain decoding."""
 
@@ -121,9 +110,14 @@ class AnswerRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def most_tokens(self) -> int | None:
+    def n_max_tokens(self) -> int | None:
         """The bound on the tokens of the answer; None where there is none."""
         return self.max_tokens
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with a chunk that counts tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -137,7 +131,14 @@ class AnswerRequest(BaseModel):
         except ValidationError as error:
             raise _invalid(error) from error
         for name, value in (request.model_extra or {}).items():
-            _check_extra(name, value)
+            if name in _OF_THE_CALLER or (value is None and name in _NOTHING):
+                continue
+            if name not in _NOTHING:
+                message = f"unrecognized request argument: {name[:60]}. Leave it out."
+                raise ApiError(400, message, name[:60], "unknown_parameter")
+            if value not in _NOTHING[name]:
+                message = f"{name} is not supported by this server. Leave it out."
+                raise ApiError(400, message, name, "unsupported_parameter")
         if len(request.stops) > 4 or not all(request.stops):
             raise ApiError(400, "stop takes up to 4 strings, none of them empty.", "stop", "invalid_value")
         if request.stream_options is not None and not request.stream:
@@ -160,7 +161,7 @@ class ChatRequest(AnswerRequest):
         return sum(len(text) for text in found if isinstance(text, str))
 
     @property
-    def most_tokens(self) -> int | None:
+    def n_max_tokens(self) -> int | None:
         """The bound on the tokens of the answer; None where there is none."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -197,12 +198,62 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param or 'the body'}: {first['msg'].rstrip('.')}.", param or None, "invalid_value")
 
 
-def _check_extra(name: str, value: Any) -> None:
-    """Refuse a setting that this server does not know, unless it does nothing."""
-    if name in _OF_THE_CALLER or (value is None and (name in _NOTHING or name in _FOREIGN)):
-        return
-    if name not in _NOTHING and name not in _FOREIGN:
-        shown = name[:60]
-        raise ApiError(400, f"unrecognized request argument: {shown}. Leave it out.", shown, "unknown_parameter")
-    if value not in _NOTHING.get(name, ()):
-        raise ApiError(400, f"{name} is not supported by this server. Leave it out.", name, "unsupported_parameter")
+class AnswerForm:
+    """Writes one answer as JSON, whole or as server-sent events.
+
+    Args:
+        is_chat: of ``/v1/chat/completions``, else of ``/v1/completions``.
+        model: the model's name.
+        fingerprint: stands for its weights; empty for none.
+        n_prompt: tokens of the prompt.
+        has_usage: whether a stream tells its usage at its end.
+    """
+
+    def __init__(self, is_chat: bool, model: str, fingerprint: str, n_prompt: int, has_usage: bool) -> None:
+        prefix = "chatcmpl" if is_chat else "cmpl"
+        self._is_chat, self._n_prompt, self._has_usage = is_chat, n_prompt, has_usage
+        self._facts = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._facts |= {"system_fingerprint": fingerprint or None}
+
+    def whole(self, text: str, answer: AnswerText) -> dict[str, Any]:
+        """The answer at once."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = self._choice({"message": message} if self._is_chat else {"text": text}, answer.finish_reason)
+        name = "chat.completion" if self._is_chat else "text_completion"
+        return self._facts | {"object": name, "choices": [choice], "usage": self._usage(answer)}
+
+    def first(self) -> bytes:
+        """The event before all text, which names the role of a chat; empty for a completion."""
+        return self._delta({"role": "assistant", "content": ""}, None) if self._is_chat else b""
+
+    def piece(self, text: str) -> bytes:
+        """An event with a piece of text."""
+        return self._delta({"content": text} if self._is_chat else text, None)
+
+    def last(self, answer: AnswerText) -> bytes:
+        """The events that tell why the answer has ended and, where that was asked for, how many tokens it has."""
+        events = self._delta({} if self._is_chat else "", answer.finish_reason)
+        if self._has_usage:
+            events += event(self._chunk([]) | {"usage": self._usage(answer)})
+        return events + b"data: [DONE]\n\n"
+
+    def _delta(self, delta: Any, finish_reason: str | None) -> bytes:
+        chunk = self._chunk([self._choice({"delta" if self._is_chat else "text": delta}, finish_reason)])
+        return event(chunk | {"usage": None} if self._has_usage else chunk)
+
+    def _choice(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return {"index": 0} | content | {"logprobs": None, "finish_reason": finish_reason}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._facts | {
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion", "choices": choices
+        }  # fmt: skip
+
+    def _usage(self, answer: AnswerText) -> dict[str, int]:
+        n_prompt, n_new = self._n_prompt, answer.n_tokens
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Write one server-sent event."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

@@ -1,4 +1,9 @@
-"""Codecs of contexts: sizes, error bounds, and bytes that do not fit."""
+"""What crosses the wire: generated messages are current, codecs keep their bounds, identities are of what is loaded."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,8 +12,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moa_data.errors import RequestInvalid, ServingError
-from moa_data.serving.protocol.wire import CODECS, GROUP, bytes_per_position, decode, encode
+from moa_data.serving.protocol import moa_v1_pb2
+from moa_data.serving.protocol.wire import (
+    CODECS,
+    GROUP,
+    bytes_per_position,
+    decode,
+    drafter_identity,
+    encode,
+    target_identity,
+    tokenizer_identity,
+)
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_byte_tokenizer, build_model, build_tokenizer
 
+ROOT = Path(__file__).parents[2]
+# What depends on the release of grpcio-tools alone.
+BANNERS = re.compile(r"^(# Protobuf Python Version: .*|    \d+,)$", re.MULTILINE)
 MOST = {"int8": 127, "int4": 7}
 SHAPES = st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 2, 7, 63, 64, 65, 100, 129, 192]))
 
@@ -85,3 +105,46 @@ def test_unknown_codecs_are_refused() -> None:
         encode("int2", torch.zeros(1, 4))
     with pytest.raises(RequestInvalid, match="expected one of"):
         decode("", b"", 0, 4)
+
+
+def test_generated_code_is_current(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / ".ci" / "proto.py"), str(tmp_path)]
+    subprocess.run(script, check=True, capture_output=True)
+    made = sorted(tmp_path.iterdir())
+    assert [path.name for path in made] == ["moa_v1_pb2.py", "moa_v1_pb2.pyi"]
+    for path in made:
+        checked_in = (ROOT / "serving" / "protocol" / path.name).read_text()
+        assert BANNERS.sub("", checked_in) == BANNERS.sub("", path.read_text()), f"{path.name} is old: run `make proto`"
+
+
+def test_messages_are_read_as_they_were_written() -> None:
+    message = moa_v1_pb2.ClientMessage(sequence=3, verify=moa_v1_pb2.Verify(start=5, tokens=[7, 8], parents=[-1, 0]))
+    again = moa_v1_pb2.ClientMessage.FromString(message.SerializeToString())
+    assert again == message
+    assert again.WhichOneof("body") == "verify"
+    assert message.DESCRIPTOR.full_name == "moa.v1.ClientMessage"
+
+
+def test_identities_of_drafters() -> None:
+    model = build_model()
+    one = drafter_identity(build_drafter(model))
+    assert one == drafter_identity(build_drafter(model))
+    assert one == drafter_identity(build_drafter(model).bfloat16()), "in whatever dtype it was loaded"
+    assert one != drafter_identity(build_drafter(model, seed=2))
+    assert one != drafter_identity(build_drafter(model, unrotated_keys=True)), "sizes count"
+    changed = build_drafter(model)
+    with torch.no_grad():
+        changed.kv_to_hidden.bias[3] += 1
+    assert one != drafter_identity(changed)
+
+
+def test_identities_of_tokenizers() -> None:
+    one = tokenizer_identity(build_tokenizer(None))
+    assert one == tokenizer_identity(build_tokenizer("{{ messages }}")), "the template is the client's affair"
+    assert one != tokenizer_identity(build_byte_tokenizer())
+    assert tokenizer_identity(None) == ""
+
+
+def test_identities_of_targets() -> None:
+    assert target_identity({"weights_sha256": "ab", "config_sha256": "cd"}) == "ab"
+    assert target_identity({}) == ""
