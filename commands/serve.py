@@ -107,10 +107,9 @@ def _identities(service: "Service") -> "Identities":
 
 
 def _drafters(config: ServeConfig, target: "Target") -> "dict[str, Drafter]":
-    from ..evaluation.drafters import load_drafters
+    from ..moa.formats.checkpoint import load_drafters
 
-    loaded = load_drafters(config.drafter, target, target.model.dtype)
-    return {name: one.drafter for name, one in loaded.items()}
+    return load_drafters(config.drafter, target, target.model.dtype)
 
 
 def _log_json_lines() -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from ..errors import OptionInvalid
 from ..moa.drafters.base import Drafter
-from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
+from ..moa.formats.checkpoint import load_drafters
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.live import Target
 
@@ -60,18 +60,12 @@ class LoadedDrafter:
     facts: DrafterFacts
 
 
-def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, LoadedDrafter]:
-    """Load drafters, of runs of ``moa-data train`` or from folders; their names are those of the folders."""
+def load_with_facts(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, LoadedDrafter]:
+    """Load drafters by name, from runs of ``moa-data train`` or folders, with what their runs recorded."""
     loaded: dict[str, LoadedDrafter] = {}
-    for folder in folders:
-        drafter = load_drafter(folder, dtype, target.device)
-        check_drafter_matches(drafter, target)
+    for folder, (name, drafter) in zip(folders, load_drafters(folders, target, dtype).items(), strict=True):
         frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-        path = Path(folder).expanduser().absolute()  # a link keeps its own name
-        name = path.parent.name if path.name == "drafter" else path.name
-        while name in loaded:
-            name += "'"
-        loaded[name] = LoadedDrafter(drafter, frozen, drafter_facts(path, drafter))
+        loaded[name] = LoadedDrafter(drafter, frozen, drafter_facts(Path(folder).expanduser().absolute(), drafter))
     return loaded
 
 

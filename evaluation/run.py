@@ -22,7 +22,7 @@ from ..moa.targets.template import choose_template_arguments
 from ..text import Progress
 from .config import EvalConfig
 from .disconnection import load_scorer, measure_disconnections
-from .drafters import LoadedDrafter, load_drafters
+from .drafters import LoadedDrafter, load_with_facts
 from .measure import Generate, measure
 from .prompts import load_prompts
 from .report import Disconnection, EvaluationReport, build_report, check_output, write_report
@@ -54,7 +54,7 @@ def evaluate(
     check_template(target.tokenizer, config.model)
     if config.compile:
         target.compile(config.compile)
-    drafters = load_drafters(config.drafter, target, dtype) if config.needs_drafters else {}
+    drafters = load_with_facts(config.drafter, target, dtype) if config.needs_drafters else {}
     recorded = {name: loaded.drafter.config.target for name, loaded in drafters.items()}
     check_template(target.tokenizer, config.model, choose_template_arguments(config.template_kwargs, recorded))
     disconnection = None

@@ -65,8 +65,7 @@ class TensorHeader:
     """Shape and dtype of a tensor, from the header of a safetensors file."""
 
     shape: tuple[int, ...]
-    dtype: Any
-    """A torch dtype, or its name in the file where torch has none."""
+    dtype: Any  # A torch dtype, or its name in the file where torch has none
 
 
 @contextmanager

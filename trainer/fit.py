@@ -305,7 +305,7 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     if most is not None and config.validation.draft_length > most:
         raise TrainingError(
             f"--draft-length {config.validation.draft_length} asks validation for more levels than the {most} that "
-            f"this {build.kind} drafter drafts; lower it, or give the drafter more."
+            f"this {build.config_class.kind} drafter drafts; lower it, or give the drafter more."
         )
     drafter.initialize(torch.Generator().manual_seed(config.seed))
     reader = BatchReader(store, config, torch.device("cpu"))

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.decoding.decode import PartCosts, measure_costs
 from benchmarks.kit.records import provenance
-from moa_data.evaluation.drafters import load_drafters
+from moa_data.evaluation.drafters import load_with_facts
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch
@@ -184,7 +184,7 @@ def main() -> None:
         parser.error("--n-prompts, --seeds and --max-new-tokens must be at least 1.")
     torch.set_num_threads(options.threads)
     target = Target.load(options.model, torch.float32, "cpu")
-    loaded = next(iter(load_drafters([options.run], target, torch.float32).values()))
+    loaded = next(iter(load_with_facts([options.run], target, torch.float32).values()))
     proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
     prompts = opening_tokens(target, load_prompts(options.prompts, options.n_prompts).prompts)
     costs = measure_costs(target, proposer, prompts[0], n_repeats=30)

@@ -1,4 +1,4 @@
-"""The drafters: one file each behind the interface of ``base``, entered in ``registry``.
+"""The drafters: one file each, with the interface of ``base``, entered in ``registry``.
 
 Draft shapes, sampling and checkpoints of other projects live in ``decoding`` and ``formats``.
 """

@@ -24,12 +24,13 @@ W numbers of a context, L target layers, D packed KV width.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import DrafterError
+from ..nn.layers import DecoderBlock
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
@@ -40,38 +41,37 @@ from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 class DraftedFeatures:
     """Features as decoding would draft them, for validation."""
 
-    queries: Tensor
-    """[B, Q] int64, positions."""
-    valid: Tensor
-    """[B, Q] bool; False is padding."""
-    features: Tensor
-    """[B, Q, E]."""
+    queries: Tensor  # [B, Q] int64, positions
+    valid: Tensor  # [B, Q] bool; False is padding
+    features: Tensor  # [B, Q, E]
 
 
 @dataclass(frozen=True)
 class DraftLevel:
     """The nodes of one level of a draft tree that are fed together."""
 
-    tokens: Tensor
-    """[B, b] int64."""
-    parent_features: Tensor
-    """[B, b, E], what ``draft_root`` or ``draft_level`` gave for the parent of each node."""
+    tokens: Tensor  # [B, b] int64
+    parent_features: Tensor  # [B, b, E], what ``draft_root`` or ``draft_level`` gave for the parent of each node
     seen: Tensor
     """[B, b, n] bool, which of the n tokens fed in this round each node sees: the root first, then all nodes level by
     level, itself included."""
-    depth: int
-    """1 for the children of the root."""
+    depth: int  # 1 for the children of the root
 
 
 class Drafter(nn.Module, ABC):
     """A drafter: its trained weights, their training objective, and how it drafts."""
 
-    kind: ClassVar[str]
-    """The drafter's name in ``drafter.json`` and on the command line."""
     config_class: ClassVar[type[DrafterSizes]]
+    config: Any  # the sizes, an instance of ``config_class``
 
-    config: Any
-    """The sizes, an instance of ``config_class``."""
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def kind(self) -> str:
+        """The drafter's name in ``drafter.json`` and on the command line."""
+        return self.config_class.kind
 
     @property
     def observed_layers(self) -> tuple[int, ...]:
@@ -82,6 +82,11 @@ class Drafter(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return next(self.parameters()).dtype
+
+    @property
+    def blocks(self) -> list[DecoderBlock]:
+        """The decoder layers in order, of a drafter that has :attr:`layers`."""
+        return cast(list[DecoderBlock], list(cast(nn.ModuleList, self.layers)))
 
     # Training
 
@@ -188,9 +193,9 @@ class Drafter(nn.Module, ABC):
 
     @property
     def context_width(self) -> int | None:
-        """W, numbers of a position's context: what drafting needs of the target there, where the target is elsewhere.
+        """W, how many numbers of the target's a position's context has; 0 for a drafter that needs nothing of it.
 
-        0 for a drafter that needs nothing; None, the default, for one that can only draft beside its target.
+        None, the default, for one that can only draft beside its target.
         """
         return None
 
@@ -205,7 +210,11 @@ class Drafter(nn.Module, ABC):
         Raises:
             DrafterError: the drafter has no contexts.
         """
-        self._check_context_width()
+        if self.context_width is None:
+            raise DrafterError(
+                f"a {self.kind} drafter can only draft beside its target; `moa-data chat --help` lists the kinds that "
+                "can draft over a network."
+            )
         n_layers = self.config.n_layers
         return ContextCache(range(n_layers - self.config.target_layer_inference, n_layers))
 
@@ -214,20 +223,13 @@ class Drafter(nn.Module, ABC):
         """Make the contexts of n positions that the target has seen, of one text or several.
 
         Args:
-            frozen: frozen target weights, as for :meth:`draft_root`.
             hidden: [n, E], the target's hidden states after its final norm, or [n, K * E] as :meth:`observe` gets them.
-            kv: [n, L, D], packed KV of all layers; may be None unless :attr:`context_needs_kv`.
+            kv: [n, L, D], packed KV of all layers; None unless :attr:`context_needs_kv`.
             positions: [n] int64, of the tokens in their texts.
 
         Returns:
             [n, W], in the drafter's dtype.
-
-        Raises:
-            DrafterError: the drafter has no contexts, or needs the KV.
         """
-        self._check_context_width()
-        if self.context_needs_kv and kv is None:
-            raise DrafterError(f"contexts of a {self.kind} drafter are made from the target's KV; give it.")
         return self._make_context(hidden, kv, positions).to(self.dtype)
 
     @torch.inference_mode()
@@ -245,13 +247,13 @@ class Drafter(nn.Module, ABC):
             start: the first of the positions; those before it have been taken.
 
         Raises:
-            DrafterError: the drafter has no contexts, or these are not the next ones.
+            DrafterError: these are not the next ones.
         """
-        width = self._check_context_width()
-        if context.ndim != 2 or context.shape[1] != width or start != cache.lengths[0]:
+        width, next_one = self.context_width, cache.lengths[0]
+        if context.ndim != 2 or context.shape[1] != width or start != next_one:
             raise DrafterError(
-                f"contexts {list(context.shape)} from position {start} on do not fit: "
-                f"the next ones are [n, {width}] from {cache.lengths[0]} on."
+                f"contexts {list(context.shape)} from position {start} on do not fit: the next ones are [n, {width}] "
+                f"from {next_one} on."
             )
         weight = next(self.parameters())
         self._take_context(state, cache, context.to(weight.device, weight.dtype))
@@ -262,18 +264,9 @@ class Drafter(nn.Module, ABC):
         By default nothing is reused. What does not continue what the state knows is made again, as without this call.
 
         Args:
-            contexts: [B, n, W], of the next n positions of each row.
+            contexts: [B, n, W], of the next n positions of each row, of which some are real (``counts``).
             starts: the first of the n positions of each row.
-            counts: how many of them are real.
         """
-
-    def _check_context_width(self) -> int:
-        if self.context_width is None:
-            raise DrafterError(
-                f"a {self.kind} drafter can only draft beside its target; `moa-data chat --help` lists the kinds that "
-                "can draft over a network."
-            )
-        return self.context_width
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         """Make what :meth:`encode_context` returns; by default nothing, [n, 0]."""

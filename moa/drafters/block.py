@@ -28,11 +28,10 @@ The reference is deepseek-ai/DeepSpec, and z-lab/dflash for drafts at their own 
 contexts memory and kv have none; that drafters gain from the target's own KV is found in arXiv 2604.26412.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,16 +40,15 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import losses, masks
-from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv
-from ..nn.layers import DecoderBlock, RMSNorm, Rotary
+from ..nn.layers import AppendKV, DecoderBlock, RMSNorm, Rotary
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead, markov_head
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, RowState, padded, write_behind
+from .caches import KeysValues, RowState, concatenated, padded, write_behind
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import DrafterSizes, check_target_layers
+from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import (
     ALL_BLOCKS,
     Draws,
@@ -67,10 +65,6 @@ from .training import (
     loss_queries,
 )
 
-Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes the number of a layer, and its keys and values of slots; gives those of context and slots."""
-
-
 CONTEXTS = ("hidden", "kv", "memory")
 """What a drafter can know of verified positions."""
 N_READ_LAYERS = 5
@@ -78,58 +72,46 @@ N_READ_LAYERS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDrafterSizes(KVEncoderSizes):
+class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """The sizes that block-parallel drafters share; those of the KV encoder are 0 without the context memory."""
 
     module_counts: ClassVar[tuple[str, ...]] = ("block_layers",)
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
 
-    self_attention_kv_heads: int
-    """KV heads of each layer; with the context kv those of the target."""
-    self_attention_mlp_width: int
-    """MLP width of each layer."""
-    mask_token: int
-    """The token whose embedding stands for an unknown one."""
-    block_size: int
-    """G, slots of a block."""
-    sample_from_anchor: bool
-    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
-    context: str = "hidden"
-    """What the layers see of verified positions, see the module: hidden, kv or memory."""
+    mask_token: int  # the token whose embedding stands for an unknown one
+    block_size: int  # G, slots of a block
+    sample_from_anchor: bool  # whether the anchor's slot drafts the next token; else each further slot drafts its own
+    context: str = "hidden"  # what the layers see of verified positions, see the module: hidden, kv or memory
     fused_layers: tuple[int, ...] = ()
-    """Target layers that are read: those whose outputs ``fc`` takes, in this order, where -1 is the embedding; with the
-    context kv those whose keys and values the layers see, as many for each (:meth:`seen_layers`); none with the context
-    memory."""
-    block_layers: int = 5
-    """Decoder layers."""
+    """Target layers that are read. Context hidden: those whose outputs ``fc`` takes, -1 is the embedding. Context kv:
+    those whose KV the layers see, as many for each, the first layer the lowest. Context memory: none."""
+    block_layers: int = 5  # decoder layers
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
-        self.check_kv_heads("self_attention_kv_heads")
+        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON has lists only
+        super().__post_init__()
         self.check_at_least_one("block_layers", "block_size")
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        if self.context == "memory" and (problems := self.encoder_problems()):
-            raise DrafterError("sizes of the KV encoder do not fit: " + "; ".join(problems) + ".")
-        if self.context == "kv":
-            self._check_seen_heads()
-        if self.n_drafts < 1:
-            raise DrafterError("a block of 1 slot drafts nothing but from its anchor; give a block_size from 2 up.")
-        if not 0 <= self.mask_token < self.vocab_size:
-            raise DrafterError(f"mask_token must be one of the {self.vocab_size} tokens, got {self.mask_token}.")
-
-    def _check_seen_heads(self) -> None:
-        """Refuse KV heads that are not the target's, and more seen layers than a group of query heads can share."""
         n_kv_heads = self.kv_width // (2 * self.head_dim)
-        if self.self_attention_kv_heads != n_kv_heads:
-            raise DrafterError(
-                f"with the context kv a layer has the KV heads of the target, {n_kv_heads}, got "
-                f"self_attention_kv_heads {self.self_attention_kv_heads}."
+        if self.context == "memory":
+            self.check_fit(*self.encoder_problems())
+        if self.context == "kv":
+            own, shared = self.self_attention_kv_heads, self.n_seen_layers * n_kv_heads
+            self.check_fit(
+                (own != n_kv_heads, f"self_attention_kv_heads ({own}) must be the {n_kv_heads} of the target"),
+                (
+                    shared < 1 or self.n_heads % shared > 0,
+                    f"{self.n_heads} query heads cannot share evenly the {n_kv_heads} KV heads of {self.n_seen_layers} "
+                    "layers of the target, which each layer sees: give other fused_layers",
+                ),
             )
-        if self.n_heads % (self.n_seen_layers * n_kv_heads):
-            raise DrafterError(
-                f"each layer sees the keys and values of {self.n_seen_layers} layers of the target, {n_kv_heads} KV "
-                f"heads each, which {self.n_heads} query heads cannot share evenly; give other fused_layers."
-            )
+        self.check_fit(
+            (self.n_drafts < 1, "a block of 1 slot drafts nothing but from its anchor: give a block_size from 2 up"),
+            (
+                not 0 <= self.mask_token < self.vocab_size,
+                f"mask_token ({self.mask_token}) must be one of the {self.vocab_size} tokens",
+            ),
+        )
 
     @property
     def n_seen_layers(self) -> int:
@@ -137,7 +119,7 @@ class BlockDrafterSizes(KVEncoderSizes):
         return len(self.fused_layers) // self.block_layers
 
     def seen_layers(self, index: int) -> tuple[int, ...]:
-        """The target layers whose keys and values a layer sees with the context kv, the first layer the lowest."""
+        """The target layers whose KV a layer sees with the context kv."""
         return self.fused_layers[index * self.n_seen_layers : (index + 1) * self.n_seen_layers]
 
     @property
@@ -159,11 +141,7 @@ class BlockDrafterSizes(KVEncoderSizes):
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts, context = target_sizes(config), given.get("context", cls.context)
-        found = {
-            "self_attention_kv_heads": facts["n_kv_heads"],
-            "self_attention_mlp_width": config.intermediate_size,
-            "mask_token": facts["vocab_size"] - 1,
-        }
+        found = super().defaults(config, given) | {"mask_token": facts["vocab_size"] - 1}
         if context == "kv":
             found["kv_width"] = 2 * facts["n_kv_heads"] * facts["head_dim"]
         if context == "memory":
@@ -175,12 +153,7 @@ class BlockDrafterSizes(KVEncoderSizes):
 
 
 def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
-    """The target layers that a drafter with some settings or sizes reads, with -1 for the embedding.
-
-    Raises:
-        DrafterError: the settings name none, and the target is so small that there is no default; or others than it
-            can read.
-    """
+    """The target layers that a drafter with some settings or sizes reads, with -1 for the embedding."""
     if settings.fused_layers is None and settings.context != "memory":
         return default_read_layers(n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS)
     check_context(settings, n_layers)
@@ -188,11 +161,7 @@ def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
 
 
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
-    """The layers that are read by default, from 1 to L - 3, evenly spread; a single one is the middle.
-
-    Raises:
-        DrafterError: the target is so small that these are not so many layers.
-    """
+    """The layers that are read by default, from 1 to L - 3, evenly spread; a single one is the middle."""
     if n_read == 1:
         return (n_layers // 2,)
     layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
@@ -206,7 +175,7 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
 
 
 def check_context(settings: Any, n_layers: int) -> None:
-    """Refuse a context that there is not, and layers that do not suit it or that a target of ``n_layers`` lacks."""
+    """Refuse an unknown context, and layers that do not suit it or that a target of ``n_layers`` lacks."""
     context, layers = settings.context, tuple(settings.fused_layers or ())
     if context not in CONTEXTS:
         raise DrafterError(f"context is {context!r}, expected one of {', '.join(CONTEXTS)}.")
@@ -264,10 +233,10 @@ class BlockDrafter(KVEncoder, Drafter):
     config: BlockDrafterSizes
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
+    confidence_reads_markov = False
 
     def __init__(self, config: BlockDrafterSizes) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.markov_head = self.confidence_head = None
         width = config.hidden_size
         if config.context == "hidden":
@@ -276,16 +245,10 @@ class BlockDrafter(KVEncoder, Drafter):
             self.build_encoder()
         if config.context != "kv":
             self.hidden_norm = RMSNorm(width, eps=config.norm_eps)
-        sizes = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, qkv_bias=False)
-        sizes = replace(sizes, query_key_norm=True)
+        sizes = replace(config.layer, qkv_bias=False, query_key_norm=True)
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(config.block_layers))
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
-
-    @property
-    def blocks(self) -> list[DecoderBlock]:
-        """:attr:`layers` with their type."""
-        return cast(list[DecoderBlock], list(self.layers))
 
     @property
     @override
@@ -317,12 +280,7 @@ class BlockDrafter(KVEncoder, Drafter):
     # The block, in training and in decoding
 
     def context(self, frozen: FrozenTarget, tokens: Tensor, projected: Tensor) -> Tensor:
-        """Make the context of verified positions: [..., E].
-
-        Args:
-            tokens: [...] int64.
-            projected: [..., E], of :meth:`project`; or encoded KV.
-        """
+        """Make the context [..., E] of verified tokens [...] from what :meth:`project` gave, or from encoded KV."""
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
             own = self.fc.weight[:, : self.config.hidden_size]
             projected = projected + F.linear(frozen.embed(tokens), own)
@@ -339,15 +297,17 @@ class BlockDrafter(KVEncoder, Drafter):
         tokens[..., 0] = anchors
         return frozen.embed(tokens.flatten(1))
 
-    def run_layers(self, x: Tensor, positions: Tensor, append: Append, mask: masks.Mask | Tensor | None) -> Tensor:
-        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E] after the final norm."""
+    def run_layers(
+        self, x: Tensor, positions: Tensor, appends: Sequence[AppendKV], mask: masks.Mask | Tensor | None
+    ) -> Tensor:
+        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E] after the final norm.
+
+        Args:
+            appends: for each layer, takes keys and values of the slots and gives those of context and slots.
+        """
         rotation = self.rotary(positions)
-        for index, block in enumerate(self.blocks):
-
-            def behind(keys: Tensor, values: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
-                return append(index, keys, values)
-
-            x = block.attend_behind(x, rotation, behind, mask)
+        for block, append in zip(self.blocks, appends, strict=True):
+            x = block.attend_behind(x, rotation, append, mask)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -384,16 +344,10 @@ class BlockDrafter(KVEncoder, Drafter):
             return None
         hidden, markov = self.split_features(features)
         x = hidden
-        if self.reads_token_before:
-            assert self.markov_head is not None
+        if self.confidence_reads_markov and self.markov_head is not None:
             x = torch.cat((hidden, markov[..., : self.markov_head.rank]), dim=-1)
         found: Tensor = self.confidence_head(x)
         return found
-
-    @property
-    @abstractmethod
-    def reads_token_before(self) -> bool:
-        """Whether the confidence head reads the Markov head's embedding too."""
 
     @override
     def confidence(self, features: Tensor) -> Tensor | None:
@@ -403,25 +357,12 @@ class BlockDrafter(KVEncoder, Drafter):
     # Training
 
     def text_hidden(self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor) -> Tensor:
-        """Run blocks over a text: hidden states of the slots that draft, [B, N, K, E].
-
-        Args:
-            anchors: [B, N].
-            valid: [B, N] bool.
-        """
+        """Run blocks over texts, at anchors [B, N] of which some are valid: hidden states of drafts [B, N, K, E]."""
         size, n_tokens = self.config.block_size, inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
-        of_context = self._text_context(frozen, inputs, x.dtype)
-
-        def append(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            seen = of_context[layer]
-            keys, values = (expand_heads(own, seen[0].shape[1]) for own in (keys, values))
-            return torch.cat((seen[0].to(keys.dtype), keys), dim=2), torch.cat((seen[1].to(keys.dtype), values), dim=2)
-
-        positions = draft_positions(anchors, size).flatten(1)
+        appends = [partial(concatenated, seen) for seen in self._text_context(frozen, inputs, x.dtype)]
         mask = block_mask(anchors, valid, size, n_tokens)
-        hidden = self.run_layers(x, positions, append, mask)
-        return self.drafting(hidden)
+        return self.drafting(self.run_layers(x, draft_positions(anchors, size).flatten(1), appends, mask))
 
     def _text_context(self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype) -> list[KeysValues]:
         """Make keys and values of the context for each layer, of all positions of texts: each [B, H_kv, T, d]."""
@@ -438,15 +379,7 @@ class BlockDrafter(KVEncoder, Drafter):
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Make features of drafts that are known.
-
-        Args:
-            hidden: [..., K, E].
-            before: [..., K] int64, the token before each draft.
-
-        Returns:
-            [..., K, F].
-        """
+        """Make features [..., K, F] from hidden states [..., K, E] and the token before each draft [..., K]."""
         if self.markov_head is None:
             return hidden
         return torch.cat((hidden, self.markov_head.read(hidden, before).to(hidden.dtype)), dim=-1)
@@ -544,28 +477,28 @@ class BlockDrafter(KVEncoder, Drafter):
         device, size = frozen.lm_head_weight.device, self.config.block_size
         before = [len(tokens) - 1 for tokens in committed]
         state.forget_drafts()
-        append: Append
+        appends: list[AppendKV]
         if self.config.context == "kv":
             _check_has_kv(cache, before)
-            append = partial(self._behind_target, cache, before)
+            appends = [partial(self._write_behind_target, cache, before, index) for index in range(len(self.layers))]
         else:
             self._extend_context(state, frozen, committed, cache)
-            append = partial(_behind_context, state)
+            appends = [buffer.append for buffer in state.slots]
         mask = None
         if len(set(before)) > 1:
             every = torch.ones(len(committed), size, size, dtype=torch.bool, device=device)
             mask = masks.tree_mask(before, every)
         anchors = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
-        hidden = self.run_layers(self.slots(frozen, anchors), positions_behind(before, size, device), append, mask)
+        hidden = self.run_layers(self.slots(frozen, anchors), positions_behind(before, size, device), appends, mask)
         state.hidden = self.drafting(hidden)[:, 0]
         return self.begin_features(state.hidden[:, :1], anchors)
 
-    def _behind_target(
-        self, cache: KVSource, before: Sequence[int], layer: int, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Put the block's keys and values behind the target's own of each layer that a layer sees."""
+    def _write_behind_target(
+        self, cache: KVSource, before: Sequence[int], index: int, keys: Tensor, values: Tensor
+    ) -> KeysValues:
+        """Write the block's keys and values after the target's own, of each layer that a layer sees."""
         n_slots = keys.shape[2]
-        views = [cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(layer)]
+        views = [cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(index)]
         return _side_by_side([write_behind(view, before, n_slots, keys, values) for view in views])
 
     def _extend_context(
@@ -576,18 +509,17 @@ class BlockDrafter(KVEncoder, Drafter):
         if not any(counts):
             return
         device, starts = frozen.lm_head_weight.device, state.lengths
-        positions = positions_behind(starts, max(counts), device)
-        if self.config.context == "memory":
-            first_layer = 0 if self.config.layer_attention else self.config.n_layers - 1
-            made = self.encode_kv(cache.packed(starts, max(counts), first_layer).to(self.dtype), positions)
-        else:
-            made = state.take_fresh(counts)
+        made = (
+            self.encode_cached(cache, starts, max(counts))
+            if self.config.context == "memory"
+            else state.take_fresh(counts)
+        )
         texts = [row[start:-1] for row, start in zip(committed, starts, strict=True)]
         tokens = padded(texts, device)  # [B, n]
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
-        """Put keys and values of context [B, n, E], of which some are real, behind those of each layer."""
+        """Append keys and values of context [B, n, E], of which some are real, to each layer's."""
         rotation = self.rotary(positions_behind(state.lengths, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
@@ -664,18 +596,13 @@ def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
     return torch.stack(keys, dim=2).flatten(1, 2), torch.stack(values, dim=2).flatten(1, 2)
 
 
-def _behind_context(state: BlockState, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the block's keys and values behind those of the context."""
-    return state.slots[layer].append(keys, values)
-
-
 def _check_has_kv(cache: KVSource, before: Sequence[int]) -> None:
     """Refuse to draft after so many positions of each row where the target's KV of some has not arrived."""
     for have, n_positions in zip(cache.lengths, before, strict=True):
         if have < n_positions:
             raise DrafterError(
                 f"the contexts of positions {have} to {n_positions - 1} have not arrived; begin the round at token "
-                f"{have}, and feed the known tokens behind it as levels."
+                f"{have}, and feed the known tokens after it as levels."
             )
 
 
@@ -689,22 +616,14 @@ class DFlashSizes(BlockDrafterSizes):
     kind: ClassVar[str] = "dflash"
 
     block_size: int = 16
-    """G, slots of a block."""
     sample_from_anchor: bool = False
-    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
 
 
 class DFlashDrafter(BlockDrafter):
-    """The backbone alone."""
+    """The backbone without heads."""
 
-    kind: ClassVar[str] = DFlashSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = DFlashSizes
     config: DFlashSizes
-
-    @property
-    @override
-    def reads_token_before(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -714,17 +633,11 @@ class DSparkSizes(BlockDrafterSizes):
     kind: ClassVar[str] = "dspark"
 
     block_size: int = 7
-    """G, slots of a block."""
     sample_from_anchor: bool = True
-    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
-    markov_head: str = "vanilla"
-    """How a draft follows from the one before it, see :mod:`..nn.markov`."""
-    markov_rank: int = 256
-    """r, rank of the Markov head."""
-    confidence_head: bool = True
-    """Whether there is a confidence head."""
-    confidence_with_markov: bool = True
-    """Whether it reads the Markov head's embedding of the token before too."""
+    markov_head: str = "vanilla"  # how a draft follows from the one before it, see :mod:`..nn.markov`
+    markov_rank: int = 256  # r, rank of the Markov head
+    confidence_head: bool = True  # whether there is a confidence head
+    confidence_with_markov: bool = True  # whether it reads the Markov head's embedding of the token before too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -736,7 +649,6 @@ class DSparkSizes(BlockDrafterSizes):
 class DSparkDrafter(BlockDrafter):
     """The backbone, a Markov head and a confidence head."""
 
-    kind: ClassVar[str] = DSparkSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = DSparkSizes
     config: DSparkSizes
 
@@ -744,10 +656,6 @@ class DSparkDrafter(BlockDrafter):
         super().__init__(config)
         self.markov_head = markov_head(config.markov_head, config.vocab_size, config.markov_rank, config.hidden_size)
         if config.confidence_head:
-            own = config.markov_rank if self.reads_token_before else 0
+            self.confidence_reads_markov = config.confidence_with_markov and config.markov_head != "none"
+            own = config.markov_rank if self.confidence_reads_markov else 0
             self.confidence_head = ConfidenceHead(config.hidden_size + own)
-
-    @property
-    @override
-    def reads_token_before(self) -> bool:
-        return self.config.confidence_with_markov and self.config.markov_head != "none"

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..nn import masks
+from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_behind
 from ..nn.layers import DecoderBlock, Rotary, Rotation
 from ..targets.bundle import FrozenTarget
@@ -88,10 +89,17 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     return (slots < torch.tensor(lengths, device=device)[:, None])[:, None, :]
 
 
+def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
+    """Append keys and values [B, H, S, d], of as many heads or fewer, to others, in their own dtype."""
+    if keys.shape[1] < (n_heads := first[0].shape[1]):
+        keys, values = expand_heads(keys, n_heads), expand_heads(values, n_heads)
+    return torch.cat((first[0].to(keys.dtype), keys), dim=2), torch.cat((first[1].to(values.dtype), values), dim=2)
+
+
 def write_behind(
     view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Put a drafter's own keys and values of the newest tokens behind the target's verified ones, in place.
+    """Write a drafter's keys and values of the newest tokens after the target's verified ones, in place.
 
     Nothing is copied of the context; the target's next call writes over these slots.
 
@@ -110,23 +118,18 @@ def write_behind(
     return view
 
 
-# Drafters whose self-attention reads tokens alone
+# Drafters whose self-attention reads embeddings of tokens
 
 
 class Fed(NamedTuple):
     """Tokens that a draft step feeds, and what they see."""
 
-    embeddings: Tensor
-    """[B, b, E]."""
-    positions: Tensor
-    """[B or 1, b] int64."""
+    embeddings: Tensor  # [B, b, E]
+    positions: Tensor  # [B or 1, b] int64
     rotation: Rotation
-    before: list[int]
-    """Verified tokens of each row."""
-    seen: Tensor
-    """[B, b, n] bool, which of the tokens fed in this round each of them sees."""
-    mask: Tensor | None
-    """[B, b, S] bool, ``seen`` behind the verified tokens; None where there is nothing to mask."""
+    before: list[int]  # verified tokens of each row
+    seen: Tensor  # [B, b, n] bool, which of the tokens fed in this round each of them sees
+    mask: Tensor | None  # [B, b, S] bool, ``seen`` after the verified tokens; None where nothing is masked
 
 
 class TokenState(RowState):

@@ -15,9 +15,9 @@ makes those of accepted tokens anew.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,11 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
-from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, padded
-from .sizes import DrafterSizes
+from .sizes import DrafterSizes, LayerSizes
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, distillation, loss_queries
 
 
@@ -66,11 +66,6 @@ class FeatureDrafter(Drafter):
     """What EAGLE and EAGLE-3 share: layers fed with the token at t+1 and the feature of t, then with their outputs."""
 
     rotary: Rotary
-
-    @property
-    @abstractmethod
-    def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers in order; the first one takes what :meth:`join` gives."""
 
     @abstractmethod
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
@@ -153,56 +148,35 @@ class FeatureDrafter(Drafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleSizes(DrafterSizes):
+class EagleSizes(LayerSizes):
     """Everything needed to rebuild an EAGLE drafter and to know which target it belongs to."""
 
     kind: ClassVar[str] = "eagle"
     module_counts: ClassVar[tuple[str, ...]] = ("eagle_layers",)
 
-    self_attention_kv_heads: int
-    """KV heads of each layer."""
-    self_attention_mlp_width: int
-    """MLP width of each layer."""
-    eagle_layers: int = 1
-    """Decoder layers."""
+    eagle_layers: int = 1  # decoder layers
     eagle_input_norm: bool = True
     """The first layer has a norm before its attention, as in the MoA authors' EAGLE; the EAGLE authors' has none."""
     eagle_fc_bias: bool = False
     """The linear layer that joins token and hidden state has a bias, as in some of the EAGLE authors' checkpoints."""
 
     def __post_init__(self) -> None:
-        self.check_kv_heads("self_attention_kv_heads")
+        super().__post_init__()
         self.check_at_least_one("eagle_layers")
-
-    @classmethod
-    @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "self_attention_kv_heads": target_sizes(config)["n_kv_heads"],
-            "self_attention_mlp_width": config.intermediate_size,
-        }
 
 
 class EagleDrafter(FeatureDrafter):
     """The trained part: the linear layer that joins token and hidden state, and the decoder layers."""
 
-    kind: ClassVar[str] = EagleSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = EagleSizes
     config: EagleSizes
 
     def __init__(self, config: EagleSizes) -> None:
-        super().__init__()
-        self.config = config
-        sizes = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, config.qkv_bias)
-        first = replace(sizes, input_norm=config.eagle_input_norm)
+        super().__init__(config)
+        first = replace(config.layer, input_norm=config.eagle_input_norm)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
-        self.layers = nn.ModuleList(DecoderBlock(sizes if i else first) for i in range(config.eagle_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config.layer if i else first) for i in range(config.eagle_layers))
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
-
-    @property
-    @override
-    def blocks(self) -> list[DecoderBlock]:
-        return cast(list[DecoderBlock], list(self.layers))
 
     @override
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..nn.limits import LIMITS
 from ..targets.bundle import FrozenTarget, target_sizes
 from .eagle import FeatureDrafter
-from .sizes import DrafterSizes, check_target_layers
+from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries
 
 STEP_DECAY = 0.8
@@ -51,29 +51,22 @@ DEFAULT_DRAFT_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Sizes(DrafterSizes):
+class Eagle3Sizes(LayerSizes):
     """Everything needed to rebuild an EAGLE-3 drafter and to know which target it belongs to."""
 
     kind: ClassVar[str] = "eagle3"
 
-    self_attention_kv_heads: int
-    """KV heads of the layer."""
-    self_attention_mlp_width: int
-    """MLP width of the layer."""
     fused_layers: tuple[int, ...]
     """Target layers, from 0, whose outputs are fused, in the order in which the linear layer takes them."""
-    draft_vocabulary: int
-    """V_d, tokens that can be drafted."""
-    test_time_steps: int = 7
-    """J, draft steps that training unrolls."""
+    draft_vocabulary: int  # V_d, tokens that can be drafted
+    test_time_steps: int = 7  # J, draft steps that training unrolls
     fc_norm: bool = False
     """Whether each of the outputs has a norm before they are fused, as in EAGLE-3.1 (arXiv 2605.09992)."""
-    norm_output: bool = False
-    """Whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1."""
+    norm_output: bool = False  # whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
-        self.check_kv_heads("self_attention_kv_heads")
+        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON has lists only
+        super().__post_init__()
         # A foreign checkpoint does not say how many layers its target has.
         check_target_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
         if not 1 <= self.draft_vocabulary <= self.vocab_size:
@@ -87,22 +80,15 @@ class Eagle3Sizes(DrafterSizes):
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
-        found = {
-            "self_attention_kv_heads": facts["n_kv_heads"],
-            "self_attention_mlp_width": config.intermediate_size,
-            "draft_vocabulary": min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY),
-        }
+        found = super().defaults(config, given)
+        found["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
         if "fused_layers" not in given:  # small targets have no default
             found["fused_layers"] = default_fused_layers(facts["n_layers"])
         return found
 
 
 def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
-    """The default fused layers, low, middle and high: 1, L // 2 - 1 and L - 4, as in SpecForge, SGLang and vLLM.
-
-    Raises:
-        DrafterError: the target is so small that these are no three layers.
-    """
+    """The default fused layers, low, middle and high: 1, L // 2 - 1 and L - 4, as in SpecForge, SGLang and vLLM."""
     layers = (1, n_layers // 2 - 1, n_layers - 4)
     if not layers[0] < layers[1] < layers[2]:
         raise DrafterError(
@@ -136,22 +122,18 @@ class Eagle3Drafter(FeatureDrafter):
     a token can be drafted.
     """
 
-    kind: ClassVar[str] = Eagle3Sizes.kind
     config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
     config: Eagle3Sizes
     d2t: Tensor
     t2d: Tensor
 
     def __init__(self, config: Eagle3Sizes) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         width = config.hidden_size
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
-        kv_heads, mlp_width = config.self_attention_kv_heads, config.self_attention_mlp_width
-        sizes = config.block(kv_heads, mlp_width, config.qkv_bias)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(width, eps=config.norm_eps) for _ in config.fused_layers)
-        self.midlayer = Eagle3Block(replace(sizes, input_width=2 * width))
+        self.midlayer = Eagle3Block(replace(config.layer, input_width=2 * width))
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocabulary, bias=False)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
@@ -245,7 +227,7 @@ class Eagle3Drafter(FeatureDrafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the forward KL of all steps, each weighted 0.8 times the one before.
 
-        The forward KL that is reported is that of the first step alone, unweighted.
+        The reported forward KL is that of the first step, unweighted.
         """
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
@@ -270,8 +252,7 @@ class Eagle3Drafter(FeatureDrafter):
         """Run every step of training-time test; the results are sorted by the position that a step drafts from.
 
         Args:
-            queries: [B, Q] int64, positions of the response, ascending, as ``rounds.loss_queries`` gives them.
-            valid: [B, Q] bool; False is padding.
+            queries: [B, Q] int64, positions of the response, as :func:`loss_queries` gives them with ``valid``.
 
         Returns:
             Features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is j - 1
@@ -306,17 +287,13 @@ class Eagle3Drafter(FeatureDrafter):
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Let each round attend to slots that all share and to slots of its own.
+    """Let each round attend to slots that all share and to slots of its own: [B, H, Q, d].
 
     Args:
         q: [B, H, Q, d], a query of each round.
-        keys: [B, H_kv, S, d], shared, as ``values``.
-        values: [B, H_kv, S, d].
+        keys: [B, H_kv, S, d], shared, as are ``values``.
         seen: [B, Q, S] bool, which shared slots each round sees.
         own: per earlier step keys and values [B, H_kv, Q, d], one of each round.
-
-    Returns:
-        [B, H, Q, d].
     """
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, LIMITS.score_bytes // query_bytes)
@@ -328,19 +305,12 @@ def attend_with_own_steps(
     attended = []
     for rows in zip(*(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True):
         row_q, row_keys, row_values, row_seen, *row_own = rows
-        of_queries = (row_q, *row_own)  # [n, heads, Q, d] each
-        parts = zip(
-            row_seen.split(n_queries, dim=1), *(part.split(n_queries, dim=2) for part in of_queries), strict=True
-        )
-        attended.append(
-            torch.cat(
-                [
-                    checkpoint(_attend, part_q, row_keys, row_values, part_seen, *part_own, use_reentrant=False)
-                    for part_seen, part_q, *part_own in parts
-                ],
-                dim=2,
-            )
-        )
+        by_query = zip(*(part.split(n_queries, dim=2) for part in (row_q, row_seen[:, None], *row_own)), strict=True)
+        parts = [
+            checkpoint(_attend, part_q, row_keys, row_values, part_seen[:, 0], *part_own, use_reentrant=False)
+            for part_q, part_seen, *part_own in by_query
+        ]
+        attended.append(torch.cat(parts, dim=2))
     return torch.cat(attended)
 
 

@@ -7,7 +7,7 @@ head dim, b nodes of one level, n tokens of one call, S slots.
     layer -> + MLP -> LM head
 
 The cross-attention has queries and an output projection of its own; keys and values are the target's as they are, of
-verified positions alone. Only the tokens of drafts are fed back. There is no norm before the cross-attention and none
+verified positions only. Only the tokens of drafts are fed back. There is no norm before the cross-attention and none
 before the LM head, as in the official code (``train/glide.py``).
 
 Training cuts the text into blocks, each a draft round: its positions see the target's KV of the blocks before it. For
@@ -21,7 +21,7 @@ before it, attend to all keys alike; here it is a round after position 0, and po
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, KeysValues, TokenState, lengths_mask
-from .sizes import DrafterSizes
+from .sizes import DrafterSizes, LayerSizes
 from .training import (
     Draws,
     LossTerms,
@@ -50,33 +50,23 @@ from .training import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlideSizes(DrafterSizes):
+class GlideSizes(LayerSizes):
     """Everything needed to rebuild a GLIDE drafter and to know which target it belongs to."""
 
     kind: ClassVar[str] = "glide"
 
-    kv_width: int
-    """D = 2 * target KV heads * target head dim."""
-    self_attention_kv_heads: int
-    """KV heads of the self-attention."""
-    self_attention_mlp_width: int
-    """MLP width."""
-    block_size: int = 5
-    """Tokens of a block in training."""
+    kv_width: int  # D = 2 * target KV heads * target head dim
+    block_size: int = 5  # tokens of a block in training
 
     def __post_init__(self) -> None:
-        self.check_kv_heads("self_attention_kv_heads")
+        super().__post_init__()
         self.check_at_least_one("block_size")
 
     @classmethod
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
-        return {
-            "kv_width": 2 * facts["n_kv_heads"] * facts["head_dim"],
-            "self_attention_kv_heads": facts["n_kv_heads"],
-            "self_attention_mlp_width": config.intermediate_size,
-        }
+        return super().defaults(config, given) | {"kv_width": 2 * facts["n_kv_heads"] * facts["head_dim"]}
 
     @property
     def target_kv_heads(self) -> int:
@@ -95,16 +85,13 @@ class TargetAttention(Attention):
 class GlideDrafter(Drafter):
     """The trained part: a decoder layer, and queries and output projection of its cross-attention."""
 
-    kind: ClassVar[str] = GlideSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = GlideSizes
     config: GlideSizes
 
     def __init__(self, config: GlideSizes) -> None:
-        super().__init__()
-        self.config = config
-        mlp_width = config.self_attention_mlp_width
-        self.self_attention = DecoderBlock(config.block(config.self_attention_kv_heads, mlp_width, config.qkv_bias))
-        self.cross_attention = TargetAttention(config.block(config.target_kv_heads, mlp_width, False))
+        super().__init__(config)
+        self.self_attention = DecoderBlock(config.layer)
+        self.cross_attention = TargetAttention(replace(config.layer, n_kv_heads=config.target_kv_heads, qkv_bias=False))
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
 
     @classmethod
@@ -114,10 +101,7 @@ class GlideDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL alone; the feature loss is reported.
-
-        Blocks begin at the offset of the draws.
-        """
+        """Compute the loss of one mini-batch: the forward KL; the feature loss is only reported."""
         inputs, draws = step.inputs, step.draws
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
@@ -142,17 +126,13 @@ class GlideDrafter(Drafter):
     def forward(
         self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: masks.Mask | Tensor, queries: Tensor | None = None
     ) -> Tensor:
-        """Run many draft rounds at once, fed with the text.
+        """Run many draft rounds at once, fed with the text: features [B, Q, E].
 
         Args:
             tokens: [B, T] int64, right padded.
             kv: [B, T, >= 1, D], packed target KV; the last layer is attended to.
-            seen: which positions' target KV each query sees; where it is a tensor, [B, Q, T] bool, or numbers that are
-                added to the scores.
+            seen: which positions' target KV each query sees; a tensor is [B, Q, T] bool, or added to the scores.
             queries: [B, Q] int64 positions to compute features for; None = all.
-
-        Returns:
-            Features [B, Q, E].
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
         if queries is None:
@@ -205,14 +185,9 @@ class GlideDrafter(Drafter):
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:
-    """Find the last position before the block of a query (official ``train/glide.py``, lines 145-147).
+    """Find the last position before the block of each query [B, Q], below 0 in a first block: [B, Q] int64.
 
-    Args:
-        queries: [B, Q] int64 positions.
-        offset: [B] int64, where a block begins; zeros where None.
-
-    Returns:
-        [B, Q] int64, below 0 in a first block.
+    Blocks begin at the offset [B], or at 0 (official ``train/glide.py``, lines 145-147).
     """
     shift = 0 if offset is None else (offset % block_size)[:, None]
     return shift + (queries - shift) // block_size * block_size - 1

@@ -4,14 +4,14 @@ Shapes: B rows, T tokens, Q queries, W own width, E target width, V vocabulary o
 
     token -> own embedding -> decoder layer(s) -> norm -> features -> own LM head, which is the embedding (tied)
 
-It reads tokens alone, in training and in decoding: nothing of the target but the vocabulary, the positions and their
+It reads only tokens, in training and in decoding, and nothing of the target but the vocabulary, the positions and their
 rotation. Its teacher is the target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL). Features
 are W wide and mean nothing to the target.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,12 +35,9 @@ class IndependentSizes(DrafterSizes):
     kind: ClassVar[str] = "independent"
     module_counts: ClassVar[tuple[str, ...]] = ("independent_layers",)
 
-    independent_width: int
-    """W, its own width."""
-    independent_mlp_width: int
-    """MLP width of each layer."""
-    independent_layers: int = 2
-    """Decoder layers."""
+    independent_width: int  # W, its own width
+    independent_mlp_width: int  # MLP width of each layer
+    independent_layers: int = 2  # decoder layers
 
     def __post_init__(self) -> None:
         if self.independent_width < 2 or self.independent_width % 2:
@@ -72,22 +69,15 @@ class IndependentSizes(DrafterSizes):
 class IndependentDrafter(Drafter):
     """The small model: embeddings, decoder layers, final norm."""
 
-    kind: ClassVar[str] = IndependentSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = IndependentSizes
     config: IndependentSizes
 
     def __init__(self, config: IndependentSizes) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.independent_width)
         self.layers = nn.ModuleList(DecoderBlock(config.own_block) for _ in range(config.independent_layers))
         self.norm = RMSNorm(config.independent_width, eps=config.norm_eps)
         self.rotary = Rotary(config.own_head_dim, config.rope_parameters, config.max_position_embeddings)
-
-    @property
-    def blocks(self) -> list[DecoderBlock]:
-        """:attr:`layers` with their type."""
-        return cast(list[DecoderBlock], list(self.layers))
 
     @classmethod
     @override
@@ -109,7 +99,7 @@ class IndependentDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL alone, through both LM heads."""
+        """Compute the loss of one mini-batch: the forward KL, through both LM heads."""
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
         features = self(inputs.tokens, queries)[valid]  # [P, W]
@@ -125,7 +115,7 @@ class IndependentDrafter(Drafter):
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        # Where rounds begin makes no difference to a model that reads tokens alone.
+        # Where rounds begin makes no difference to a model that reads only tokens.
         queries, valid, _ = round_queries(inputs.response_mask, draws, first=0)
         return DraftedFeatures(queries, valid, self(inputs.tokens, queries))
 

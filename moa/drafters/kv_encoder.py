@@ -7,13 +7,13 @@ E target width, G groups of layers.
 
 Layer self-attention looks at one position at a time. With several ``layer_groups`` the mean of each goes into the
 linear layer on its own: one mean has D numbers for all that L layers know, fewer than E in targets with few KV heads.
-With ``unrotated_keys`` the target's keys are encoded as they were before RoPE: layer self-attention is not told the
+With ``unrotated_keys`` the target's keys are encoded as they were before RoPE: layer self-attention does not know the
 position, so that after RoPE the same content looks different everywhere. With a ``layer_stride`` every so many layers
 are encoded, counted from the last: less is read, and layer self-attention, at the widths of an 8B target most of a
 training step, has fewer rows. None of the three is the paper's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DrafterError
-from ..nn.kv import rotate_packed_keys
+from ..nn.kv import positions_behind, rotate_packed_keys
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary, Rotation
 from ..targets.bundle import target_sizes
+from ..targets.cache import KVSource
 from .sizes import DrafterSizes, multiple_of_32
 
 # In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and a long prompt
@@ -37,49 +38,48 @@ class KVEncoderSizes(DrafterSizes):
 
     kv_width: int = 0
     """D = 2 * target KV heads * target head dim; width of layer self-attention, which runs over all L layers."""
-    layer_attention_heads: int = 0
-    """Query heads of layer self-attention; must divide kv_width."""
-    layer_attention_head_dim: int = 0
-    """Head dim of layer self-attention."""
-    layer_attention_kv_heads: int = 0
-    """KV heads of layer self-attention."""
-    layer_attention_mlp_width: int = 0
-    """MLP width of layer self-attention."""
+    layer_attention_heads: int = 0  # query heads of layer self-attention; must divide kv_width
+    layer_attention_head_dim: int = 0  # head dim of layer self-attention
+    layer_attention_kv_heads: int = 0  # KV heads of layer self-attention
+    layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
     layer_attention: bool = True
     """Whether there is layer self-attention; without it only the KV of the target's last layer is encoded."""
     layer_groups: int = 2
-    """Groups of consecutive layers, whose means of layer self-attention are concatenated. The paper has one group. Not
-    used without layer self-attention."""
-    unrotated_keys: bool = True
-    """Whether the target's keys are encoded as before RoPE; in the paper as after it."""
+    """Groups of consecutive layers, whose means of layer self-attention are concatenated. The paper has one."""
+    unrotated_keys: bool = True  # whether the target's keys are encoded as before RoPE; in the paper as after it
     layer_stride: int = 1
-    """The last layer and every so many below it are encoded; 1 is all, as in the paper. Not used without layer
-    self-attention."""
+    """The last layer and every so many below it are encoded; 1 is all, as in the paper."""
 
     @property
     def encoded_layers(self) -> tuple[int, ...]:
         """The target layers whose KV is encoded, ascending."""
         return strided_layers(self.n_layers, self.layer_stride) if self.layer_attention else (self.n_layers - 1,)
 
-    def encoder_problems(self) -> list[str]:
-        """List what does not fit of a drafter with a KV encoder; empty if all does."""
-        names = ("kv_width", *(f"layer_attention_{name}" for name in ("heads", "head_dim", "kv_heads", "mlp_width")))
-        if missing := [name for name in names if getattr(self, name) < 1]:
-            return [f"{' and '.join(missing)} must be at least 1"]
-        problems = []
-        if self.layer_attention_heads % self.layer_attention_kv_heads:
-            problems.append(
-                f"layer_attention_kv_heads ({self.layer_attention_kv_heads}) must divide "
-                f"layer_attention_heads ({self.layer_attention_heads})"
-            )
-        if self.layer_attention_head_dim % 2:
-            problems.append(f"layer_attention_head_dim ({self.layer_attention_head_dim}) must be even")
-        if not 1 <= self.layer_stride <= max(1, self.n_layers):
-            return [*problems, f"layer_stride ({self.layer_stride}) must be between 1 and the {self.n_layers} layers"]
-        n_layers = len(strided_layers(self.n_layers, self.layer_stride))
-        if not 1 <= self.layer_groups <= max(1, n_layers):
-            problems.append(f"layer_groups ({self.layer_groups}) must be between 1 and the {n_layers} layers")
-        return problems
+    def encoder_problems(self) -> list[tuple[bool, str]]:
+        """List what may not fit of a drafter with a KV encoder, see :meth:`check_fit`."""
+        heads, kv_heads, head_dim = (
+            getattr(self, f"layer_attention_{name}") for name in ("heads", "kv_heads", "head_dim")
+        )
+        n_encoded = len(strided_layers(self.n_layers, max(1, self.layer_stride)))
+        return [
+            (
+                min(self.kv_width, heads, kv_heads, head_dim, self.layer_attention_mlp_width) < 1,
+                "kv_width and the sizes of layer_attention must be at least 1",
+            ),
+            (
+                heads % max(1, kv_heads) > 0,
+                f"layer_attention_kv_heads ({kv_heads}) must divide layer_attention_heads ({heads})",
+            ),
+            (head_dim % 2 > 0, f"layer_attention_head_dim ({head_dim}) must be even"),
+            (
+                not 1 <= self.layer_stride <= max(1, self.n_layers),
+                f"layer_stride ({self.layer_stride}) must be between 1 and the {self.n_layers} layers",
+            ),
+            (
+                not 1 <= self.layer_groups <= max(1, n_encoded),
+                f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers that are encoded",
+            ),
+        ]
 
     @staticmethod
     def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,14 +107,9 @@ class KVEncoderSizes(DrafterSizes):
     def layer_self_attention(self) -> BlockSizes:
         """Sizes of the layer self-attention block."""
         return BlockSizes(
-            width=self.kv_width,
-            n_heads=self.layer_attention_heads,
-            n_kv_heads=self.layer_attention_kv_heads,
-            head_dim=self.layer_attention_head_dim,
-            mlp_width=self.layer_attention_mlp_width,
-            norm_eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
-        )
+            self.kv_width, self.layer_attention_heads, self.layer_attention_kv_heads, self.layer_attention_head_dim,
+            self.layer_attention_mlp_width, self.norm_eps, qkv_bias=self.qkv_bias,
+        )  # fmt: skip
 
 
 def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
@@ -194,6 +189,11 @@ class KVEncoder(nn.Module):
         summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)
         all_means: Tensor = summary.unflatten(0, kv.shape[:2])
         return all_means
+
+    def encode_cached(self, cache: KVSource, starts: Sequence[int], n_tokens: int) -> Tensor:
+        """Encode the KV of n positions of each row of the target's cache, from its start on: [B, n, E]."""
+        kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_layers - 1)
+        return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_behind(starts, n_tokens, kv.device))
 
     def _layer_rotation(self, kv: Tensor) -> Rotation:
         rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])

@@ -11,7 +11,7 @@ All nodes of a level share the distribution of one head, whatever the path to th
 LM head, and K heads draft K levels.
 
 This is Medusa-1 (section 2.2.1): the target is frozen. Two things differ from the released code. There each head ends
-in an LM head of its own, V x E weights that start as the target's; here it is the target's LM head behind a linear
+in an LM head of its own, V x E weights that start as the target's; here it is the target's LM head after a linear
 layer of the head's own, E x E weights that start as the identity, which starts out as the same function and costs E / V
 of it. And heads learn the target's whole distribution where the released code learns the tokens of the text.
 """
@@ -44,10 +44,8 @@ class MedusaSizes(DrafterSizes):
     kind: ClassVar[str] = "medusa"
     module_counts: ClassVar[tuple[str, ...]] = ("medusa_heads", "medusa_layers")
 
-    medusa_heads: int = 6
-    """K, heads: the most levels of drafts."""
-    medusa_layers: int = 1
-    """Residual layers of each head."""
+    medusa_heads: int = 6  # K, heads: the most levels of drafts
+    medusa_layers: int = 1  # residual layers of each head
 
     def __post_init__(self) -> None:
         self.check_at_least_one("medusa_heads", "medusa_layers")
@@ -93,13 +91,11 @@ class MedusaHead(nn.Module):
 class MedusaDrafter(Drafter):
     """The trained part: the heads."""
 
-    kind: ClassVar[str] = MedusaSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = MedusaSizes
     config: MedusaSizes
 
     def __init__(self, config: MedusaSizes) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.heads = nn.ModuleList(
             MedusaHead(config.hidden_size, config.medusa_layers) for _ in range(config.medusa_heads)
         )

@@ -42,7 +42,7 @@ from ..nn.layers import BlockSizes, DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import Fed, KeysValues, TokenState, lengths_mask, write_behind
+from .caches import Fed, TokenState, concatenated, lengths_mask, write_behind
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, multiple_of_32
 from .training import Draws, LossTerms, Reads, Rounds, TrainingInputs, TrainingStep, at_queries, distillation
@@ -54,33 +54,28 @@ class MoASizes(KVEncoderSizes):
 
     kind: ClassVar[str] = "moa"
 
-    self_attention_kv_heads: int
-    """KV heads of the causal self-attention."""
-    self_attention_mlp_width: int
-    """MLP width of the causal self-attention."""
-    cross_attention_kv_heads: int
-    """KV heads of the cross-attention."""
-    cross_attention_mlp_width: int
-    """MLP width of the cross-attention."""
-    target_layer_inference: int = 0
-    """N, how many of the target's last layers the drafted features pass through."""
+    self_attention_kv_heads: int  # KV heads of the causal self-attention
+    self_attention_mlp_width: int  # MLP width of the causal self-attention
+    cross_attention_kv_heads: int  # KV heads of the cross-attention
+    cross_attention_mlp_width: int  # MLP width of the cross-attention
+    target_layer_inference: int = 0  # N, how many of the target's last layers the drafted features pass through
     cross_attention_drafts: bool = True
-    """Whether cross-attention sees the drafts of its round too; in the paper it sees encoded KV alone."""
+    """Whether cross-attention sees the drafts of its round too; in the paper it sees only encoded KV."""
 
     def __post_init__(self) -> None:
-        problems = []
-        for name in ("self_attention", "cross_attention"):
-            kv_heads = getattr(self, f"{name}_kv_heads")
-            if kv_heads < 1 or self.n_heads % kv_heads:
-                problems.append(f"{name}_kv_heads ({kv_heads}) must divide the {self.n_heads} query heads")
-        problems += self.encoder_problems()
-        if not 0 <= self.target_layer_inference <= self.n_layers:
-            problems.append(
-                f"target_layer_inference ({self.target_layer_inference}) must be between 0 and the target's "
-                f"{self.n_layers} layers"
-            )
-        if problems:
-            raise DrafterError("drafter sizes do not fit: " + "; ".join(problems) + ".")
+        kv_heads = {name: getattr(self, name) for name in ("self_attention_kv_heads", "cross_attention_kv_heads")}
+        n_last = self.target_layer_inference
+        self.check_fit(
+            *(
+                (count < 1 or self.n_heads % count > 0, f"{name} ({count}) must divide the {self.n_heads} query heads")
+                for name, count in kv_heads.items()
+            ),
+            *self.encoder_problems(),
+            (
+                not 0 <= n_last <= self.n_layers,
+                f"target_layer_inference ({n_last}) must be between 0 and the target's {self.n_layers} layers",
+            ),
+        )
 
     @classmethod
     @override
@@ -132,28 +127,21 @@ class MoADraftState(TokenState):
 class DrafterOutputs:
     """Outputs of the training forward at the queries [B, Q]."""
 
-    self_attention: Tensor
-    """[B, Q, E]."""
-    cross_attention: Tensor
-    """[B, Q, E]."""
-    entering: Tensor
-    """[B, Q, E], what enters the last N layers: the cross-attention's output."""
-    leaving: Tensor
-    """[B, Q, E], what leaves them, before the final norm; equals ``entering`` when N = 0."""
-    features: Tensor
-    """[B, Q, E], what the LM head sees."""
+    self_attention: Tensor  # [B, Q, E]
+    cross_attention: Tensor  # [B, Q, E]
+    entering: Tensor  # [B, Q, E], what enters the last N layers: the cross-attention's output
+    leaving: Tensor  # [B, Q, E], what leaves them, before the final norm; equals ``entering`` when N = 0
+    features: Tensor  # [B, Q, E], what the LM head sees
 
 
 class MoADrafter(KVEncoder, Drafter):
     """The trained part: layer self-attention, projection, self-attention, cross-attention."""
 
-    kind: ClassVar[str] = MoASizes.kind
     config_class: ClassVar[type[DrafterSizes]] = MoASizes
     config: MoASizes
 
     def __init__(self, config: MoASizes) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.self_attention = DecoderBlock(config.self_attention)
         self.cross_attention = DecoderBlock(config.cross_attention)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
@@ -183,7 +171,6 @@ class MoADrafter(KVEncoder, Drafter):
         """Run many draft rounds at once, fed with the text.
 
         Args:
-            frozen: target weights, with at least N layers.
             tokens: [B, T] int64, right padded.
             kv: [B, T, L, D], packed target KV.
         """
@@ -205,9 +192,9 @@ class MoADrafter(KVEncoder, Drafter):
         # Cross-attention
         verified = self.cross_attention.keys_values(encoded, rotation)
         if self.config.cross_attention_drafts:
-            behind = partial(_concatenated, verified)
+            append = partial(concatenated, verified)
             mask = masks.round_mask(queries, context, rounds.pass_index, n_tokens)
-            x2 = self.cross_attention.attend_behind(x1, query_rotation, behind, mask)
+            x2 = self.cross_attention.attend_behind(x1, query_rotation, append, mask)
         else:
             mask = masks.cross_attention_mask(context, n_tokens)
             x2 = self.cross_attention(x1, query_rotation, *verified, mask)
@@ -263,8 +250,7 @@ class MoADrafter(KVEncoder, Drafter):
         lengths = state.encoded.lengths
         counts = [len(tokens) - 1 - length for tokens, length in zip(committed, lengths, strict=True)]
         if max(counts):
-            first_layer = 0 if self.config.layer_attention else self.config.n_layers - 1
-            self.extend_encoded(state, cache.packed(lengths, max(counts), first_layer).to(self.dtype), counts)
+            self.append_encoded(state, self.encode_cached(cache, lengths, max(counts)), counts)
         fed = state.feed_committed(self.self_attention, self.rotary, frozen, committed)
         x = self.self_attention(fed.embeddings, fed.rotation, *state.self_attention.view(), fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
@@ -275,21 +261,15 @@ class MoADrafter(KVEncoder, Drafter):
         x = self.self_attention.attend_behind(fed.embeddings, fed.rotation, state.self_attention.append, fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
-    def extend_encoded(self, state: MoADraftState, kv: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Encode newly verified positions and append them to the cross-attention cache.
+    def append_encoded(self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Append encoded KV of the next n positions of each row to the cross-attention cache.
 
         Args:
-            kv: [B, n, L, D], packed target KV of the next n positions of each row.
+            encoded: [B, n, E].
             counts: how many of the n positions of each row are real; None for all.
         """
-        positions = positions_behind(state.encoded.lengths, kv.shape[1], kv.device)
-        self._append_encoded(state, self.encode_kv(kv, positions), positions, counts)
-
-    def _append_encoded(
-        self, state: MoADraftState, encoded: Tensor, positions: Tensor, counts: Sequence[int] | None = None
-    ) -> None:
-        """Append encoded KV [B, n, E] to the cross-attention cache."""
-        state.encoded.append(*self.cross_attention.keys_values(encoded, self.rotary(positions)), counts)
+        rotation = self.rotary(positions_behind(state.encoded.lengths, encoded.shape[1], encoded.device))
+        state.encoded.append(*self.cross_attention.keys_values(encoded, rotation), counts)
 
     @property
     @override
@@ -314,7 +294,7 @@ class MoADrafter(KVEncoder, Drafter):
         state.forget_drafts()
         kv_width, n_layers = self.config.kv_width, self.config.target_layer_inference
         layers = context[:, context.shape[1] - n_layers * kv_width :]
-        self._append_sent(state, context[None])
+        self.append_encoded(state, self.encoded_of(context[None, :, : self.sent_width]))
         n_kv_heads = kv_width // (2 * self.config.head_dim)
         cache.extend(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
 
@@ -326,13 +306,7 @@ class MoADrafter(KVEncoder, Drafter):
         rows = zip(state.encoded.lengths, starts, counts, strict=True)
         fitting = [count if length == start else 0 for length, start, count in rows]
         if any(fitting):
-            self._append_sent(state, contexts, fitting)
-
-    def _append_sent(self, state: MoADraftState, contexts: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Append the encoded KV of the next n positions of each row, from their contexts [B, n, W]."""
-        encoded = self.encoded_of(contexts[..., : self.sent_width])
-        positions = positions_behind(state.encoded.lengths, contexts.shape[1], contexts.device)
-        self._append_encoded(state, encoded, positions, counts)
+            self.append_encoded(state, self.encoded_of(contexts[..., : self.sent_width]), fitting)
 
     def _attend_to_target(
         self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource
@@ -360,16 +334,9 @@ class MoADrafter(KVEncoder, Drafter):
 
 
 def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
-    """Run drafted features of many rounds through the target's last N decoder layers, as in decoding.
+    """Run drafted features x [B, Q, E] of many rounds through the target's last N decoder layers, as in decoding.
 
-    Query i sees the target's own KV up to s(i), and after it keys and values of the drafted features of its round.
-
-    Args:
-        x: [B, Q, E], drafted features.
-        kv: [B, T, >= N, D], packed target KV, the last N layers last.
-
-    Returns:
-        [B, Q, E], before the final norm.
+    Query i sees the target's own KV [B, T, >= N, D] up to s(i), and after it that of the drafted features of its round.
     """
     queries, context = rounds.queries, rounds.context
     by_window = {
@@ -379,13 +346,6 @@ def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Round
     rotation = frozen.rotary(queries)
     first = kv.shape[2] - frozen.n_layers
     for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):
-        target_keys, target_values = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
-        keys, values = layer.keys_values(x, rotation)
-        keys = torch.cat((target_keys.to(keys.dtype), keys), dim=2)
-        values = torch.cat((target_values.to(values.dtype), values), dim=2)
-        x = layer(x, rotation, keys, values, by_window[window])
+        target = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
+        x = layer.attend_behind(x, rotation, partial(concatenated, target), by_window[window])
     return x
-
-
-def _concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    return torch.cat((first[0], keys), dim=2), torch.cat((first[1], values), dim=2)

@@ -11,7 +11,7 @@ from .medusa import MedusaDrafter
 from .mixture import MoADrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {
-    drafter.kind: drafter
+    drafter.config_class.kind: drafter
     for drafter in (
         MoADrafter,
         EagleDrafter,

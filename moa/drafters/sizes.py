@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
+from typing_extensions import override
+
 from ...errors import DrafterError, TargetError
 from ..nn.layers import BlockSizes
 from ..targets.bundle import rope_parameters, target_sizes
@@ -17,33 +19,22 @@ _MAX_SIZE = 1 << 26
 class DrafterSizes:
     """The sizes of the target that every drafter records; drafters add their own."""
 
-    kind: ClassVar[str]
-    """The drafter that has these sizes, see ``registry.DRAFTERS``."""
+    kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
     module_counts: ClassVar[tuple[str, ...]] = ()
     """Fields that count modules, such as layers: drafter.json may not name absurdly many."""
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
     """Whole numbers that may be 0, besides those whose default is 0."""
 
-    hidden_size: int
-    """E, width of the target."""
-    n_heads: int
-    """Query heads of the target, which the drafter's self- and cross-attention have too."""
-    head_dim: int
-    """Head dim of the target, which the drafter's self- and cross-attention have too."""
-    n_layers: int
-    """L, decoder layers of the target; 0 where a checkpoint of another project does not say."""
-    vocab_size: int
-    """V, vocabulary of the target."""
-    max_position_embeddings: int
-    """Positions of the target."""
-    norm_eps: float
-    """Epsilon of every RMSNorm, as in the target."""
-    rope_parameters: dict[str, Any]
-    """RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks."""
-    qkv_bias: bool = False
-    """Whether q, k and v of self-attention blocks have biases (Qwen2 targets)."""
-    target: dict[str, str] = field(default_factory=dict)
-    """Identity of the target: weights_sha256 and config_sha256."""
+    hidden_size: int  # E, width of the target
+    n_heads: int  # query heads of the target, which the drafter's self- and cross-attention have too
+    head_dim: int  # head dim of the target, which the drafter's self- and cross-attention have too
+    n_layers: int  # L, decoder layers of the target; 0 where a checkpoint of another project does not say
+    vocab_size: int  # V, vocabulary of the target
+    max_position_embeddings: int  # positions of the target
+    norm_eps: float  # epsilon of every RMSNorm, as in the target
+    rope_parameters: dict[str, Any]  # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks
+    qkv_bias: bool = False  # whether q, k and v of self-attention blocks have biases (Qwen2 targets)
+    target: dict[str, str] = field(default_factory=dict)  # identity of the target: weights_sha256 and config_sha256
 
     @property
     def target_layer_inference(self) -> int:
@@ -59,9 +50,15 @@ class DrafterSizes:
         """Refuse drafts that are deeper than ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
-                f"this {self.kind} drafter drafts {self.max_depth} levels, drafts of {depth} levels were asked for; "
+                f"this {self.kind} drafter drafts {self.max_depth} levels, got a shape of {depth}; "
                 f"give a shape of at most {self.max_depth} levels, or a drafter trained for more."
             )
+
+    @staticmethod
+    def check_fit(*problems: tuple[bool, str]) -> None:
+        """Refuse sizes with all texts of the problems that there are."""
+        if found := [text for is_there, text in problems if is_there]:
+            raise DrafterError(f"drafter sizes do not fit: {'; '.join(found)}.")
 
     def check_kv_heads(self, *names: str) -> None:
         """Refuse numbers of KV heads, named by their fields, that don't divide the query heads."""
@@ -155,6 +152,28 @@ class DrafterSizes:
         return BlockSizes(
             self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes(DrafterSizes):
+    """Sizes of drafters with decoder layers of the target's width, by default with its KV heads and MLP width."""
+
+    self_attention_kv_heads: int  # KV heads of each layer
+    self_attention_mlp_width: int  # MLP width of each layer
+
+    def __post_init__(self) -> None:
+        self.check_kv_heads("self_attention_kv_heads")
+
+    @classmethod
+    @override
+    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        n_kv_heads = target_sizes(config)["n_kv_heads"]
+        return {"self_attention_kv_heads": n_kv_heads, "self_attention_mlp_width": config.intermediate_size}
+
+    @property
+    def layer(self) -> BlockSizes:
+        """Sizes of a layer."""
+        return self.block(self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias)
 
 
 def multiple_of_32(width: float) -> int:

@@ -77,19 +77,12 @@ class Reads:
 class TrainingInputs:
     """One mini-batch of stored activations, right padded."""
 
-    tokens: Tensor
-    """[B, T] int64."""
-    response_mask: Tensor
-    """[B, T], non-zero on response tokens (position i predicts token i + 1)."""
-    kv: Tensor | None
-    """[B, T, L, D], keys (after RoPE) and values of all layers, or of those that the drafter reads (:class:`Reads`);
-    None for a drafter that does not need them."""
-    hidden: Tensor
-    """[B, T, E], target hidden state after the final norm."""
-    entering_hidden: Tensor | None = None
-    """[B, T, E], hidden state that enters the last N target layers; needed when N > 0."""
-    layer_outputs: tuple[Tensor, ...] = ()
-    """[B, T, E] each, outputs of the decoder layers that the drafter reads (:class:`Reads`), before any norm."""
+    tokens: Tensor  # [B, T] int64
+    response_mask: Tensor  # [B, T], non-zero on response tokens (position i predicts token i + 1)
+    kv: Tensor | None  # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads, if any
+    hidden: Tensor  # [B, T, E], target hidden state after the final norm
+    entering_hidden: Tensor | None = None  # [B, T, E], enters the last N target layers; needed when N > 0
+    layer_outputs: tuple[Tensor, ...] = ()  # [B, T, E] each, of the layers that the drafter reads, before any norm
 
     def required_kv(self) -> Tensor:
         """Return the KV, which a drafter cannot do without."""
@@ -112,17 +105,12 @@ class TrainingInputs:
 class BlockDraws:
     """Which blocks of a response are trained, and what their positions weigh."""
 
-    n_drafts: int
-    """K, drafts of a block."""
-    max_anchors: int | None = None
-    """Blocks of a sequence at most, drawn at random; None for all."""
-    position_decay: float = 0.0
-    """Draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each."""
-    anchors: Tensor | None = None
-    """[B, N] int64, given anchors in place of drawn ones; -1 for none."""
+    n_drafts: int  # K, drafts of a block
+    max_anchors: int | None = None  # blocks of a sequence at most, drawn at random; None for all
+    position_decay: float = 0.0  # draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each
+    anchors: Tensor | None = None  # [B, N] int64, given anchors in place of drawn ones; -1 for none
     d_pace: float | None = None
-    """Smoothing of D-PACE, by which drafts weigh what they add to the expected acceptance length (:mod:`..nn.losses`);
-    None for none."""
+    """Smoothing of D-PACE, by which drafts weigh what they add to the expected acceptance length, if any."""
 
 
 ALL_BLOCKS = BlockDraws(n_drafts=1)
@@ -132,24 +120,17 @@ ALL_BLOCKS = BlockDraws(n_drafts=1)
 class Draws:
     """The random draws of one step, per row."""
 
-    step_bound: Tensor | None
-    """[B] int64, see :func:`masks.drafted_positions`; None for no bound."""
-    staircase_rows: Tensor
-    """[B] bool, see :func:`masks.self_attention_mask`."""
-    offset: Tensor | None = None
-    """[B] int64, phase of the step bound; None for 0."""
+    step_bound: Tensor | None  # [B] int64, see :func:`masks.drafted_positions`; None for no bound
+    staircase_rows: Tensor  # [B] bool, see :func:`masks.self_attention_mask`
+    offset: Tensor | None = None  # [B] int64, phase of the step bound; None for 0
     seeds: tuple[int, ...] = ()
-    """Seeds of what a row draws for itself, one per row: noise on the target's hidden states, anchors of blocks."""
-    noise_width: float = 0.0
-    """The noise is uniform in plus or minus half of this."""
-    on_policy_weight: float = 1.0
-    """Loss weight of a position in the on-policy pass, which trains what draft rounds see; 0 leaves the pass out."""
+    """One per row, for what it draws itself: noise on the target's hidden states, anchors of blocks."""
+    noise_width: float = 0.0  # the noise is uniform in plus or minus half of this
+    on_policy_weight: float = 1.0  # in the loss, of a pass over draft rounds; 0 leaves the pass out
     teacher_forced_weight: float = 0.0
-    """Loss weight of a position in the teacher-forced pass, in which each one is the first draft of its own round and
-    sees the target's activations up to its predecessor, whatever the step bound: what the paper calls standard
-    training. 0 leaves the pass out."""
-    blocks: BlockDraws | None = None
-    """What blocks a block-parallel drafter is trained on; None for all, each position of a block weighing 1."""
+    """In the loss, of a pass in which each position is the first draft of its own round and sees the target's
+    activations up to its predecessor, whatever the step bound: what the paper calls standard training."""
+    blocks: BlockDraws | None = None  # None for all, each position of a block weighing 1
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
         """List the passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.
@@ -177,18 +158,12 @@ class Draws:
 class Rounds:
     """The draft rounds that a step trains: positions to draft for, and what each of them sees."""
 
-    queries: Tensor
-    """[B, Q] int64, positions."""
-    context: Tensor
-    """[B, Q] int64, last position whose target activations the query sees."""
-    drafted: Tensor
-    """[B, Q] bool; False is padding."""
-    weights: Tensor
-    """[B, Q] float32, weight in the loss."""
-    staircase: Tensor
-    """[B, Q] bool, see :func:`masks.self_attention_mask`."""
-    pass_index: Tensor
-    """[Q] int64; queries of different passes do not see each other."""
+    queries: Tensor  # [B, Q] int64, positions
+    context: Tensor  # [B, Q] int64, last position whose target activations the query sees
+    drafted: Tensor  # [B, Q] bool; False is padding
+    weights: Tensor  # [B, Q] float32, weight in the loss
+    staircase: Tensor  # [B, Q] bool, see :func:`masks.self_attention_mask`
+    pass_index: Tensor  # [Q] int64; queries of different passes do not see each other
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> Rounds:
@@ -244,9 +219,7 @@ def round_queries(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[
 
 
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Choose the anchors of each row of response masks [B, T], ascending.
-
-    Without more candidates than the draws allow all are taken; else as many at random, by the row's own seed alone.
+    """Choose the anchors of each row of response masks [B, T], ascending; too many are drawn from by the row's seed.
 
     Returns:
         Anchors [B, N] int64, 0 where a row has fewer, and which are real, [B, N] bool; N >= 1.
@@ -277,13 +250,8 @@ def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
 def draft_weights(response_mask: Tensor, anchors: Tensor, valid: Tensor, blocks: BlockDraws) -> Tensor:
     """Weigh each draft of blocks in the loss, 0 from the first one on whose token is not of the response.
 
-    Args:
-        response_mask: [B, T].
-        anchors: [B, N].
-        valid: [B, N] bool.
-
     Returns:
-        [B, N, K] float32.
+        [B, N, K] float32, of response masks [B, T] and anchors [B, N] of which some are valid [B, N].
     """
     n_tokens = response_mask.shape[1]
     labels = draft_positions(anchors, blocks.n_drafts) + 1
@@ -306,15 +274,8 @@ def block_position_weights(response_mask: Tensor, draws: Draws) -> Tensor:
 
 
 def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> masks.Mask:
-    """Let the slots of each block see the context before its anchor and, after the context, their own block.
-
-    Args:
-        anchors: [B, N].
-        valid: [B, N] bool.
-        n_slots: G.
-        n_context: S.
-    """
-    # Blocks that are padding see themselves alone, so that no row of the mask is empty.
+    """Let the slots of blocks [B, N] see the context before their anchor and, after the context, their own block."""
+    # Blocks that are padding see only themselves, so that no row of the mask is empty.
     first = torch.where(valid, anchors, 0)
 
     def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -337,14 +298,10 @@ class LossWeights:
 
     forward_kl: float = 0.1
     feature: float = 1.0
-    cross_entropy: float = 0.1
-    """Of block-parallel drafters, as the two below: to the tokens of the text."""
-    l1: float = 0.9
-    """The L1 distance of drafter's and target's distributions."""
-    confidence: float = 1.0
-    """The binary cross-entropy of the confidence head."""
-    divergence: losses.Divergence = losses.KL
-    """What takes the place of the forward KL in its term."""
+    cross_entropy: float = 0.1  # of block-parallel drafters, as the two below: to the tokens of the text
+    l1: float = 0.9  # the L1 distance of drafter's and target's distributions
+    confidence: float = 1.0  # the binary cross-entropy of the confidence head
+    divergence: losses.Divergence = losses.KL  # what takes the place of the forward KL in its term
 
     @classmethod
     def of(cls, settings: Any) -> LossWeights:
@@ -361,10 +318,9 @@ class TrainingStep:
     draws: Draws
     weights: LossWeights = LossWeights()
     denominator: float | None = None
-    """Divisor of sums over loss positions; None for their number (or weight) + 1e-5, as in the released code."""
 
     def scale(self, n_positions: float) -> float:
-        """The factor of sums over loss positions."""
+        """The factor of sums over loss positions; without a denominator as in the released code."""
         return 1.0 / (self.denominator if self.denominator is not None else n_positions + 1e-5)
 
 
@@ -377,13 +333,10 @@ class LossTerms:
 
     total: Tensor
     forward_kl: Tensor
-    feature: Tensor | None
-    """The feature loss; None for a drafter whose features are not compared with hidden states."""
+    feature: Tensor | None  # the feature loss; None for a drafter whose features are not compared with hidden states
     n_positions: int
-    entering_feature: Tensor | None = None
-    """The feature loss before the target's last layers; None without target layer inference."""
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further terms by name, for logs."""
+    entering_feature: Tensor | None = None  # before the target's last layers; None without target layer inference
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # further terms by name, for logs
 
 
 def distillation(
@@ -393,13 +346,12 @@ def distillation(
     scale: float | Tensor,
     divergence: losses.Divergence = losses.KL,
 ) -> tuple[Tensor, Tensor]:
-    """Sum the two loss terms that drafters share, forward KL and feature loss, over positions: two scalars.
+    """Sum forward KL (or what takes its place) and feature loss over positions [P]: two scalars.
 
     Args:
         features: [P, E], the drafter's.
         hidden: [P, E], the target's.
         scale: factor of all positions, or [P], of each.
-        divergence: takes the place of the forward KL.
     """
     kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight, divergence=divergence)
     return (kl * scale).sum(), (losses.feature_loss(features, hidden) * scale).sum()

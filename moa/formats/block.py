@@ -6,7 +6,7 @@ Sources:
   neither embeddings nor LM head, which are the target's; the first slot of a block drafts nothing);
 - deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py`` and ``markov_head.py`` (copies of the
   target's embeddings and LM head; every slot drafts; all keys of config.json on the top level);
-- vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py`` (vanilla Markov heads alone;
+- vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py`` (vanilla Markov heads only;
   without embeddings and LM head the target's are shared) and
   ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``;
 - sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py`` (embeddings and LM head have to be
@@ -101,8 +101,8 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
 
 
 def _dflash_refusals(sizes: DFlashSizes) -> list[str]:
-    told = "the slot of its anchor drafts, and theirs does not (train with sample_from_anchor=false)"
-    return those(*_unlike_published(sizes), (sizes.sample_from_anchor, told))
+    anchor = "the slot of its anchor drafts, and theirs does not (train with sample_from_anchor=false)"
+    return those(*_unlike_published(sizes), (sizes.sample_from_anchor, anchor))
 
 
 def _dflash_notes(sizes: DFlashSizes) -> list[str]:
@@ -169,7 +169,7 @@ def _read_dspark_sizes(weights: Weights, config: ForeignConfig) -> DSparkSizes:
 
 def _dspark_notes(sizes: DSparkSizes) -> list[str]:
     runs_in_sglang = sizes.markov_head == "vanilla" and (sizes.confidence_with_markov or not sizes.confidence_head)
-    return those((not runs_in_sglang, "SGLang runs vanilla Markov heads alone, and confidence heads that read them"))
+    return those((not runs_in_sglang, "SGLang runs only vanilla Markov heads, and confidence heads that read them"))
 
 
 DSPARK = Layout(
@@ -188,8 +188,8 @@ DSPARK = Layout(
 
 def _vllm_refusals(sizes: DSparkSizes) -> list[str]:
     is_other = sizes.markov_head not in ("vanilla", "product")
-    told = f"its Markov head is {sizes.markov_head}, and that of vLLM vanilla"
-    return _dspark_refusals(sizes) + those((is_other, told))
+    other = f"its Markov head is {sizes.markov_head}, and that of vLLM vanilla"
+    return _dspark_refusals(sizes) + those((is_other, other))
 
 
 VLLM_DSPARK = replace(

@@ -5,7 +5,7 @@ Attentions) and ``drafter.safetensors``.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError, DrafterError
 from ..drafters.base import Drafter
-from ..drafters.mixture import MoADrafter
+from ..drafters.mixture import MoASizes
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
 from ..files import (
@@ -80,7 +80,7 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     config: DrafterSizes
     if (folder / CONFIG_FILE).is_file():
         values = read_json(folder / CONFIG_FILE, CheckpointError)
-        config = drafter_class(str(values.get("kind", MoADrafter.kind))).config_class.from_dict(values)
+        config = drafter_class(str(values.get("kind", MoASizes.kind))).config_class.from_dict(values)
         weights = _read_safetensors(folder / WEIGHTS_FILE)
     elif (folder / _LAYOUT_CONFIG).is_file():
         config, weights = _read_layout(folder)
@@ -89,8 +89,22 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
 
 
+def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, Drafter]:
+    """Load drafters of a target by name, the last part of the folder that is not ``drafter``, in the given order."""
+    loaded: dict[str, Drafter] = {}
+    for folder in folders:
+        drafter = load_drafter(folder, dtype, target.device)
+        check_drafter_matches(drafter, target)
+        path = Path(folder).expanduser().absolute()  # a link keeps its own name
+        name = path.parent.name if path.name == "drafter" else path.name
+        while name in loaded:
+            name += "'"
+        loaded[name] = drafter
+    return loaded
+
+
 def _why_no_drafter(folder: Path) -> str:
-    """Say what is there in the place of a drafter."""
+    """Explain what a folder without a drafter is."""
     if not folder.exists():
         return f"{folder} does not exist. Give the folder of a drafter, or of a run of `moa-data train`."
     if (folder / "run.yaml").is_file():

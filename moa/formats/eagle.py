@@ -1,8 +1,8 @@
 """Layouts of EAGLE(-2): the EAGLE authors' checkpoints, what vLLM and SGLang load, the MoA authors' EAGLE; and EAGLE-3.
 
 The EAGLE authors' first layer has no norm before its attention, and neither has that of vLLM or SGLang. A drafter that
-was trained with one keeps it there as the second layer, behind a first one whose output projections are zero: such a
-layer hands its input on exactly, at the price of running it.
+was trained with one keeps it there as the second layer, after a first one whose output projections are zero: such a
+layer returns its input exactly, at the price of running it.
 
 Sources of EAGLE:
 
@@ -13,7 +13,7 @@ Sources of EAGLE:
   KeyError, embeddings and LM head are the target's), ``vllm/transformers_utils/configs/eagle.py``
   (``LlamaForCausalLM`` becomes ``EagleLlamaForCausalLM``);
 - SGLang: sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py`` and ``qwen2_eagle.py`` (``fc`` with a bias that
-  stays random where the file has none; embeddings and LM head are the target's; attention biases with Qwen2 alone);
+  stays random where the file has none; embeddings and LM head are the target's; attention biases only with Qwen2);
 - MoA authors: huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
 
 Sources of EAGLE-3:
@@ -61,7 +61,7 @@ def _renumbered(name: str, shift: int) -> str:
 
 
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
-    """Put the layers behind a first one that hands its input on, where the drafter's own first one has a norm."""
+    """Insert a first layer that returns its input, where the drafter's own first layer has a norm."""
     packed = {_renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()}
     if sizes.eagle_input_norm:
         for name, value in weights.items():
@@ -113,7 +113,7 @@ def _eagle_notes(sizes: EagleSizes) -> list[str]:
     return those(
         (
             sizes.eagle_input_norm,
-            "the format has no norm before the first layer: the folder holds one layer more, which hands its input on "
+            "the format has no norm before the first layer: the folder holds one layer more, which returns its input "
             "and costs about as much as a layer (train with --set drafter.eagle_input_norm=false)",
         )
     )

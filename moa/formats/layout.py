@@ -39,35 +39,25 @@ def _never(names: set[str], config: ForeignConfig) -> bool:
 class Layout:
     """One layout of one kind of drafter. Its functions take the drafter's sizes; names are those of tensors."""
 
-    name: str
-    """The name of the layout on the command line."""
-    kind: str
-    """The kind of drafter that it holds, see ``registry.DRAFTERS``."""
-    reader: str
-    """The program that loads it, for messages."""
-    needs_target_config: bool = False
-    """Whether its config.json is the target's."""
-    needs_embeddings: bool = False
-    """Whether it holds a copy of the target's embeddings."""
-    needs_head: bool = False
-    """Whether it holds a copy of the target's LM head."""
+    name: str  # the name of the layout on the command line
+    kind: str  # the kind of drafter that it holds, see ``registry.DRAFTERS``
+    reader: str  # the program that loads it, for messages
+    needs_target_config: bool = False  # whether its config.json is the target's
+    needs_embeddings: bool = False  # whether it holds a copy of the target's embeddings
+    needs_head: bool = False  # whether it holds a copy of the target's LM head
     ignored: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")
     """Tensors that are not read: copies of the target's, whose own are used here."""
 
     refusals: Callable[[Any], list[str]] = _nothing
     """Lists why the reading program would run a drafter differently; empty if it would not."""
-    notes: Callable[[Any], list[str]] = _nothing
-    """Lists what to know before using the folder."""
+    notes: Callable[[Any], list[str]] = _nothing  # lists what to know before using the folder
     config: Callable[[Any, Any], dict[str, Any]]
     """(sizes, the target's transformers config or None) -> the content of config.json."""
-    file_name: Callable[[str], str] = _unchanged
-    """A name in the drafter's state dict -> in the file."""
+    file_name: Callable[[str], str] = _unchanged  # A name in the drafter's state dict -> in the file
     own_name: Callable[[str], str] = _unchanged
     """A name in a file, which may be of any version of the program -> in the drafter's state dict."""
-    pack: Callable[[Weights, Any], Weights] = _unchanged
-    """Adapts tensors, before they are renamed, to be written."""
-    unpack: Callable[[Weights, Any], Weights] = _unchanged
-    """Undoes it, after they are renamed."""
+    pack: Callable[[Weights, Any], Weights] = _unchanged  # adapts tensors, before they are renamed, to be written
+    unpack: Callable[[Weights, Any], Weights] = _unchanged  # undoes it, after they are renamed
     recognises: Callable[[set[str], ForeignConfig], bool] = _never
     """Whether a folder that this package did not write has the layout, by the file's names without ``model.``."""
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
@@ -136,7 +126,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "norm_eps": known.rms_norm_eps,
             "rope_parameters": rope_parameters(known),
         }
-    for name in ("hidden_size", "n_heads", "head_dim"):  # the others are looked at when the sizes are made
+    for name in ("hidden_size", "n_heads", "head_dim"):  # the others are checked with the sizes
         if type(facts[name]) is not int or facts[name] < 1:
             raise CheckpointError(f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own.")
     return facts

@@ -2,8 +2,8 @@
 
 Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 
-- tensors and their shapes: ``moa_spec/models/train/moa_spec.py`` (constructor, and ``save_pretrained``, which keeps the
-  drafter's tensors alone), ``moa_spec/models/train/cross_attention.py``;
+- tensors and their shapes: ``moa_spec/models/train/moa_spec.py`` (constructor, and ``save_pretrained``, which keeps
+  only the drafter's tensors), ``moa_spec/models/train/cross_attention.py``;
 - config.json of the vLLM layout: ``vllm/convert_checkpoint.py``, read by
   ``vllm/vllm/transformers_utils/configs/moa_spec.py``; its tensors: ``vllm/vllm/model_executor/models/moa_spec.py``
   (``load_weights``), which fuses q, k, v and gate, up while it loads.
@@ -112,12 +112,12 @@ def _moa_refusals(sizes: MoASizes) -> list[str]:
 def _moa_notes(sizes: MoASizes) -> list[str]:
     kv_heads = ", ".join(str(getattr(sizes, f"{own}_kv_heads")) for own in _BLOCKS.values())
     mlp_widths = ", ".join(str(getattr(sizes, f"{own}_mlp_width")) for own in _BLOCKS.values())
-    told = (
+    names = (
         f"moa_spec's settings have to name the drafter's sizes: KV heads {kv_heads} and MLP widths {mlp_widths} of "
         "self-, cross- and layer self-attention"
     )
     n_layers = sizes.target_layer_inference
-    return [told + (f", and target_layer_inference {n_layers}" if n_layers else "")]
+    return [names + (f", and target_layer_inference {n_layers}" if n_layers else "")]
 
 
 def _is_moa(names: set[str]) -> bool:

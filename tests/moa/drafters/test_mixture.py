@@ -226,9 +226,9 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(got, goal)
     states = [MoADraftState(2), MoADraftState(2)]
     with torch.inference_mode():
-        drafter.extend_encoded(states[0], kv)
+        drafter.append_encoded(states[0], drafter.encode_kv(kv))
         monkeypatch.undo()
-        drafter.extend_encoded(states[1], kv)
+        drafter.append_encoded(states[1], drafter.encode_kv(kv))
     for got, goal in zip(states[0].encoded.view(), states[1].encoded.view(), strict=True):
         torch.testing.assert_close(got, goal)
 
@@ -270,7 +270,7 @@ def test_sizes_are_checked_together() -> None:
         {"target_layer_inference": 5},
         {"layer_groups": 0},
         {"layer_groups": 5},
-        {"layer_attention_mlp_width": 0},
+        {"kv_width": 0},
     )
     for sizes in unfit:
         with pytest.raises(DrafterError, match=list(sizes)[-1]):

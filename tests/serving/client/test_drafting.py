@@ -230,7 +230,7 @@ def test_a_block_ends(target: Target) -> None:
 @pytest.mark.parametrize("kind", ["eagle3", "glide", "medusa"])
 def test_drafters_that_need_their_target_are_refused(kind: str, target: Target, tmp_path: Path) -> None:
     save_drafter(build(kind, target.model), tmp_path)
-    with pytest.raises(DrafterError, match=f"a {kind} drafter drafts beside its target alone"):
+    with pytest.raises(DrafterError):
         DraftingModel.load(tmp_path, tmp_path)
 
 
