@@ -12,7 +12,7 @@ they decode, the prediction is subtracted before the mean and added after it: on
 
 Which layers share a basis, the *scope*, trades stored bytes for the cost of reading one layer. Layers hold much the
 same information about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but
-a reader of one layer then reads the codes of all layers of the group, and multiplies by its layer's share of the basis.
+a reader of one layer then reads the codes of all layers of the group.
 
 ============  ==========================================================================================
 scope         a reader of one layer of L reads
@@ -24,17 +24,12 @@ scope         a reader of one layer of L reads
 (none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
 ============  ==========================================================================================
 
-``,tokens`` predicts keys and values from the token ids: less error at equal bits. Decoding then needs the tokens, which
-every store has; the basis holds up to ``2 * 512`` bytes more for each token of the vocabulary (131 MB for Llama 3).
-
-``,from-kv`` predicts hidden states from the keys and values of their token, as these decode. Keys and values are linear
-in what their layer reads of the residual stream, so that those of all layers tell much of any state of it. A reader of
-a hidden state then reads the codes of all keys and values too.
-
-``,joint`` predicts each hidden state from the one stored below it, the last one from the highest layer that is stored;
-with ``,tokens`` but no ``,from-kv`` the lowest from the tokens. A decoder layer adds little to the residual stream, so
-that what is left to store is small; a reader of one hidden state then reads the codes of those below it too. The bits
-of all joint states are split among them so that they err alike.
+``,tokens`` predicts keys and values from the token ids; the basis then holds up to 1,024 bytes more for each token
+of the vocabulary (131 MB for Llama 3). ``,from-kv`` predicts hidden states from the keys and values of their token, as
+these decode: they are linear in what their layer reads of the residual stream. ``,joint`` predicts each hidden state
+from the one stored below it, the last one from the highest layer that is stored, and with ``,tokens`` but no
+``,from-kv`` the lowest from the tokens; a decoder layer adds little to the residual stream. A reader of a predicted
+field also reads the codes of what it is predicted from.
 """
 
 from __future__ import annotations
@@ -446,7 +441,13 @@ class TransformCodec(FieldCodec):
     ) -> dict[str, Array]:
         """Encode one whole sequence as :meth:`parts` gives it."""
         first = groups[0][0]
-        features = self._given(features) if self.sources else self._features_of(tokens, len(first), first)
+        if not self.sources:
+            features = self._features_of(tokens, len(first), first)
+        elif features is None:
+            names = " and ".join(repr(source.spec.name) for source in self.sources)
+            raise ValueError(
+                f"Field {self.spec.name!r} is predicted from {names}: encode them together by StoreCodec.encode."
+            )
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
@@ -545,14 +546,6 @@ class TransformCodec(FieldCodec):
         keys = keys if self.rope is None else self.rope.rotate(keys, first_position, layers)
         return xp.stack([keys, others], axis=3)
 
-    def _given(self, features: Array | None) -> Array:
-        if features is None:
-            names = " and ".join(repr(source.spec.name) for source in self.sources)
-            raise ValueError(
-                f"Field {self.spec.name!r} is predicted from {names}: encode them together by StoreCodec.encode."
-            )
-        return features
-
     def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
         """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
         if self._features is None:
@@ -639,9 +632,7 @@ class Observation:
         codec, sample = self._codec, self._sample
         if not sample.lengths:
             raise StoreError(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
-        table = given = None
-        if codec.sources:
-            given = [codec._given(values) for values in ([None] if features is None else features)]
+        table, given = None, features if codec.sources else None
         if codec.needs_tokens and codec.embeddings is not None:
             table = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
             given = [table[ids].astype(np.float32) for ids in sample.tokens]
