@@ -163,7 +163,6 @@ def learn_basis(sample: Rows, metric: np.ndarray | None = None, place: Place = n
         sample: each sequence from position 0 on; the means are subtracted from its values in place.
         metric: [width, width], symmetric and positive semidefinite; an error ``e`` counts ``e @ metric @ e``. None for
             the sum of squares. The components are the principal ones in this metric.
-        place: where the products run.
 
     Returns:
         Components from the largest variance down, at most ``MAX_COMPONENTS``.
@@ -206,7 +205,6 @@ def token_features(embeddings: Embeddings, tokens: np.ndarray, place: Place = np
     Args:
         embeddings: float32 [vocab_size, width], the target's input embeddings.
         tokens: int [n], tokens of the sample; the features are those that differ most among them.
-        place: where the products run.
 
     Returns:
         float16 [vocab_size, min(width, MAX_FEATURES)].
@@ -232,7 +230,6 @@ def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place 
     Args:
         features: float32 [n_tokens, n_features] of each sequence.
         sample: the same sequences.
-        place: where the products run.
 
     Returns:
         float32 [n_features, width], rounded to half precision.
@@ -257,7 +254,6 @@ def principal_axes(rows: np.ndarray, place: Place = np.asarray, max_axes: int | 
 
     Args:
         rows: float32 [n, width].
-        place: where the products run.
         max_axes: default: ``MAX_COMPONENTS``.
 
     Returns:
@@ -317,7 +313,6 @@ def logit_metric(
         hidden: float32 [n_tokens, width], inputs of the LM head (after the final norm).
         head: float32 [vocab_size, width].
         batch_tokens: tokens whose distributions are in memory at a time.
-        place: where the products run.
 
     Returns:
         float64 [width, width].

@@ -105,11 +105,6 @@ class StoreCodec:
         """All fields, each after those that it is predicted from."""
         return list(dict.fromkeys(one for name in self.fields for one in self.with_sources(name) if one in self.fields))
 
-    def features(self, name: str, offered: Mapping[str, Array]) -> Array | None:
-        """Join what a field is predicted from, of the ``as_features`` of other fields; None where something lacks."""
-        names = self.sources.get(name, ())
-        return side_by_side([offered[one] for one in names]) if names and set(names) <= offered.keys() else None
-
     def encode(self, values: Mapping[str, Array], tokens: Array) -> dict[str, dict[str, Array]]:
         """Encode fields of one whole sequence, position 0 first.
 
@@ -126,9 +121,12 @@ class StoreCodec:
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
-        used = {name for names in self.sources.values() for name in names}
+        sources = self.sources
+        used = {name for names in sources.values() for name in names}
         for name in (name for name in self.in_order if name in values):
-            features = self.features(name, offered)
+            names = sources.get(name, ())
+            has_all = bool(names) and set(names) <= offered.keys()  # else the codec says what it lacks
+            features = side_by_side([offered[one] for one in names]) if has_all else None
             encoded[name] = self.fields[name].encode(values[name], tokens, features)
             if name in used:
                 codes = encoded[name] | {TOKENS: tokens}
