@@ -14,14 +14,14 @@ GROUPS = {
         "eval": "evaluate", "options": "options",
     },
     "Serve": {"serve": "serve", "chat": "chat"},
-    "Prepare chats": {"regenerate": "regenerate"},
-    "Care for stores": {
+    "Prepare chats": {"regenerate": "extract"},
+    "Maintain stores": {
         "plan": "extract", "add": "extract", "verify": "store", "audit": "extract", "repair": "extract",
         "recode": "extract",
     },
-    "Measure and hand on": {
+    "Evaluate and export": {
         "export": "exchange", "import": "exchange", "export-drafter": "exchange",
-        "push": "hub", "pull": "hub",
+        "push": "exchange", "pull": "exchange",
     },
 }  # fmt: skip
 """Heading of the help page -> command -> its module in commands/."""
@@ -45,7 +45,7 @@ Exit codes:
   1    done, and verify, repair or audit found something wrong
   2    the input or the options can't be used; one line on stderr says why
   70   a fault of moa-data itself; the lines on stderr are what to report
-  130  interrupted with Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; the line says how to go on
+  130  interrupted with Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; the line says how to continue
 """
 
 
