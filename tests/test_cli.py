@@ -42,7 +42,7 @@ def test_help_of_each_command_has_a_summary_and_an_example(command: str) -> None
 
 def test_the_help_page_begins_with_what_is_needed_first() -> None:
     page = run("--help").output
-    names = ("First steps", "Serve", "Care for stores", "Measure and hand on")
+    names = ("First steps", "Serve", "Maintain stores", "Evaluate and export")
     headings = [page.index(f"\n{heading}:\n") for heading in names]
     assert headings == sorted(headings)
     first = page[headings[0] : headings[1]]
