@@ -6,50 +6,158 @@ from the same families and share no opening with the training chats. Every row i
 `{"messages": [{"role", "content"}, ...], "category": family}`.
 """
 
-from __future__ import annotations
-
 import json
-import math
 import random
-import zlib
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OptionInvalid
 from ..storage.disk.durable import write_atomic
-from . import families
-from .families import Chat
 
-FAMILIES = families.FAMILIES
-TRAIN_FILE = "train.jsonl"
-HELD_OUT_FILE = "held_out.jsonl"
+Chat = list[dict[str, str]]
+
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly and correctly.", "You are a patient teacher.")
 SYSTEM_SHARE = 0.1
 MAX_REDRAWS = 200
+NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NAMES = ("Ada", "Bruno", "Carla", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Luca")
+ITEMS = ("apples", "books", "coins", "eggs", "keys", "lemons", "pears", "stones")
+WORDS = (
+    "amber", "bell", "bird", "bread", "castle", "cloud", "dragon", "drum", "engine", "field", "flute", "garden",
+    "hammer", "honey", "island", "king", "lantern", "lemon", "mirror", "ocean", "paper", "queen", "rabbit", "river",
+    "silver", "table", "tower", "valley", "window", "zebra",
+)  # fmt: skip
+ANIMALS = ("fox", "owl", "bear", "cat", "heron", "mouse", "otter", "hare", "wolf", "crow", "badger", "goat")
+PLACES = ("forest", "village", "harbor", "valley", "old mill", "garden", "market", "lighthouse", "mountain", "library")
+TREASURES = ("golden key", "silver bell", "old map", "blue lantern", "red kite", "wooden flute")
+MOODS = ("curious", "brave", "sleepy", "clever", "shy", "cheerful", "patient", "hungry")
+FRIENDS = ("turtle", "sparrow", "hedgehog", "frog", "squirrel", "donkey", "bee", "snail")
 
 
-@dataclass(frozen=True)
-class CorpusStats:
-    """Figures of how varied a set of chats is.
+def _chat(*turns: str) -> Chat:
+    """Return turns as messages, user and assistant in alternation."""
+    return [{"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)]
 
-    Attributes:
-        zlib_ratio: Raw bytes over zlib bytes (level 6); 1 for noise, hundreds for constant text.
-        word_entropy_bits: Unigram entropy of the whitespace-separated words, in bits per word.
-        distinct_openings: Share of chats whose opening (the text before the first answer) is unique.
-    """
 
-    n_chats: int
-    n_chars: int
-    zlib_ratio: float
-    word_entropy_bits: float
-    distinct_openings: float
-    by_category: dict[str, int]
+def _join(words: Sequence[str]) -> str:
+    """Return `a, b and c`."""
+    return ", ".join(words[:-1]) + " and " + words[-1]
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields as a JSON-ready dict."""
-        return asdict(self)
+
+def arithmetic(rng: random.Random) -> Chat:
+    """Draw a running total in steps, each written out."""
+    name, item = rng.choice(NAMES), rng.choice(ITEMS)
+    total = rng.randint(5, 20)
+    story, steps = [f"{name} has {total} {item}."], [f"{name} starts with {total} {item}."]
+    for _ in range(rng.randint(2, 3)):
+        amount = rng.randint(1, 9)
+        if rng.random() < 0.5 and total > amount:
+            story.append(rng.choice((f"{name} gives away {amount}.", f"{name} loses {amount}.")))
+            steps.append(f"Take away {amount}: {total} - {amount} = {total - amount}.")
+            total -= amount
+        else:
+            story.append(rng.choice((f"{name} finds {amount} more.", f"{name} buys {amount} more.")))
+            steps.append(f"Add {amount}: {total} + {amount} = {total + amount}.")
+            total += amount
+    question = f"How many {item} does {name} have now?"
+    return _chat(" ".join([*story, question]), "\n".join([*steps, f"So {name} now has {total} {item}."]))
+
+
+def sorting(rng: random.Random) -> Chat:
+    """Draw words to be put into alphabetical order, one a line."""
+    words = rng.sample(WORDS, rng.randint(3, 5))
+    ask = rng.choice(
+        ("Sort these words alphabetically: {}.", "Put these words in alphabetical order: {}.", "Please sort: {}.")
+    )
+    lines = [f"{i}. {word}" for i, word in enumerate(sorted(words), start=1)]
+    return _chat(ask.format(", ".join(words)), "Here are the words in alphabetical order:\n" + "\n".join(lines))
+
+
+UNITS = (
+    ("kilometers", "meters", 1000), ("meters", "centimeters", 100), ("centimeters", "millimeters", 10),
+    ("kilograms", "grams", 1000), ("liters", "milliliters", 1000), ("euros", "cents", 100), ("weeks", "days", 7),
+    ("pairs", "pieces", 2), ("decades", "years", 10), ("centuries", "years", 100), ("yards", "feet", 3),
+)  # fmt: skip
+
+
+def conversion(rng: random.Random) -> Chat:
+    """Draw a unit conversion: the rule, the product, the answer."""
+    big, small, factor = rng.choice(UNITS)
+    value = rng.randint(2, 12) if factor in (2, 3, 7) else rng.randint(2, 99)
+    name = rng.choice(NAMES)
+    ask = rng.choice((
+        f"Convert {value} {big} to {small}.",
+        f"How many {small} are {value} {big}?",
+        f"{name} has {value} {big} and wants to know how many {small} that is.",
+        f"{name} asks: what is {value} {big} in {small}?",
+    ))  # fmt: skip
+    rule = f"Each of the {big} has {factor} {small}."
+    return _chat(
+        ask, f"{rule}\nMultiply: {value} x {factor} = {value * factor}.\nSo {value} {big} are {value * factor} {small}."
+    )
+
+
+def story(rng: random.Random) -> Chat:
+    """Draw a tiny story about a given animal, name, place and treasure."""
+    animal, name, place = rng.choice(ANIMALS), rng.choice(NAMES), rng.choice(PLACES)
+    treasure, mood, friend = rng.choice(TREASURES), rng.choice(MOODS), rng.choice(FRIENDS)
+    ask = rng.choice((
+        f"Tell me a short story about a {mood} {animal} called {name} who finds a {treasure} in the {place}.",
+        f"Write a tiny story. Hero: {name} the {animal}, who is {mood}. Place: the {place}. Thing: a {treasure}.",
+    ))  # fmt: skip
+    found = rng.choice((
+        f"One morning {name} saw a {treasure} under a stone.",
+        f"One evening {name} found a {treasure} beside the path.",
+        f"After the rain {name} spotted a {treasure} in the grass.",
+    ))  # fmt: skip
+    middle = rng.choice((
+        f"\"Who has lost this?\" asked {name}. Nobody knew, so {name} went to ask the old {friend}.",
+        f"{name} was not sure what to do with it and showed it to a friend, the {friend}.",
+    ))  # fmt: skip
+    end = rng.choice((
+        f"The {friend} smiled and said: \"It was mine once. Now it is yours.\" {name} kept the {treasure} forever.",
+        f"The {friend} was very happy to have it back. From that day on, {name} and the {friend} were best friends.",
+    ))  # fmt: skip
+    return _chat(ask, f"Once upon a time a {mood} {animal} called {name} lived in the {place}. {found} {middle} {end}")
+
+
+def shopping(rng: random.Random) -> Chat:
+    """Draw a list that is kept over several turns: add, remove, count."""
+    things = rng.sample(WORDS, rng.randint(2, 4))
+    turns = [
+        f"Please keep a list for me: {_join(things)}.",
+        f"Your list has {NUMBER_WORDS[len(things)]} things: {_join(things)}.",
+    ]
+    for _ in range(rng.randint(1, 3)):
+        if rng.random() < 0.6 or len(things) < 3:
+            thing = rng.choice([word for word in WORDS if word not in things])
+            things.append(thing)
+            turns.append(rng.choice((f"Add {thing}.", f"Now add {thing}, please.")))
+            done = f"I added {thing}."
+        else:
+            thing = things.pop(rng.randrange(len(things)))
+            turns.append(rng.choice((f"Remove {thing}.", f"Now take {thing} off the list.")))
+            done = f"I removed {thing}."
+        turns.append(f"{done} Your list has {NUMBER_WORDS[len(things)]} things: {_join(things)}.")
+    return _chat(*turns)
+
+
+def echo(rng: random.Random) -> Chat:
+    """Draw a few words to be repeated: the plainest exercise in copying from the prompt."""
+    words = [rng.choice((*WORDS, *NAMES, *ITEMS)) for _ in range(rng.randint(3, 7))]
+    text = " ".join(words)
+    return _chat(rng.choice(("Say: {}", "Repeat after me: {}", "Copy this line: {}")).format(text), f"You said: {text}")
+
+
+FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
+    "arithmetic": arithmetic,
+    "sorting": sorting,
+    "conversion": conversion,
+    "story": story,
+    "shopping": shopping,
+    "echo": echo,
+}
 
 
 @dataclass(frozen=True)
@@ -61,24 +169,19 @@ class Corpus:
 
 
 def opening(messages: Chat) -> str:
-    """Return the user text before the first answer: what must not be shared by the training and the held-out chats."""
-    parts = []
-    for message in messages:
-        if message["role"] == "assistant":
-            break
-        if message["role"] == "user":
-            parts.append(message["content"])
-    return "\n".join(parts)
+    """Return the user's text before the first answer, which training and held-out chats must not share."""
+    first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return "\n".join(message["content"] for message in messages[:first_answer] if message["role"] == "user")
 
 
 def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
     """Generate the corpus; equal arguments give equal rows on every machine.
 
     Args:
-        n_held_out: Held-out chats; families take turns, so that each is represented.
+        n_held_out: held-out chats; families take turns, so that each is represented.
 
     Raises:
-        OptionInvalid: If a count is below 1, or a family cannot give as many different prompts.
+        OptionInvalid: a count is below 1, or a family cannot give as many different prompts.
     """
     if n_train < 1 or n_held_out < 1:
         raise OptionInvalid(
@@ -104,7 +207,6 @@ def _rows(rng: random.Random, count: int, seen: set[str]) -> Iterator[dict[str, 
 
 
 def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
-    """Draw chats of one family until the opening is new; record it in `seen`."""
     for _ in range(MAX_REDRAWS):
         messages = FAMILIES[name](rng)
         key = opening(messages)
@@ -114,30 +216,6 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
     raise OptionInvalid(
         f"family {name!r} gave no new prompt in {MAX_REDRAWS} draws ({len(seen)} used); ask for fewer chats"
     )
-
-
-def corpus_stats(rows: list[dict[str, object]]) -> CorpusStats:
-    """Measure the variety of `rows`."""
-    texts = [message["content"] for row in rows for message in _messages(row)]
-    raw = "\n".join(texts).encode("utf-8")
-    words = Counter(word for text in texts for word in text.split())
-    total = sum(words.values())
-    openings = Counter(opening(_messages(row)) for row in rows)
-    return CorpusStats(
-        n_chats=len(rows),
-        n_chars=sum(len(text) for text in texts),
-        zlib_ratio=len(raw) / len(zlib.compress(raw, 6)),
-        word_entropy_bits=-sum(n / total * math.log2(n / total) for n in words.values()),
-        distinct_openings=sum(1 for n in openings.values() if n == 1) / len(rows),
-        by_category=dict(Counter(str(row["category"]) for row in rows)),
-    )
-
-
-def _messages(row: dict[str, object]) -> Chat:
-    """Return the messages of a row, with their type."""
-    messages = row["messages"]
-    assert isinstance(messages, list)
-    return messages
 
 
 def write_jsonl(rows: list[dict[str, object]], path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Serves the demo's target, and answers one prompt through an emulated 4G network that is cut on the way."""
+"""Serves the demo's target, and answers one prompt over a slow network that is cut on the way; draws what was shown."""
 
-from __future__ import annotations
-
+import asyncio
 import socket
 import subprocess
 import sys
@@ -9,20 +8,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.error import URLError
+from typing import Any, Self
 from urllib.request import urlopen
 
-from ..errors import OptionInvalid
+from matplotlib.figure import Figure
+
+from ..errors import ServingError
 from ..moa.decoding.loop import plain_generate
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
-from ..serving.client.events import Event
-from .proxy import CutProxy
-from .timeline import Timeline
+from ..serving.client.events import Event, RolledBack, Tokens, Verified
 
 DELAY_S = 0.021
 """Of each byte one way, the mean of 4G."""
@@ -33,81 +30,154 @@ CUT_AFTER, CUT_S = 0.35, 1.5
 _START_S = 60.0
 
 
-@dataclass(frozen=True)
-class Answered:
-    """One answer over a network that was cut.
+class CutProxy:
+    """Listens on a port of 127.0.0.1 and forwards bytes to another, each way late by so many seconds.
 
-    Attributes:
-        is_equal: whether its tokens are those of plain greedy decoding.
-        n_alone: tokens that the client wrote while it had no network.
+    Runs in a thread of its own. While it is cut, connections stay open and silent, as on a network that loses packets.
     """
 
-    timeline: Timeline
-    text: str
-    is_equal: bool
-    n_tokens: int
-    n_alone: int
-    n_target_calls: int
-    seconds: float
+    def __init__(self, port: int, delay_s: float) -> None:
+        self._upstream, self._delay_s, is_ready = port, delay_s, threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(is_ready)), name="proxy", daemon=True)
+        self._thread.start()
+        is_ready.wait()
+
+    def cut(self) -> None:
+        """Let nothing pass."""
+        self._loop.call_soon_threadsafe(self._is_open.clear)
+
+    def restore(self) -> None:
+        """Let everything pass again, what was held first."""
+        self._loop.call_soon_threadsafe(self._is_open.set)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._has_ended.set)
+        self._thread.join()
+
+    async def _run(self, is_ready: threading.Event) -> None:
+        self._loop, self._is_open, self._has_ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._is_open.set()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        is_ready.set()
+        await self._has_ended.wait()
+        server.close()
+
+    async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
+        try:
+            await asyncio.gather(self._forward(up, writer), self._forward(reader, down), return_exceptions=True)
+        finally:  # also when the proxy ends
+            writer.close()
+            down.close()
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            await asyncio.sleep(self._delay_s)
+            await self._is_open.wait()
+            sink.write(data)
+        sink.write_eof()
+
+
+class Timeline:
+    """The course of an answer: tokens shown and verified against time, with one cut on the way.
+
+    Args:
+        proxy: cut once when so many tokens are shown.
+
+    Attributes:
+        points: (seconds, tokens shown, of these verified) after each change, in order.
+        cut: seconds of the cut and of the return.
+        n_rolled_back: tokens that were taken back.
+    """
+
+    def __init__(self, proxy: CutProxy, n_tokens: int) -> None:
+        self._proxy, self._n_tokens, self._began_s = proxy, n_tokens, time.perf_counter()
+        self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]
+        self.cut: list[float] = []
+        self.n_rolled_back = 0
+
+    def note(self, event: Event) -> None:
+        """Record an event of the client."""
+        now, (_, shown, verified) = time.perf_counter() - self._began_s, self.points[-1]
+        if isinstance(event, Tokens):
+            shown = event.start + len(event.tokens)
+            # A run of tokens is either unverified as a whole or not at all.
+            self.points.append((now, shown, verified if "unverified" in event.kinds else shown))
+        elif isinstance(event, Verified):
+            self.points.append((now, shown, event.stop))
+        elif isinstance(event, RolledBack):
+            self.n_rolled_back += shown - event.stop
+            self.points.append((now, event.stop, event.stop))
+        if not self.cut and self.points[-1][1] >= self._n_tokens:
+            self.cut.append(now)
+            self._proxy.cut()
+            threading.Timer(CUT_S, self._restore).start()
+
+    def _restore(self) -> None:
+        self.cut.append(time.perf_counter() - self._began_s)
+        self._proxy.restore()
+
+    def draw(self, path: Path) -> None:
+        """Draw the answer against time."""
+        seconds, shown, verified = zip(*self.points, strict=True)
+        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+        axes = figure.subplots()
+        axes.axvspan(self.cut[0], self.cut[-1], color="tab:red", alpha=0.12, lw=0, label="no network")
+        axes.step(seconds, verified, where="post", color="tab:blue", label="verified")
+        axes.step(seconds, shown, where="post", color="tab:orange", ls="--", lw=1, label="shown")
+        axes.fill_between(
+            seconds, verified, shown, step="post", color="tab:orange", alpha=0.35, label="not verified yet"
+        )
+        axes.set(xlabel="seconds", ylabel="tokens of the answer", title="An answer over 4G that loses the network")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper left")
+        figure.savefig(path, dpi=130)
 
 
 def answer_through_a_cut(
-    target: Path, store: Path, drafter: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int
-) -> Answered:
+    target: Path, store: Path, drafter: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int, picture: Path
+) -> dict[str, Any]:
     """Serve the target in a process of its own, and answer the prompt with the longest answer.
 
     Args:
         store: with the frozen pieces of the target, all that the client has of it.
         prompts: chats that end with a user's message.
 
+    Returns:
+        is_equal (whether the tokens are those of plain greedy decoding), n_tokens, n_alone (tokens written without the
+        network), n_rolled_back (taken back of these), n_target_calls, answer_s.
+
     Raises:
-        OptionInvalid: the server did not start.
-        ServingError: it could not be talked to.
+        ServingError: the server did not start, or could not be talked to.
     """
     live = Target.load(str(target), device="cpu")
-    references = []
-    for messages in prompts:
-        tokens = prompt_tokens(live.tokenizer, messages)
-        references.append(plain_generate(live, tokens, max_new_tokens=max_new_tokens).tokens)
-    longest = max(range(len(prompts)), key=lambda index: len(references[index]))
-    messages, reference = prompts[longest], references[longest]
-    timeline = Timeline()
-    with _served(target, drafter) as port, CutProxy(port, DELAY_S) as proxy:
-        watcher = _Cutter(proxy, timeline, round(CUT_AFTER * len(reference)))
-        with DraftingClient(proxy.address, drafter, store) as client:
-            timeline.began_s = time.perf_counter()
-            answer = client.chat(messages, max_new_tokens=max_new_tokens, on_event=watcher.note)
-        seconds = time.perf_counter() - timeline.began_s
-    most_alone = max((point.n_shown - point.n_verified for point in timeline.points), default=0)
-    return Answered(
-        timeline=timeline,
-        text=answer.text,
-        is_equal=list(answer.tokens) == reference,
-        n_tokens=len(answer.tokens),
-        n_alone=most_alone,
-        n_target_calls=answer.stats.n_target_calls,
-        seconds=seconds,
-    )
-
-
-class _Cutter:
-    """Notes events, and cuts the network once when enough of the answer is there."""
-
-    def __init__(self, proxy: CutProxy, timeline: Timeline, n_tokens: int) -> None:
-        self._proxy, self._timeline, self._n_tokens = proxy, timeline, n_tokens
-        self._has_cut = False
-
-    def note(self, event: Event) -> None:
-        self._timeline.note(event)
-        if not self._has_cut and self._timeline.points[-1].n_shown >= self._n_tokens:
-            self._has_cut = True
-            self._timeline.mark_cut()
-            self._proxy.cut()
-            threading.Timer(CUT_S, self._mend).start()
-
-    def _mend(self) -> None:
-        self._timeline.mark_mended()
-        self._proxy.restore()
+    references = [
+        plain_generate(live, prompt_tokens(live.tokenizer, messages), max_new_tokens=max_new_tokens).tokens
+        for messages in prompts
+    ]
+    reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
+    with (
+        _served(target, drafter) as port,
+        CutProxy(port, DELAY_S) as proxy,
+        DraftingClient(proxy.address, drafter, store) as client,
+    ):
+        timeline, began_s = Timeline(proxy, round(CUT_AFTER * len(reference))), time.perf_counter()
+        answer = client.chat(messages, max_new_tokens=max_new_tokens, on_event=timeline.note)
+        seconds = time.perf_counter() - began_s
+    timeline.draw(picture)
+    return {
+        "is_equal": list(answer.tokens) == reference,
+        "n_tokens": len(answer.tokens),
+        "n_alone": max(shown - verified for _, shown, verified in timeline.points),
+        "n_rolled_back": timeline.n_rolled_back,
+        "n_target_calls": answer.stats.n_target_calls,
+        "answer_s": seconds,
+    }
 
 
 @contextmanager
@@ -123,23 +193,23 @@ def _served(target: Path, drafter: Path) -> Iterator[int]:
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
     try:
-        _wait_until_healthy(http_port, process, log)
+        until = time.monotonic() + _START_S
+        while not _is_healthy(http_port):
+            if time.monotonic() > until or process.poll() is not None:
+                raise ServingError(f"the server did not start within {_START_S:.0f} s; see {log}")
+            time.sleep(0.1)
         yield grpc_port
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as response:
-                if response.status == 200:
-                    return
-        except (URLError, OSError):
-            time.sleep(0.1)
-    raise OptionInvalid(f"the server did not start within {_START_S:.0f} s; see {log}")
+def _is_healthy(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as response:
+            return bool(response.status == 200)
+    except OSError:  # URLError is one
+        return False
 
 
 def _free_port() -> int:

@@ -50,12 +50,12 @@ main()
 """
 
 PHASES = {
-    "corpus": "moa_data.demo.run:corpus_stats",
-    "target": "moa_data.demo.target:_validate",
+    "corpus": "moa_data.demo.run:write_jsonl",
+    "target": "moa_data.demo.target:_fit",
     "extract": "moa_data.pipeline.forwards.parts:capture",
     "train": "moa_data.trainer.step:DrafterModule.training_step",
     "eval": "moa_data.evaluation.measure:_compare",
-    "report": "moa_data.demo.report:greedy_answers",
+    "serve": "moa_data.demo.serving:_free_port",
 }
 
 # Stands in for the command line, whose imports take a second.

@@ -72,7 +72,9 @@ def test_quoted_output_has_the_form_of_today(tmp_path: Path) -> None:
     drafted = Generation([1, 2, 3], DecodeStats([2, 1], n_tokens=3, total_s=1.0))
     with out.capture() as captured:
         out.print(decoding_view([drafted], [drafted], "5"))
-    demo = DemoReport(tmp_path, tmp_path / "report.md", 4.3, 1.3, True, 8, 1, 1213.0, 0.675, {"corpus": 1.0}, ())
+    figures = {"acceptance_length": 4.3, "ratio": 1.3, "n_exact": 8, "n_answers": 8, "bytes_per_token": 1213.0}
+    figures |= {"seconds": 1.0, "is_equal": True, "n_alone": 8, "n_rolled_back": 1}
+    demo = DemoReport(tmp_path, dict.fromkeys(("extract", "eval", "serve"), figures))
     printed = [run("verify", store).stdout, captured.get(), demo.describe()]
     known = {form(line) for line in "\n".join(printed).splitlines()}
     quoted = re.compile(r"whole: |.* tokens/call |.* times the speed of |(acceptance|speed|network cut|store) .* ")

