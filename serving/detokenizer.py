@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+# Tokens after which text that ends inside a character is shown as it is: no character has that many bytes.
 _LONGEST = 16
-"""Tokens after which text that ends inside a character is shown as it is: no character has that many bytes."""
 
 
 class Detokenizer:

@@ -48,15 +48,10 @@ ALLOWED: dict[str, set[str]] = {
     "serving.protocol": LEAVES | {"serving"},
     "serving.engine": LEAVES | {"config"} | MOA | {"serving", "moa.decoding"},
     "serving.server": LEAVES
-    | {"config"}
+    | {"config", "pipeline", "moa.decoding"}
     | MOA
-    | {"serving", "serving.engine", "serving.protocol"}
-    | {"moa.decoding", "moa.formats", "pipeline"},
-    "serving.client": LEAVES
-    | {"config"}
-    | MOA
-    | {"serving", "serving.protocol"}
-    | {"moa.decoding", "moa.formats", "pipeline"},
+    | {"serving", "serving.engine", "serving.protocol"},
+    "serving.client": LEAVES | {"config", "moa.decoding", "moa.formats"} | MOA | {"serving", "serving.protocol"},
     "demo": LEAVES
     | {"config"}
     | STORAGE

@@ -59,7 +59,7 @@ def unavailable_because() -> str | None:
 
 
 @dataclass
-class Counts:
+class PacketCounts:
     """What happened to the packets of one direction."""
 
     packets: int = 0
@@ -140,7 +140,7 @@ class Tunnel:
         """Carry packets again; connections come back when TCP sends again, which it does ever more rarely."""
         self._ask("mend")
 
-    def counts(self) -> dict[Literal["up", "down"], Counts]:
+    def counts(self) -> dict[Literal["up", "down"], PacketCounts]:
         """What happened to packets of each direction so far; bytes are those of IP packets, headers included."""
         return self._ask("counts")
 
@@ -148,7 +148,7 @@ class Tunnel:
         """Kill what runs in the namespaces and delete them."""
         self._undo.close()
 
-    def _ask(self, verb: str) -> dict[Literal["up", "down"], Counts]:
+    def _ask(self, verb: str) -> dict[Literal["up", "down"], PacketCounts]:
         answer = b""
         with suppress(ConnectionError):
             self._control.send(verb.encode())
@@ -156,7 +156,7 @@ class Tunnel:
         if not answer:
             raise RuntimeError("The process that carries the packets has ended. Make a new tunnel.")
         counts = json.loads(answer)
-        return {"up": Counts(**counts["up"]), "down": Counts(**counts["down"])}
+        return {"up": PacketCounts(**counts["up"]), "down": PacketCounts(**counts["down"])}
 
     def _end_programs(self) -> None:
         for program in self._programs:
@@ -223,7 +223,7 @@ class _Carrier:
     """One direction: reads packets of a device and writes them to the other when they arrive."""
 
     def __init__(self, source: int, sink: int, direction: Direction, seed: int) -> None:
-        self.source, self.counts = source, Counts()
+        self.source, self.counts = source, PacketCounts()
         self._sink, self._line = sink, Line(direction, seed)
         self._flying: deque[tuple[float, bytes]] = deque()
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Self, get_args
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from ...config import Count
 from ...errors import (
     Disconnected,
     DrafterError,
@@ -43,19 +44,17 @@ _GREEDY_SHAPE, _SAMPLED_SHAPE = ChainShape(10, 0.2), ChainShape(5)
 _MAX_FILE_BYTES = 64 << 20
 _SAVE_EVERY_S = 0.2
 _PING_EVERY_S = 0.25
+# How long to wait for the network before looking at the time again.
 _LOOK_EVERY_S = 0.1
-"""How long to wait for the network before looking at the time again."""
 _STATS_EVERY_S = 0.25
+# Contexts after which they are put into the drafter's caches while the server streams. Fewer can wait until something
+# is drafted: many at once take little longer than a few.
 _WARM_EVERY = 256
-"""Contexts after which they are put into the drafter's caches while the server streams. Fewer can wait until something
-is drafted: many at once take little longer than a few."""
+# Tokens without contexts at which the client drafts nothing while the server is there.
 _FAR = 32
-"""Tokens without contexts at which the client drafts nothing while the server is there."""
 _OVERLOADED_WAIT_S = 1.0
+# Connections in a row that end because what came made no sense, without a token in between.
 _MAX_SENSELESS = 8
-"""Connections in a row that end because what came made no sense, without a token in between."""
-
-Count = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Timeouts:
 
     Attributes:
         connect_s: for the first answer of a server; then the call fails.
-        silence_s: without a message, beyond two round trips, after which the client goes on offline.
+        silence_s: without a message, beyond two round trips, after which the client writes offline.
         dead_s: without a message, after which the connection is made anew.
         give_up_s: without a server, after which the call fails; None for no end.
     """
@@ -395,9 +394,9 @@ class _Turn:
             self._reconnect(error)
         if (n_new := len(session.tokens) - n_before) > 0:
             self._measure(received, n_new)
-        for part in session.take_parts():
-            context = decode(part.codec, part.values, part.n_positions, self._drafter.width)
-            self._drafter.receive(context[part.n_known :])
+        for context, n_known in session.take_contexts():
+            rows = decode(context.codec, context.values, context.n_positions, self._drafter.width)
+            self._drafter.receive(rows[n_known:])
 
     def _measure(self, received: Received, n_new: int) -> None:
         """Note the times of a message that brought tokens."""
@@ -406,7 +405,7 @@ class _Turn:
             self._first_token = (received.at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # Contexts come right behind: to wait for them is better than to feed what they stand for level by level.
+        # Contexts follow at once: waiting for them is faster than feeding the tokens they stand for level by level.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:

@@ -1,15 +1,15 @@
-"""Drafts on a machine without the target: from the frozen pieces of its bundle and contexts that arrive from a server.
+"""Drafts on a machine without the target: from the frozen weights of its bundle and contexts that arrive from a server.
 
 Shapes: n positions, W numbers of a context, V vocabulary.
 
-Contexts may lag behind what is committed. A round begins at the token at ``n_context``, the first one without a
-context; known tokens behind it are fed as levels of a chain, and drafting goes on from there::
+Contexts may be late. A round begins at the token at ``n_context``, the first one without a context; known tokens after
+it are fed as levels of a chain, and drafts follow them::
 
     context        The  cat  sat                         n_context 3
     committed      The  cat  sat  on  the                "on" is the root, "the" a level that is fed, not drafted
     drafts                                 mat  .
 
-Without a network the chain simply goes on. Where the server has disagreed with it, it goes back to the last level that
+Without a network the chain just gets longer. Where the server has disagreed with it, it returns to the last level that
 is right; a round begins anew, with all contexts that have arrived, when nothing is drafted or something was wrong.
 """
 
@@ -35,12 +35,12 @@ from ...moa.targets.live import load_target_tokenizer
 from ...moa.targets.template import choose_template_arguments
 from .session import Draft
 
+# The file of a training run that records its store, and the folder of a store that holds the bundle.
 _RUN_FILE, _BUNDLE = "run.yaml", "target"
-"""The file of a training run that records its store, and the folder of a store that holds the bundle."""
+# Known tokens that one call feeds: the caller looks at the network in between.
 _MAX_FED = 16
-"""Known tokens that one call feeds: the caller looks at the network in between."""
+# Levels after which a chain begins anew where newer contexts are here: each level after a context agrees less.
 _MAX_LEVELS = 32
-"""Levels after which a chain begins anew where newer contexts are here: each level after a context agrees less."""
 
 
 @dataclass(frozen=True)
@@ -153,22 +153,22 @@ class TextDrafter:
         if newest is None:
             return None
         with torch.inference_mode():
-            behind = [*tokens[self._root + 1 :], *drafts]
-            n_agreed = _n_common(self._fed, behind)
+            known = [*tokens[self._root + 1 :], *drafts]
+            n_agreed = _n_common(self._fed, known)
             is_stale = newest > self._root and (
                 not drafts or n_agreed < len(self._fed) or len(self._fed) >= _MAX_LEVELS
             )
             if self._chain is None or is_stale:
                 self._begin_round(tokens, newest)
-                behind, n_agreed = [*tokens[self._root + 1 :], *drafts], 0
+                known, n_agreed = [*tokens[self._root + 1 :], *drafts], 0
             chain, most = self._chain, self._model.drafter.config.max_depth
             assert chain is not None
-            if most is not None and len(behind) >= most:  # no further before newer contexts are here
+            if most is not None and len(known) >= most:  # no further before newer contexts are here
                 self.is_catching_up = False
                 return None
             chain.back_to(n_agreed)
             del self._fed[n_agreed:]
-            todo = behind[n_agreed:]
+            todo = known[n_agreed:]
             for token in todo[:_MAX_FED]:
                 chain.feed(torch.tensor([[token]], device=self._device))
                 self._fed.append(token)

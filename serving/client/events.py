@@ -1,4 +1,4 @@
-"""What a client tells whoever shows its text: a terminal, a web page, a measurement.
+"""What a client tells those who show its text: a terminal, a web page, a measurement.
 
 Tokens have indices in the answer, from 0. Each event turns into a JSON object by :func:`as_json`.
 """

@@ -73,33 +73,24 @@ class Draft:
     probability: float
 
 
-@dataclass(frozen=True)
-class ContextPart:
-    """Contexts of some positions as they crossed the wire; the first ``n_known`` of them are here already."""
-
-    start: int
-    n_positions: int
-    codec: str
-    values: bytes
-    n_known: int
-
-
 class Session:
     """One answer, from its prompt to its end.
 
     Args:
         tokens: the prompt, and what of the answer is committed.
-        texts: turns the answer's tokens into text; empty.
+        texts: turns the answer's tokens into text; still empty.
         session: id that a server gave this answer before; empty for none.
         n_context: positions whose contexts the drafter has.
 
     Attributes:
         tokens: prompt and committed answer.
-        drafts: drafted tokens behind them, of which the first ``n_shown`` are shown as unverified and the first
+        drafts: drafted tokens after them, of which the first ``n_shown`` are shown as unverified and the first
             ``n_asked`` are being verified.
         shape: of the chains that are verified.
-        finish: why the answer ended; empty while it goes on.
-        parts: contexts that arrived, for the drafter.
+        finish: why the answer ended; empty before.
+        is_opened: whether the server has opened the session on the present connection.
+        was_opened: whether a server has opened it on this connection or an earlier one.
+        is_offline: whether the client writes without the server.
         n_calls: target calls that committed something.
     """
 
@@ -119,14 +110,14 @@ class Session:
         self.mode, self.shape = mode, shape
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
-        self.n_context, self.parts = n_context, list[ContextPart]()
+        self.n_context, self.contexts = n_context, list[tuple[pb.Context, int]]()
         self.finish = ""
         self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
         self._texts, self._identities = texts, identities or pb.Identities()
         self._outbox: list[pb.ClientMessage] = []
         self._events: list[Event] = []
         self._sequence = 0
-        self._is_up = self._is_opened = self._was_opened = self._is_offline = self._is_stuck = False
+        self._is_up = self.is_opened = self.was_opened = self.is_offline = self._is_stuck = False
         self._has_paused = False  # offline, and said so
         self._awaited = 0  # sequence number of the Verify that has not been answered
         self._was_refused = False  # the last Verify; a second refusal ends the answer
@@ -140,7 +131,7 @@ class Session:
 
     def link_up(self) -> None:
         """Begin a connection: open the session with all that is committed, and ask for what comes next."""
-        self._is_up, self._is_opened, self._sequence = True, False, 0
+        self._is_up, self.is_opened, self._sequence = True, False, 0
         self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
         settings, sampling = self.settings, self.settings.sampling
@@ -160,7 +151,7 @@ class Session:
 
     def link_down(self, reason: str) -> None:
         """End the connection: forget what was asked for, and go offline."""
-        was_opened, self._is_up, self._is_opened = self._is_opened, False, False
+        was_opened, self._is_up, self.is_opened = self.is_opened, False, False
         self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
         if was_opened and not self.finish:
@@ -169,9 +160,9 @@ class Session:
 
     def stall(self, reason: str) -> None:
         """Go offline: the server has not been heard of for too long. Its next message ends that."""
-        if self._is_offline or self.finish or not self._was_opened:
+        if self.is_offline or self.finish or not self.was_opened:
             return
-        self._is_offline, self._is_stuck, self._has_paused = True, False, False
+        self.is_offline, self._is_stuck, self._has_paused = True, False, False
         self._tell(ModeChanged("offline", reason))
         while len(self.drafts) > self.settings.max_offline:
             self.drafts.pop()
@@ -181,7 +172,7 @@ class Session:
     def add_draft(self, token: int, probability: float) -> None:
         """Take the draft that :attr:`wants_draft` asked for."""
         self.drafts.append(Draft(token, probability))
-        if self._is_offline:
+        if self.is_offline:
             self._show()
             self._tell_pause()
         self._proceed()
@@ -207,10 +198,10 @@ class Session:
             self._open(message.opened)
         elif kind == "failure":
             self._fail(message.failure)
-        elif not self._is_opened:
+        elif not self.is_opened:
             raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
-        if self._is_offline and self._is_opened:
-            self._is_offline = False
+        if self.is_offline and self.is_opened:
+            self.is_offline = False
             self._tell(ModeChanged(self.mode, "the server is there again"))
         if kind == "committed":
             self._commit(message.committed)
@@ -226,7 +217,7 @@ class Session:
         if self.finish or self._is_stuck or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids):
             return False
         n_drafts, n_left = len(self.drafts), self._n_left
-        if self._is_offline:
+        if self.is_offline:
             settings = self.settings
             return n_drafts < min(n_left, settings.max_offline) and self._probability() >= settings.offline_below
         if self.mode == "server" or not self._is_up or self.n_shown:
@@ -234,21 +225,6 @@ class Session:
         if self._awaited:  # ahead of its answer: the first of them guesses the token after those that were asked for
             return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()
-
-    @property
-    def is_offline(self) -> bool:
-        """Whether the client writes without the server."""
-        return self._is_offline
-
-    @property
-    def is_opened(self) -> bool:
-        """Whether the server has opened the session on the present connection."""
-        return self._is_opened
-
-    @property
-    def was_opened(self) -> bool:
-        """Whether a server has opened the session on this connection or an earlier one."""
-        return self._was_opened
 
     def take_messages(self) -> list[pb.ClientMessage]:
         """Hand over the messages to send, in order."""
@@ -260,10 +236,10 @@ class Session:
         events, self._events = self._events, []
         return events
 
-    def take_parts(self) -> list[ContextPart]:
-        """Hand over the contexts that arrived since the last call, in order."""
-        parts, self.parts = self.parts, []
-        return parts
+    def take_contexts(self) -> list[tuple[pb.Context, int]]:
+        """Hand over the contexts that arrived since the last call, each with how many of its first ones were here."""
+        contexts, self.contexts = self.contexts, []
+        return contexts
 
     def ping(self, number: int) -> None:
         """Ask for a Pong, to measure the round trip and to know that the server is there."""
@@ -278,13 +254,13 @@ class Session:
     # Messages
 
     def _open(self, opened: pb.Opened) -> None:
-        self.session, self._is_opened = opened.session, True
+        self.session, self.is_opened = opened.session, True
         self._max_drafts = max(1, opened.most_drafts)
         self._max_positions = opened.most_positions or self._max_positions
         self._tell(LinkChanged(True))
-        if not self._was_opened:
+        if not self.was_opened:
             self._tell(ModeChanged(self.mode, "the session is open"))
-        self._was_opened = True
+        self.was_opened = True
 
     def _fail(self, failure: pb.Failure) -> None:
         is_answer = failure.answers and failure.answers == self._awaited
@@ -327,8 +303,7 @@ class Session:
                 f"contexts and {len(self.tokens)} tokens are here."
             )
         if n_known < context.n_positions:
-            part = ContextPart(context.start, context.n_positions, context.codec, context.values, n_known)
-            self.parts.append(part)
+            self.contexts.append((context, n_known))
             self.n_context = context.start + context.n_positions
             self._is_stuck = False
 
@@ -378,7 +353,7 @@ class Session:
 
     def _tell_pause(self) -> None:
         """Say once why the client shows no further tokens offline."""
-        if not self._is_offline or self._has_paused or self.wants_draft:
+        if not self.is_offline or self._has_paused or self.wants_draft:
             return
         self._has_paused = True
         n_drafts = len(self.drafts)

@@ -1,7 +1,7 @@
 """The web page of a client: shows an answer as it comes, and has a switch that cuts the network.
 
 The page is served by the client's own process, not by the server: a browser cannot run the drafter, and only what runs
-on this side of a cut can go on showing text. It listens on 127.0.0.1 alone, and answers only requests whose ``Host``
+on this side of a cut can still show text. It listens on 127.0.0.1 only, and answers only requests whose ``Host``
 and ``Origin`` are its own, so that no other web page can ask on the user's behalf, not even by rebinding a name.
 """
 
@@ -34,6 +34,8 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _MAX_PROMPT_CHARS = 100_000
+# How often a page is told what is new; events come from other threads.
+_LOOK_EVERY_S = 0.02
 
 
 class _Ask(BaseModel):
@@ -48,14 +50,13 @@ class EventLog:
     """The events of the present answer, for pages that come late, reload or have lost their connection.
 
     Items are JSON objects with ``t``, the seconds since the answer began. Each has a number, which grows through all
-    answers. Events may be appended from any thread; one event loop follows them.
+    answers. Events may be appended from any thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: list[str] = []
         self._first, self._began, self._is_closed = 0, time.monotonic(), False
-        self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def begin(self, *items: dict[str, Any]) -> None:
         """Forget the last answer and begin another with these items."""
@@ -67,36 +68,24 @@ class EventLog:
             self.append(item)
 
     def append(self, item: dict[str, Any]) -> None:
-        """Append an item and wake whoever follows."""
+        """Append an item."""
         with self._lock:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
-        self._wake()
 
     def close(self) -> None:
         """Let all followers end."""
         self._is_closed = True
-        self._wake()
 
     async def follow(self, after: int) -> AsyncIterator[tuple[int, str]]:
-        """Yield (number, item) of all items of the present answer behind a number, and then as they come."""
-        news = asyncio.Event()
-        self._followers[news] = asyncio.get_running_loop()
-        try:
-            while not self._is_closed:
-                news.clear()
-                with self._lock:
-                    start = max(after + 1, self._first)
-                    items = self._items[start - self._first :]
-                for number, item in enumerate(items, start):
-                    yield number, item
-                after = start + len(items) - 1
-                await news.wait()
-        finally:
-            del self._followers[news]
-
-    def _wake(self) -> None:
-        for news, loop in list(self._followers.items()):
-            loop.call_soon_threadsafe(news.set)
+        """Yield (number, item) of all items of the present answer after a number, and then as they come."""
+        while not self._is_closed:
+            with self._lock:
+                start = max(after + 1, self._first)
+                items = self._items[start - self._first :]
+            for number, item in enumerate(items, start):
+                yield number, item
+            after = start + len(items) - 1
+            await asyncio.sleep(_LOOK_EVERY_S)
 
 
 class ChatPage:
@@ -141,7 +130,7 @@ class ChatPage:
         self.close()
 
     def close(self) -> None:
-        """End the server and its connections; an answer that is being made goes on in its thread."""
+        """End the server and its connections; an answer that is being made continues in its thread."""
         self._server.should_exit = True
         self._log.close()
         self._thread.join()

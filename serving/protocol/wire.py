@@ -30,15 +30,15 @@ CODECS = ("bf16", "int8", "int4")
 CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
 """What the server may send ahead of the client's reading: 64 kB, fixed.
 
-gRPC would let it grow with the network, so that the contexts of a prompt fill a slow one, and the tokens behind them
+gRPC would let it grow with the network, so that the contexts of a prompt fill a slow one, and the tokens after them
 wait for seconds. On 20 Mbit/s and a round trip of 42 ms answers then take 60 ms instead of 145, and the contexts 1.4 s
 instead of 0.7.
 """
 # One scale a position would not do: some numbers, keys above all, are many times larger than the others, which would
 # all be rounded to 0.
 GROUP = 64
+# Largest code of each codec of integers; the smallest is its negative.
 _MAX_CODE = {"int8": 127, "int4": 7}
-"""Largest code of each codec of integers; the smallest is its negative."""
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 

@@ -71,7 +71,7 @@ class BearerTokens:
         digest = _hash(given[len(_SCHEME) :].strip())
         matches = [hmac.compare_digest(digest, known) for known in self._hashes]  # all of them, whichever is right
         if not any(matches):
-            raise NotAllowed("this token is not known here; ask whoever runs the server for one.")
+            raise NotAllowed("this token is not known here; ask the owner of the server for one.")
         return digest.hex()[:16]
 
 

@@ -10,8 +10,8 @@ from ..detokenizer import Detokenizer
 from ..engine.engine import Engine
 from ..engine.sequence import Commit, Request, Work
 
+# Commits that wait for a reader when its sequence is held, and when it is released.
 _HOLD_AT, _RELEASE_AT = 64, 8
-"""Commits that wait for a reader when its sequence is held, and when it is released."""
 
 
 class AnswerText:
@@ -71,6 +71,10 @@ class AnswerText:
                 self._has_come.clear()
             if self._is_held and len(self._commits) <= _RELEASE_AT:
                 self._hold(False)
+
+    async def whole(self) -> str:
+        """Wait for the end, and return the text; raises as :meth:`pieces`."""
+        return "".join([piece async for piece in self.pieces()])
 
     def close(self) -> None:
         """Free the sequence; the answer has ended, or its reader has gone."""

@@ -25,14 +25,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .config import LimitOptions
 
 _ACCEPTS_AT_ONCE = 64
+# Seconds without accepting connections where the process may open no more files.
 _RETRY_S = 0.1
-"""Seconds without accepting connections where the process may open no more files."""
+# Seconds in which the request of a new connection is expected to be read, however busy the process is.
 _YOUNG_S = 1.0
-"""Seconds in which the request of a new connection is expected to be read, however busy the process is."""
+# How many times the bound may come at once beyond it, for that long.
 _BURST = 3
-"""How many times the bound may come at once beyond it, for that long."""
+# Seconds after which a reader that takes nothing may lose its place to another request.
 _STUCK_S = 1.0
-"""Seconds after which a reader that takes nothing may lose its place to another request."""
 
 
 class Connection:

@@ -35,7 +35,7 @@ from ..protocol import moa_v1_pb2 as pb
 from ..protocol.wire import PROTOCOL, check_codec
 from .access import BearerTokens, Rate
 from .config import DraftingOptions
-from .sessions import Client, DraftingSession, Outbox
+from .sessions import DraftingSession, Outbox
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ _CODES: dict[type[MoaDataError], str] = {
     Overloaded: "overloaded", RequestInvalid: "invalid", NotAllowed: "not_allowed", ProtocolMismatch: "mismatch",
     DrafterError: "invalid",
 }  # fmt: skip
+# Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another.
 _SILENT_S = 10.0
-"""Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another."""
 STATUSES = {
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED, "invalid": grpc.StatusCode.INVALID_ARGUMENT,
     "not_allowed": grpc.StatusCode.UNAUTHENTICATED, "mismatch": grpc.StatusCode.FAILED_PRECONDITION,
@@ -104,16 +104,7 @@ class Identities:
 
 @dataclass
 class DraftingCounts:
-    """What the server has done and holds.
-
-    Attributes:
-        n_streams: open streams.
-        n_opened: sessions that were opened anew.
-        n_resumed: times that a session was taken up again.
-        n_rebuilt: those of them whose text had to be read again.
-        n_messages: messages from clients, by kind.
-        n_failures: failures told to clients, by code.
-    """
+    """What the server has done and holds; ``metrics`` has a line for each."""
 
     n_sessions: int = 0
     n_streams: int = 0
@@ -130,7 +121,7 @@ class _Stream:
     """One stream of one client."""
 
     def __init__(self) -> None:
-        self.client, self.outbox = Client("", ""), Outbox()
+        self.owner, self.address, self.outbox = "", "", Outbox()
         self.session: DraftingSession | None = None
         self.last_sequence = 0
 
@@ -139,21 +130,82 @@ class _Stream:
         self.outbox.fail("unavailable", "the server is going down; open the session again later.", ends=True)
 
 
-class DraftingService:
+class DraftingServer:
     """Serves streams, and keeps the sessions.
 
+    Args:
+        engine: started before the server is.
+        tokens: of those who may use the server.
+
     Attributes:
+        port: where it listens.
         counts: what happened so far.
     """
 
     def __init__(self, engine: Engine, identities: Identities, settings: DraftingOptions, tokens: BearerTokens) -> None:
-        self.counts = DraftingCounts()
+        self.port, self.counts = 0, DraftingCounts()
         self._engine, self._identities, self._settings, self._tokens = engine, identities, settings, tokens
         self._sessions: dict[str, DraftingSession] = {}
         self._streams: set[_Stream] = set()
         self._is_draining = False
 
-    async def serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def start(self, host: str = "127.0.0.1", port: int = 0, credentials: Any = None) -> None:
+        """Serve in the running event loop from now on.
+
+        Args:
+            port: 0 for any free one.
+            credentials: ``grpc.ServerCredentials`` for TLS; None for none.
+
+        Raises:
+            ServingError: the port is in use.
+        """
+        settings, keepalive_ms = self._settings, round(self._settings.keepalive_s * 1000)
+        self._server = server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", settings.most_message_bytes),
+                ("grpc.max_concurrent_streams", 2 * settings.most_sessions_each),  # of one connection
+                ("grpc.keepalive_time_ms", keepalive_ms),
+                ("grpc.keepalive_timeout_ms", keepalive_ms),
+                ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives on a minute
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.server_handshake_timeout_ms", round(settings.open_s * 1000)),
+                ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),  # none is open
+                ("grpc.max_allowed_incoming_connections", settings.most_open_connections),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too
+                ("grpc.so_reuseport", 0),  # a port in use is an error
+            ],
+            # Twice the sessions: one that is taken up again has two streams for a moment.
+            maximum_concurrent_rpcs=2 * settings.most_sessions,
+        )
+        # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
+        methods = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("moa.v1.Drafting", methods),))
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = (
+                server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+            )
+        except RuntimeError as error:
+            raise ServingError(f"cannot listen on {address}: {first_line(error)}. Choose another port.") from error
+        await server.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take up nothing more, let what is being done end within some seconds, and stop."""
+        self._is_draining = True
+        end = time.monotonic() + grace_s
+        while self._streams and time.monotonic() < end:
+            for stream in self._streams:
+                if stream.session is None or stream.session.stopped.is_set():
+                    stream.end()
+            await asyncio.sleep(0.02)
+        for stream in self._streams:
+            stream.end()
+        await self._server.stop(1.0)
+        self._sweeper.cancel()
+
+    async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Serve one stream, until either side ends it."""
         stream = _Stream()
         self._streams.add(stream)
@@ -181,7 +233,7 @@ class DraftingService:
             self.counts.n_failures[failure.code] += 1
             await context.abort(STATUSES[failure.code], failure.message)
 
-    async def sweep(self) -> None:
+    async def _sweep(self) -> None:
         """Forget sessions of which nothing has been heard for too long; runs until it is cancelled."""
         idle_s = self._settings.idle_s
         while True:
@@ -191,18 +243,6 @@ class DraftingService:
                 session.send_failure("idle", f"nothing was heard for {idle_s:g} s; open the session again.", ends=True)
                 self._forget(session)
 
-    async def drain(self, seconds: float) -> None:
-        """Take up nothing more, and let what is being done end within some seconds."""
-        self._is_draining = True
-        end = time.monotonic() + seconds
-        while self._streams and time.monotonic() < end:
-            for stream in self._streams:
-                if stream.session is None or stream.session.is_idle:
-                    stream.end()
-            await asyncio.sleep(0.02)
-        for stream in self._streams:
-            stream.end()
-
     # Reading
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -210,8 +250,8 @@ class DraftingService:
         late = asyncio.get_running_loop().call_later(self._settings.open_s, self._end_unopened, stream)
         try:
             metadata = context.invocation_metadata() or ()
-            owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
-            stream.client = Client(owner, context.peer().rpartition(":")[0])
+            stream.owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
+            stream.address = context.peer().rpartition(":")[0]
             await self._take_messages(stream, requests)
         except MoaDataError as error:
             stream.outbox.fail(_code(error), str(error), ends=True)
@@ -278,8 +318,8 @@ class DraftingService:
             return
         request = self._request(body)
         known = self._sessions.get(body.session)
-        if known is None or known.client.owner != stream.client.owner:
-            session = self._new_session(stream.client, request)
+        if known is None or known.owner != stream.owner:
+            session = self._new_session(stream, request)
             self._answer_open(stream, session, body, request, was_rebuilt=bool(body.session))
             return
         async with known.taking_up:
@@ -336,15 +376,17 @@ class DraftingService:
         known.begin_anew(request)
         return True
 
-    def _new_session(self, client: Client, request: Request) -> DraftingSession:
-        own = [session for session in self._sessions.values() if session.client.name == client.name]
+    def _new_session(self, stream: _Stream, request: Request) -> DraftingSession:
+        counted_by = stream.owner or stream.address
+        own = [session for session in self._sessions.values() if session.counted_by == counted_by]
         if len(own) >= self._settings.most_sessions_each:
             self._make_room(own)
         if len(self._sessions) >= self._settings.most_sessions:
             self._make_room(list(self._sessions.values()))
         try:
-            loop = asyncio.get_running_loop()
-            session = DraftingSession(secrets.token_urlsafe(), client, self._engine, request, loop, self._forget)
+            session = DraftingSession(
+                secrets.token_urlsafe(), stream.owner, counted_by, self._engine, request, self._forget
+            )
         except Overloaded:
             # The engine forgets a text between two calls, so the room is for the next attempt.
             self._make_room(list(self._sessions.values()))
@@ -362,8 +404,8 @@ class DraftingService:
         """
         late = time.monotonic() - _SILENT_S
         silent = [
-            session for session in sessions
-            if session.outbox is None or (session.used_s < late and (session.is_idle or session.outbox.is_full))
+            each for each in sessions
+            if each.outbox is None or (each.used_s < late and (each.stopped.is_set() or each.outbox.is_full))
         ]  # fmt: skip
         if not silent:
             raise Overloaded(f"{len(sessions)} sessions are open, which is the most; close one, or try again later.")
@@ -394,75 +436,3 @@ def _parsed(data: bytes) -> pb.ClientMessage:
 
 def _code(error: MoaDataError) -> str:
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), "internal")
-
-
-class DraftingServer:
-    """A running server.
-
-    Attributes:
-        port: where it listens.
-        service: what it serves.
-    """
-
-    def __init__(self, server: Any, port: int, service: DraftingService) -> None:
-        self.port, self.service = port, service
-        self._server = server
-        self._sweeper = asyncio.create_task(service.sweep())
-
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """Take up nothing more, let what is being done end within some seconds, and stop."""
-        await self.service.drain(grace_s)
-        await self._server.stop(1.0)
-        self._sweeper.cancel()
-
-
-async def serve_grpc(
-    engine: Engine,
-    identities: Identities,
-    settings: DraftingOptions,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    tokens: BearerTokens | None = None,
-    credentials: Any = None,
-) -> DraftingServer:
-    """Start to serve in the running event loop.
-
-    Args:
-        engine: started.
-        port: 0 for any free one.
-        tokens: of those who may use the server; None for everybody.
-        credentials: ``grpc.ServerCredentials`` for TLS; None for none.
-
-    Raises:
-        ServingError: the port is in use.
-    """
-    service = DraftingService(engine, identities, settings, tokens or BearerTokens())
-    keepalive_ms = round(settings.keepalive_s * 1000)
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", settings.most_message_bytes),
-            ("grpc.max_concurrent_streams", 2 * settings.most_sessions_each),  # of one connection
-            ("grpc.keepalive_time_ms", keepalive_ms),
-            ("grpc.keepalive_timeout_ms", keepalive_ms),
-            ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives a minute more
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.server_handshake_timeout_ms", round(settings.open_s * 1000)),
-            ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),  # none is open
-            ("grpc.max_allowed_incoming_connections", settings.most_open_connections),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too
-            ("grpc.so_reuseport", 0),  # a port in use is an error
-        ],
-        # Twice the sessions: one that is taken up again has two streams for a moment.
-        maximum_concurrent_rpcs=2 * settings.most_sessions,
-    )
-    # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
-    handler = grpc.stream_stream_rpc_method_handler(service.serve)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("moa.v1.Drafting", {"Session": handler}),))
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ServingError(f"cannot listen on {address}: {first_line(error)}. Choose another port.") from error
-    await server.start()
-    return DraftingServer(server, bound, service)

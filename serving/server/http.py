@@ -40,18 +40,18 @@ from .connections import Connection
 from .metrics import Metrics, RequestLog, facts_of
 
 _T = TypeVar("_T")
+# Stands for a top_p of 0: only the most likely token.
 _MIN_TOP_P = 1e-9
-"""Stands for a top_p of 0: the most likely token alone."""
+# Seconds that a request waits for the room of a reader that was cut off.
 _ROOM_S = 5.0
-"""Seconds that a request waits for the room of a reader that was cut off."""
+# Owners of tokens, or addresses, whose rates are remembered.
 _MAX_OWNERS = 10_000
-"""Owners of tokens, or addresses, whose rates are remembered."""
+# Status in the log of a request whose client has gone; nobody gets it.
 _CLIENT_GONE = 499
-"""Status in the log of a request whose client has gone; nobody gets it."""
+# Characters whose tokens take some hundredths of a second.
 _SHORT_CHARS = 1 << 15
-"""Characters whose tokens take some hundredths of a second."""
+# Short and long prompts that wait for tokens; further ones are refused.
 _MAX_WAITING = (1024, 16)
-"""Short and long prompts that wait for tokens; further ones are refused."""
 
 
 class Service:
@@ -210,7 +210,7 @@ class Service:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(_events(request, answer, form), 200, headers, "text/event-stream")
         try:
-            text = await _while_connected(request, _whole(answer))
+            text = await _while_connected(request, answer.whole())
         except ServingError as error:
             raise ApiError.of(error) from error
         if answer.finish_reason == "deadline":
@@ -319,10 +319,6 @@ def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
 def _text_tokens(tokenizer: Any, text: str) -> list[int]:
     text.encode()  # halves of surrogate pairs are no text
     return list(tokenizer(text)["input_ids"])
-
-
-async def _whole(answer: AnswerText) -> str:
-    return "".join([piece async for piece in answer.pieces()])
 
 
 async def _events(request: HttpRequest, answer: AnswerText, form: AnswerForm) -> AsyncIterator[bytes]:

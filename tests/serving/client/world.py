@@ -296,8 +296,8 @@ class World:
     def _look(self) -> None:
         for event in self.session.take_events():
             self.display.show(event)
-        for part in self.session.take_parts():
-            self.contexts += part.values[part.n_known :]
+        for context, n_known in self.session.take_contexts():
+            self.contexts += context.values[n_known:]
         tokens = self.session.tokens
         assert bytes(self.contexts) == bytes(tokens[: len(self.contexts)]), "contexts have no gaps"
         shown = tokens[len(PROMPT) :] + [draft.token for draft in self.session.drafts][: self.session.n_shown]

@@ -15,7 +15,7 @@ from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.protocol.wire import CLIENT_OPTIONS
 from moa_data.serving.server.access import BearerTokens
 from moa_data.serving.server.config import DraftingOptions
-from moa_data.serving.server.grpc import DraftingServer, Identities, serve_grpc
+from moa_data.serving.server.grpc import DraftingServer, Identities
 
 METHOD = "/moa.v1.Drafting/Session"
 PLAIN, SPECULATE = pb.RUN_MODE_PLAIN, pb.RUN_MODE_SPECULATE
@@ -43,9 +43,9 @@ class Server:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         names = Identities(drafters=dict.fromkeys(drafters or {}, ""))
-        limits, known = settings or DraftingOptions(), BearerTokens(tokens)
-        serving = serve_grpc(self.engine, identities or names, limits, "127.0.0.1", port, known, credentials)
-        self.server: DraftingServer = self.run(serving)
+        limits = settings or DraftingOptions()
+        self.server = DraftingServer(self.engine, identities or names, limits, BearerTokens(tokens))
+        self.run(self.server.start("127.0.0.1", port, credentials))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run something in the server's event loop."""
@@ -57,7 +57,7 @@ class Server:
 
     @property
     def counts(self) -> Any:
-        return self.server.service.counts
+        return self.server.counts
 
     def stop(self, grace_s: float = 0.0) -> None:
         self.run(self.server.stop(grace_s))

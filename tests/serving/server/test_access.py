@@ -15,15 +15,10 @@ def test_tokens() -> None:
     }
     assert len(owners) == 2
     assert not any("one" in owner or "two" in owner for owner in owners)
-    for wrong, message in (
-        (None, "asks for a token"), ("", "asks for a token"), ("one", "asks for a token"),
-        ("Basic one", "asks for a token"), ("Bearer", "asks for a token"), ("Bearer ", "not known here"),
-        ("Bearer on", "not known here"), ("Bearer one two", "not known here"), ("Bearer \udcff", "not known here"),
-    ):  # fmt: skip
-        with pytest.raises(NotAllowed, match=message):
-            tokens.check([] if wrong is None else [wrong])
-    with pytest.raises(NotAllowed):
-        tokens.check(["Bearer one", "Bearer one"])
+    wrong = ("", "one", "Basic one", "Bearer", "Bearer ", "Bearer on", "Bearer one two", "Bearer \udcff")
+    for given in ([], *([each] for each in wrong), ["Bearer one", "Bearer one"]):
+        with pytest.raises(NotAllowed):
+            tokens.check(given)
     assert BearerTokens().check([]) == BearerTokens().check(["Bearer one"]) == ""
 
 
@@ -50,11 +45,11 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     tokens = BearerTokens.load(file)
     assert tokens.check(["Bearer one"]) != tokens.check(["Bearer two"])
     file.write_text("# none\n\n")
-    with pytest.raises(RequestInvalid, match="holds no token; write one a line"):
+    with pytest.raises(RequestInvalid):
         BearerTokens.load(file)
     file.write_bytes(b"\xff\xfe")
     for path in (file, tmp_path / "absent"):
-        with pytest.raises(RequestInvalid, match="cannot be read"):
+        with pytest.raises(RequestInvalid):
             BearerTokens.load(path)
 
 
