@@ -1,4 +1,4 @@
-"""Makes serving/protocol/moa_v1_pb2*.py from moa_v1.proto: `make proto`.
+"""Makes serving/moa_v1_pb2*.py from moa_v1.proto: `make proto`.
 
 python .ci/proto.py [FOLDER]         writes into FOLDER, by default beside the .proto
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc_tools.protoc
 
-SOURCE = Path(__file__).parents[1] / "serving" / "protocol" / "moa_v1.proto"
+SOURCE = Path(__file__).parents[1] / "serving" / "moa_v1.proto"
 
 
 def generate(folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ def serve(config: ServeConfig) -> None:
     it is the same text, token for token, as without. Programs that speak OpenAI's API need another base URL only:
     http://HOST:PORT/v1. There are /v1/chat/completions, /v1/completions and /v1/models; /health and /metrics
     (Prometheus). A request chooses a drafter with "drafter": "NAME", or "none". Clients that hold the drafter come
-    over gRPC instead (moa.v1 in serving/protocol).
+    over gRPC instead (moa.v1 in serving/moa_v1.proto).
 
     Each request is one JSON line on standard error. Ctrl-C and SIGTERM let answers that have begun end first
     (--set grace_s=S), a second one does not.
@@ -95,8 +95,8 @@ def _service(config: ServeConfig) -> "Service":
 
 def _identities(service: "Service") -> "Identities":
     """Hash what clients compare."""
-    from ..serving.protocol.wire import drafter_identity, target_identity, tokenizer_identity
     from ..serving.server.grpc import Identities
+    from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
     target, drafters = service.target, service.engine.drafters
     return Identities(

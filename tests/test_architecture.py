@@ -45,13 +45,9 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": LEAVES | {"config"} | STORAGE | MOA | {"moa.formats"},
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
     "serving": LEAVES,
-    "serving.protocol": LEAVES | {"serving"},
     "serving.engine": LEAVES | {"config"} | MOA | {"serving", "moa.decoding"},
-    "serving.server": LEAVES
-    | {"config", "pipeline", "moa.decoding"}
-    | MOA
-    | {"serving", "serving.engine", "serving.protocol"},
-    "serving.client": LEAVES | {"config", "moa.decoding", "moa.formats"} | MOA | {"serving", "serving.protocol"},
+    "serving.server": LEAVES | {"config", "pipeline", "moa.decoding"} | MOA | {"serving", "serving.engine"},
+    "serving.client": LEAVES | {"config", "moa.decoding", "moa.formats"} | MOA | {"serving"},
     "demo": LEAVES
     | {"config"}
     | STORAGE

@@ -31,9 +31,9 @@ from ...errors import (
 )
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed
 from ...moa.targets.chat_tokens import prompt_tokens
+from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
-from ..protocol import moa_v1_pb2 as pb
-from ..protocol.wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
+from ..wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
 from .drafting import DraftingModel, TextDrafter
 from .events import ChosenMode, Done, OnEvent, Stats
 from .link import Down, Link, LinkEvent, Received, Up

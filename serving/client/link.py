@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 
 from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
-from ..protocol import moa_v1_pb2 as pb
-from ..protocol.wire import CLIENT_OPTIONS
+from .. import moa_v1_pb2 as pb
+from ..wire import CLIENT_OPTIONS
 
 # Waits between two attempts to connect; each is twice the one before.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...text import counted
+from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
-from ..protocol import moa_v1_pb2 as pb
-from ..protocol.wire import PROTOCOL
+from ..wire import PROTOCOL
 from .events import Done, Event, Kind, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
 
 # Errors by code of a failure; any other ends the connection, not the answer.

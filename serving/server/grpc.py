@@ -29,10 +29,10 @@ from ...errors import (
 )
 from ...moa.decoding.sampling import SamplingConfig
 from ...text import first_line
+from .. import moa_v1_pb2 as pb
 from ..engine.engine import Engine
 from ..engine.sequence import Request
-from ..protocol import moa_v1_pb2 as pb
-from ..protocol.wire import PROTOCOL, check_codec
+from ..wire import PROTOCOL, check_codec
 from .access import BearerTokens, Rate
 from .config import DraftingOptions
 from .sessions import DraftingSession, Outbox
@@ -56,7 +56,7 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class Identities:
-    """Hashes of what the server has, see ``protocol.wire``; empty ones are not compared.
+    """Hashes of what the server has, see ``wire``; empty ones are not compared.
 
     Attributes:
         drafters: name in the engine -> hash; the first one drafts for clients that name none.

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from ...errors import Overloaded, RequestInvalid, ServingError
+from .. import moa_v1_pb2 as pb
 from ..engine.engine import Engine
 from ..engine.sequence import Commit, Request, Work
-from ..protocol import moa_v1_pb2 as pb
-from ..protocol.wire import bytes_per_position, encode
+from ..wire import bytes_per_position, encode
 
 # Messages that wait for the engine. A client that drafts ahead has two on their way.
 _MAX_PENDING = 16

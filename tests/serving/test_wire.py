@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moa_data.errors import RequestInvalid, ServingError
-from moa_data.serving.protocol import moa_v1_pb2
-from moa_data.serving.protocol.wire import (
+from moa_data.serving import moa_v1_pb2
+from moa_data.serving.wire import (
     CODECS,
     GROUP,
     bytes_per_position,
@@ -113,7 +113,7 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
     made = sorted(tmp_path.iterdir())
     assert [path.name for path in made] == ["moa_v1_pb2.py", "moa_v1_pb2.pyi"]
     for path in made:
-        checked_in = (ROOT / "serving" / "protocol" / path.name).read_text()
+        checked_in = (ROOT / "serving" / path.name).read_text()
         assert BANNERS.sub("", checked_in) == BANNERS.sub("", path.read_text()), f"{path.name} is old: run `make proto`"
 
 

@@ -19,8 +19,8 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import MODES, DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.events import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
-from moa_data.serving.protocol.wire import drafter_identity, tokenizer_identity
 from moa_data.serving.server.grpc import Identities
+from moa_data.serving.wire import drafter_identity, tokenizer_identity
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.proxy import Proxy

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
+from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.link import Down, Link, LinkEvent, Received, Up
-from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.proxy import Proxy
 

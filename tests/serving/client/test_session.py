@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid
+from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.events import ChosenMode, Done, LinkChanged, ModeChanged, RolledBack, Tokens, Verified
 from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
 from moa_data.serving.detokenizer import Detokenizer
-from moa_data.serving.protocol import moa_v1_pb2 as pb
 
 from .world import World
 

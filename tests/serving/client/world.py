@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moa_data.errors import Disconnected
+from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.events import ChosenMode, Done, Event, RolledBack, Tokens, Verified
 from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
 from moa_data.serving.detokenizer import Detokenizer
-from moa_data.serving.protocol import moa_v1_pb2 as pb
 
 VOCABULARY, EOS = 50, 1
 PROMPT = (7, 8, 9, 10)

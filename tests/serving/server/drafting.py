@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 
 from moa_data.moa.targets.live import Target
+from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.options import EngineOptions
-from moa_data.serving.protocol import moa_v1_pb2 as pb
-from moa_data.serving.protocol.wire import CLIENT_OPTIONS
 from moa_data.serving.server.access import BearerTokens
 from moa_data.serving.server.config import DraftingOptions
 from moa_data.serving.server.grpc import DraftingServer, Identities
+from moa_data.serving.wire import CLIENT_OPTIONS
 
 METHOD = "/moa.v1.Drafting/Session"
 PLAIN, SPECULATE = pb.RUN_MODE_PLAIN, pb.RUN_MODE_SPECULATE

@@ -9,10 +9,10 @@ import torch
 
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
+from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.engine.sequence import Request, Work
-from moa_data.serving.protocol import moa_v1_pb2 as pb
-from moa_data.serving.protocol.wire import CODECS, decode
 from moa_data.serving.server.grpc import Identities
+from moa_data.serving.wire import CODECS, decode
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 

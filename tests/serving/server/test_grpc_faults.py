@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from moa_data.errors import ServingError
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
+from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.engine.runner import Runner
-from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.server.access import BearerTokens
 from moa_data.serving.server.config import DraftingOptions
 from moa_data.serving.server.grpc import STATUSES, DraftingServer, Identities

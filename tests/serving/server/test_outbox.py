@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moa_data.serving.protocol import moa_v1_pb2 as pb
-from moa_data.serving.protocol.wire import decode
+from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.server import sessions as module
 from moa_data.serving.server.sessions import ContextLog, Outbox
+from moa_data.serving.wire import decode
 
 WIDTH = 6
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import RequestInvalid, ServingError
+from ..errors import RequestInvalid, ServingError
 
 PROTOCOL = 1
 """Version of the protocol; both sides must have the same."""
