@@ -107,7 +107,9 @@ class ExtractReport:
         ]
         if self.lost_workers:
             ends = "; ".join(dict.fromkeys(self.lost_workers))
-            lines.append(f"lost         {counted(len(self.lost_workers), 'worker')} ({ends}); others did their parts")
+            lines.append(
+                f"lost         {len(self.lost_workers)} of {self.n_workers} workers ({ends}); others did their parts"
+            )
         if not t.n_parts and not t.n_late:
             return "\n".join([*lines, "this run     nothing to do, every part was there"])
         of_workers = f"{self.n_workers} workers, " * (self.n_workers > 1)

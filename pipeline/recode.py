@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ from ..storage.parts.commit import read_part_commit
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import SCHEMA_VERSION, TOKENS
-from ..storage.write.part import PartWriter
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
@@ -123,10 +122,12 @@ def recode(
             source.manifest, codec=new.describe(), identities=identities, schema_version=SCHEMA_VERSION
         )
         with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
-            pending = writer.pending_parts()
+            rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
             try:
                 _copy_target(source, writer)
-                _write_parts(source, writer, progress)
+                n_parts_done = write_parts(
+                    writer, lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec), "recode", progress
+                )
             except KeyboardInterrupt as error:
                 n_done = writer.n_parts - len(writer.pending_parts())
                 raise Interrupted(
@@ -138,7 +139,7 @@ def recode(
                 out=target_store,
                 codec=new.name,
                 n_parts=writer.n_parts,
-                n_parts_done=len(pending),
+                n_parts_done=n_parts_done,
                 n_tokens=manifest.n_tokens,
                 source_bytes=sum(commit.stored_bytes for commit in source.commits.values()),
                 stored_bytes=sum(
@@ -224,28 +225,36 @@ def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
                     shutil.copyfile(root / name, copy / name)
 
 
-def _write_sequence(source: ActivationStore, i: int, out: PartWriter, codec: StoreCodec, first_token: int) -> None:
-    """Write all fields of a sequence, encoded where the codec encodes them."""
+def _encoded(source: ActivationStore, i: int, codec: StoreCodec) -> dict[str, Any]:
+    """Return all fields of a sequence, encoded where the codec encodes them."""
     values = {name: source.read(i, name) for name in source.fields}
     exact = {
         name: to_float32(values[name], spec.dtype)
         for name, spec in source.fields.items()
         if not codec.fields[name].is_identity
     }
-    for name, rows in (values | codec.encode(exact, values[TOKENS])).items():
-        out.write(name, first_token, rows)
+    return {**values, **codec.encode(exact, values[TOKENS])}
 
 
-def _write_parts(source: ActivationStore, writer: StoreWriter, progress: Progress | None) -> None:
-    parts = source.sequences["part"].to_numpy()
-    pending = writer.pending_parts()
-    n_done = int(source.lengths[~np.isin(parts, pending)].sum())
+def write_parts(
+    store: StoreWriter, read: Callable[[Mapping[str, Any]], Mapping[str, Any]], message: str, progress: Progress | None
+) -> int:
+    """Write and commit every pending part, sequence by sequence; returns how many.
+
+    Args:
+        read: row of the plan -> field -> its values, as ``PartWriter.write`` takes them.
+        message: name of the phase for progress, which counts tokens.
+    """
+    pending = store.pending_parts()
+    n_tokens = store.plan["n_tokens"].to_numpy()
+    n_done = int(n_tokens[~np.isin(store.plan["part"].to_numpy(), pending)].sum())
     for part in pending:
-        with writer.part(part) as out:
-            for i in np.flatnonzero(parts == part).tolist():
-                first_token = int(source.sequences["first_token"][i].as_py())
-                _write_sequence(source, i, out, writer.codec, first_token)
-                n_done += int(source.lengths[i])
+        with store.part(part) as out:
+            for row in out.sequences.to_pylist():
+                for name, values in read(row).items():
+                    out.write(name, row["first_token"], values)
+                n_done += row["n_tokens"]
                 if progress:
-                    progress(n_done, source.manifest.n_tokens, f"recode part {part + 1}/{writer.n_parts}")
+                    progress(n_done, int(n_tokens.sum()), f"{message} part {part + 1}/{store.n_parts}")
             out.commit()
+    return len(pending)

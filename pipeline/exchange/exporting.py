@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,7 @@ from ...storage.disk.durable import write_atomic
 from ...storage.read.store import ActivationStore
 from ...text import Progress, counted
 from .config import ExportConfig
-from .conventions import check_layers, require_fields
-from .formats import EagleFormat, FileFormat, SpecForgeFormat
-from .speculators import SpeculatorsFormat, count_rows, write_rows
+from .formats import FileFormat, count_rows, make_format, require_fields, write_rows
 from .torch_dataset import ActivationDataset
 
 _N_WRITERS = 8
@@ -56,28 +53,6 @@ class ExportReport:
             f"{self.folder}: {counted(self.n_sequences, 'sequence')} for {self.format} from {', '.join(self.fields)}; "
             f"{self.n_written:,} written ({self.written_bytes / 1e6:,.1f} MB), {kept:,} were there"
         )
-
-
-def make_format(
-    name: str,
-    layers: tuple[int, ...],
-    n_layers: int,
-    compress: bool = False,
-    last_layers: Mapping[str, int] | None = None,
-) -> FileFormat:
-    """Make a file format.
-
-    Args:
-        layers: those beside the last one; empty for the default.
-        compress: of specforge.
-        last_layers: of speculators, see :class:`.speculators.SpeculatorsFormat`.
-    """
-    if name == "eagle":
-        return EagleFormat((), n_layers)
-    layers = check_layers(layers, n_layers)
-    if name == "specforge":
-        return SpecForgeFormat(layers, n_layers, compress)
-    return SpeculatorsFormat(layers, n_layers, last_layers)
 
 
 def last_layers(store: ActivationStore) -> dict[str, int]:

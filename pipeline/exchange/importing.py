@@ -27,14 +27,12 @@ from ...storage.schema import (
     response_mask_field,
     tokens_field,
 )
-from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress, counted
 from ..card import CardOrigin, public_name, write_card
+from ..recode import write_parts
 from .config import ImportConfig
-from .conventions import LAST
-from .exporting import make_format
-from .formats import FileFormat
+from .formats import LAST, FileFormat, make_format
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -44,37 +42,34 @@ class Texts:
     """The sequences of a folder, each text once.
 
     Attributes:
-        ids: sha256 of tokens and mask -> row.
-        n_tokens: tokens of each text in ``ids``.
-        n_response_tokens: tokens of each text with mask 1.
+        paths: the files.
+        rows: sha256 of tokens and mask -> index of the file, tokens, tokens with mask 1.
     """
 
     paths: list[Path]
-    ids: dict[str, int] = field(default_factory=dict)
-    n_tokens: list[int] = field(default_factory=list)
-    n_response_tokens: list[int] = field(default_factory=list)
-    n_files: int = 0
+    rows: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
-    def n_duplicates(self) -> int:
-        """Files whose tokens and mask were there already."""
-        return self.n_files - len(self.ids)
+    def longest(self) -> int:
+        """Tokens of the longest one."""
+        return max(n_tokens for _, n_tokens, _ in self.rows.values())
 
     def table(self) -> pa.Table:
         """Make the table for ``plan_parts``."""
+        rows, n_tokens, n_response = zip(*self.rows.values(), strict=True)
         return pa.table(
             {
-                "sequence_id": pa.array(list(self.ids), pa.string()),
-                "source_row": pa.array(list(self.ids.values()), pa.int64()),
-                "n_tokens": pa.array(self.n_tokens, pa.int32()),
-                "n_response_tokens": pa.array(self.n_response_tokens, pa.int32()),
+                "sequence_id": pa.array(list(self.rows), pa.string()),
+                "source_row": pa.array(rows, pa.int64()),
+                "n_tokens": pa.array(n_tokens, pa.int32()),
+                "n_response_tokens": pa.array(n_response, pa.int32()),
             }
         )
 
     @property
     def sha256(self) -> str:
         """The hash of all texts in their order."""
-        return hashlib.sha256("\n".join(self.ids).encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.rows).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -131,21 +126,17 @@ def import_folder(
         if not store.has_target:
             _save_bundle(config, store, target_folder)
         norm = None if file_format.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
-        pending = store.pending_parts()
-        done = 0
-        for part in pending:
-            with store.part(part) as out:
-                for row in out.sequences.to_pylist():
-                    _write_sequence(file_format, texts.paths[row["source_row"]], row, out, specs, norm)
-                    done += 1
-                    if progress:
-                        progress(done, manifest.n_sequences, f"import from {file_format.name}")
-                out.commit()
+        n_done = write_parts(
+            store,
+            lambda row: _read_sequence(file_format, texts.paths[row["source_row"]], row["n_tokens"], specs, norm),
+            f"import from {file_format.name}",
+            progress,
+        )
         names = public_name(config.model), public_name(config.folder), f"moa-data import --format {file_format.name}"
         write_card(store.path, CardOrigin(*names, config.target_license, config.dataset_license))
         report = ImportReport(
             store.path, file_format.name, tuple(spec.name for spec in specs), manifest.n_sequences, manifest.n_tokens,
-            texts.n_duplicates, len(pending),
+            len(texts.paths) - len(texts.rows), n_done,
         )  # fmt: skip
         store.record_run({"import": config.named(), "provenance": dict(provenance or {})})
     return report
@@ -169,10 +160,7 @@ def read_texts(
         _check_text(path, tokens, mask, vocab_size)
         digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
         digest.update(np.ascontiguousarray(mask, np.uint8).tobytes())
-        texts.n_files += 1
-        if texts.ids.setdefault(digest.hexdigest(), row) == row:
-            texts.n_tokens.append(len(tokens))
-            texts.n_response_tokens.append(int(mask.sum()))
+        texts.rows.setdefault(digest.hexdigest(), (row, len(tokens), int(mask.sum())))
         if progress:
             progress(row + 1, len(paths), "read tokens")
     return texts
@@ -223,14 +211,14 @@ def _manifest(
             "dtype": specs[-1].dtype,
             "hidden_last": last,
             "imported_from": file_format.name,
-            "max_length": max(texts.n_tokens),
+            "max_length": texts.longest,
             "max_sequences": config.max_sequences,
             "part_tokens": config.part_tokens,
             "target_layers": config.target_layers,
         },
         n_sequences=plan.num_rows,
         n_parts=int(plan["part"].to_numpy().max()) + 1,
-        n_tokens=sum(texts.n_tokens),
+        n_tokens=int(plan["n_tokens"].to_numpy().sum()),
         codec=StoreCodec(LOSSLESS, specs).describe(),
         alignment_tokens=ALIGNMENT_TOKENS,
     )
@@ -243,30 +231,29 @@ def _save_bundle(config: ImportConfig, store: StoreWriter, folder: Path) -> None
         save_target_bundle(model, load_target_tokenizer(folder), bundle, config.target_layers)
 
 
-def _write_sequence(
+def _read_sequence(
     file_format: FileFormat,
     path: Path,
-    row: Mapping[str, Any],
-    out: PartWriter,
+    n_tokens: int,
     specs: tuple[FieldSpec, ...],
     norm: Callable[[Tensor], Tensor] | None,
-) -> None:
-    """Write one file's fields to its place in a part."""
+) -> dict[str, np.ndarray]:
+    """Return the store's fields of one file."""
     tokens, mask, hidden = file_format.read_tokens(path), file_format.read_mask(path), file_format.read_hidden(path)
     if norm is not None:
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[LAST] = norm(last.float()).to(last.dtype)
-    out.write("tokens", row["first_token"], tokens.astype(np.int32))
-    out.write("response_mask", row["first_token"], mask.astype(np.uint8))
+    fields = {"tokens": tokens.astype(np.int32), "response_mask": mask.astype(np.uint8)}
     for spec in specs[2:]:
         values = hidden[spec.name]
-        if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (row["n_tokens"], *spec.token_shape):
+        if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
             raise InteropError(
                 f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected {spec.dtype} "
-                f"{[row['n_tokens'], *spec.token_shape]} as in the first file. Make the file again."
+                f"{[n_tokens, *spec.token_shape]} as in the first file. Make the file again."
             )
         if not bool(torch.isfinite(values).all()):
-            raise InteropError(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or take it away.")
+            raise InteropError(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it.")
         bits = values.contiguous().view(torch.uint16) if values.dtype == torch.bfloat16 else values.contiguous()
-        out.write(spec.name, row["first_token"], bits.numpy())
+        fields[spec.name] = bits.numpy()
+    return fields

@@ -14,21 +14,17 @@ write a later batch over values that are still being read.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...moa.targets.live import DeviceClock, Mark
+from ...moa.targets.live import DeviceClock
 
-
-class Arrival(Protocol):
-    """A moment on the device, after which copies are complete."""
-
-    def synchronize(self) -> float:
-        """Wait for it; return the seconds that the device copied."""
-        ...
+Copies = list[tuple[Tensor, Tensor]]
+"""Sources on the device, and their targets in host memory."""
 
 
 class CopyEngine(Protocol):
@@ -38,20 +34,9 @@ class CopyEngine(Protocol):
         """Return pinned host memory, uint8 [n_bytes]."""
         ...
 
-    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> Arrival:
-        """Start copying each (source on the device, target in host memory) after all work queued so far."""
+    def copy(self, copies: Copies) -> Callable[[], float]:
+        """Start copies after all work queued so far; returns what waits for them and gives the device's seconds."""
         ...
-
-
-@dataclass(frozen=True)
-class _CopySpan:
-    """The moments around copies in a device's queue."""
-
-    began: Mark
-    ended: Mark
-
-    def synchronize(self) -> float:
-        return DeviceClock.seconds(self.began, self.ended)
 
 
 class CudaCopies:
@@ -65,26 +50,25 @@ class CudaCopies:
         """Return pinned host memory, uint8 [n_bytes]."""
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> Arrival:
-        """Start copying after all work that is queued on the current stream, without waiting."""
+    def copy(self, copies: Copies) -> Callable[[], float]:
+        """Start copies after all work that is queued on the current stream, without waiting."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             began = self._clock.mark()
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)  # its memory is not given to others before the copy is done
-            return _CopySpan(began, self._clock.mark())
+            return partial(DeviceClock.seconds, began, self._clock.mark())
 
 
 class HostSlot:
     """Pinned memory for the copies of one batch at a time."""
 
     def __init__(self, engine: CopyEngine, free: deque[HostSlot]) -> None:
-        self._engine = engine
-        self._free = free
+        self._engine, self._free = engine, free
         self._buffers: list[Tensor] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._arrival: Arrival | None = None
+        self._copies: Copies = []
+        self._arrival: Callable[[], float] | None = None
 
     def place(self, source: Tensor) -> Tensor:
         """Return the host memory that a tensor will be copied to, of its shape and dtype."""
@@ -104,7 +88,7 @@ class HostSlot:
 
     def wait(self) -> float:
         """Wait until they are complete; return the seconds that the device copied."""
-        return 0.0 if self._arrival is None else self._arrival.synchronize()
+        return 0.0 if self._arrival is None else self._arrival()
 
     def release(self) -> None:
         """Free the slot for another batch; the values in it must not be read afterwards."""
@@ -134,9 +118,5 @@ class HostSlots:
         return cls(CudaCopies(device) if device.type == "cuda" else None, n_slots)
 
     def take(self) -> HostSlot | None:
-        """Take a free slot, until it is released; None where none is needed.
-
-        Raises:
-            IndexError: more batches are in flight than there are slots.
-        """
+        """Take a free slot, until it is released; None where none is needed. Raises IndexError if there is none."""
         return self._free.popleft() if self._is_needed else None

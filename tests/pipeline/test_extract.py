@@ -22,8 +22,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import parts as forwards_module
-from moa_data.pipeline.forwards.background import BackgroundWriter
-from moa_data.pipeline.forwards.parts import batches
+from moa_data.pipeline.forwards.parts import BackgroundWriter, batches
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk import durable
 from moa_data.storage.parts import encoding, shard
