@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import OptionInvalid, StoreError, StoreMismatch, WorkerError
+from ..errors import OptionInvalid, StoreError, WorkerError
 from ..machine import fix_sums
 from ..moa.targets.bundle import held_layers, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device, resolve_model_folder
@@ -58,7 +58,14 @@ from .plan import (
     kept_weights,
     weight_bytes,
 )
-from .sources import check_weights, pinned_revision, recorded_config, recorded_sources, target_identities
+from .sources import (
+    check_identities,
+    check_weights,
+    pinned_revision,
+    recorded_config,
+    recorded_sources,
+    target_identities,
+)
 
 LAST = "hidden/last"
 _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
@@ -475,16 +482,10 @@ def _check_same_target(
     config: AddConfig, path: StorePath, stored: StoreManifest, folder: Path, progress: Progress | None
 ) -> str:
     """Return the device; refuse another target, tokenizer or template than the store's, or another kind of device."""
-    live: dict[str, Any] = target_identities(folder, load_target_tokenizer(folder), True, progress)
-    changes = {
-        f"identities.{key}": (stored.identities[key], value)
-        for key, value in live.items()
-        if stored.identities.get(key, value) != value
-    }
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted
-    if (kind := torch.device(pick_device(device)).type) != wanted:
-        changes["extraction.device"] = (wanted, kind)
-    if changes:
-        raise StoreMismatch(str(path), changes)
+    kind = torch.device(pick_device(device)).type
+    live = target_identities(folder, load_target_tokenizer(folder), True, progress)
+    others = {"extraction.device": (wanted, kind)} if kind != wanted else {}
+    check_identities(path, stored.identities, live, others)
     return device

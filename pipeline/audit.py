@@ -6,15 +6,14 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DatasetError, OptionInvalid, TargetError
-from ..moa.targets.bundle import FrozenTarget, hash_target
+from ..errors import DatasetError, OptionInvalid
+from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.chat_tokens import TokenizedChat, check_template
 from ..moa.targets.live import Target, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, asked_the_time
@@ -30,7 +29,14 @@ from .chats.dataset import ChatSource
 from .chats.sequences import content_id, tokenize_row
 from .config import ActivationSpec
 from .forwards.capture import Capture, capture
-from .sources import known_split, pinned_revision, recorded_arguments, recorded_sources
+from .sources import (
+    check_identities,
+    known_split,
+    pinned_revision,
+    recorded_arguments,
+    recorded_sources,
+    weight_identities,
+)
 
 LOGIT_CHUNK_TOKENS = 512
 
@@ -124,7 +130,7 @@ def audit(
     Raises:
         OptionInvalid: fewer than one sequence is asked for.
         DatasetError: no part of the store is committed.
-        TargetError: the store was made from another target.
+        StoreMismatch: the store was made from another target.
         StoreError: the store cannot be read.
         TargetError: the target cannot be loaded.
     """
@@ -137,7 +143,7 @@ def audit(
         folder = resolve_model_folder(
             model, revision=pinned_revision(recorded_sources(extraction), "model", model, None)
         )
-        _check_target(stored, model, folder)
+        check_identities(stored.path, stored.manifest.identities, weight_identities(folder))
         compute_dtype = str(extraction.get("compute_dtype", "float32"))
         target = Target.load(str(folder), getattr(torch, compute_dtype), device)
         frozen = FrozenTarget.load(stored.target_path, 0, torch.float32, sizes=stored.manifest.target)
@@ -153,18 +159,6 @@ def audit(
         if progress:
             progress(len(indices), len(indices), "audit")
         return AuditReport(stored.path, model, tuple(rows), len(indices), (note,) if note else ())
-
-
-def _check_target(stored: ActivationStore, model: str, folder: Path) -> None:
-    live = {f"target.{key}": value for key, value in hash_target(folder).items()}
-    recorded = stored.manifest.identities
-    changed = [key for key, value in live.items() if recorded.get(key, value) != value]
-    if changed:
-        details = "; ".join(f"{key}: store {recorded[key][:12]}, {model} {live[key][:12]}" for key in changed)
-        raise TargetError(
-            f"{stored.path} was made from another target than {model} ({details}). Give the target it was made from, "
-            "or extract again."
-        )
 
 
 def _tokenize_again(

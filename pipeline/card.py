@@ -49,14 +49,7 @@ class CardOrigin:
 
 
 def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
-    """Write README.md into a store's root, or replace it.
-
-    Raises:
-        StoreNotFound: not a store.
-        StoreDamaged: damaged manifest, plan or commit.
-        StorageUnavailable: no room; an older card stays.
-        StoreDamaged: a symbolic link stands in its place.
-    """
+    """Write README.md into a store's root, or replace it."""
     refuse_links(store, folders=())
     path = below(store, CARD_NAME)
     write_atomic(path, card_text(store, origin).encode())
@@ -66,7 +59,8 @@ def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
 def card_text(store: StorePath, origin: CardOrigin) -> str:
     """Return the text of a store's card."""
     summary = summarize_store(store)
-    plain = [field for field in summary.fields if _is_plain(field, summary)]
+    # A lossy codec stores codes instead of an array of the field's own name.
+    plain = [field for field in summary.fields if [array.name for array in field.arrays] == [field.name]]
     sections = (
         _front_matter(summary, origin),
         _what(summary, origin),
@@ -89,11 +83,6 @@ def public_name(path_or_id: str) -> str:
 def size_category(n_sequences: int) -> str:
     """Return the Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
     return next((name for limit, name in _SIZE_CATEGORIES if n_sequences < limit), "n>1T")
-
-
-def _is_plain(field: FieldSummary, summary: StoreSummary) -> bool:
-    """Whether an array of the field's own name holds its values, and not the codes of a lossy codec."""
-    return summary.n_sequences > 0 and [array.name for array in field.arrays] == [field.name]
 
 
 def _front_matter(summary: StoreSummary, origin: CardOrigin) -> str:
@@ -172,11 +161,8 @@ def _without_package(plain: list[FieldSummary]) -> str:
     convert = "bits.astype(np.uint32) << 16).view(np.float32)"
     is_bfloat16 = field is not None and field.dtype == "bfloat16"
     values = f"values = ({convert}      # bfloat16 -> float32, exact" if is_bfloat16 else "values = bits"
-    note = (
-        ""
-        if field
-        else " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
-    )
+    lossy = " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
+    note = "" if field else lossy
     return f"""## Load it without moa-data
 
 Every array is plain Zarr v3 (sharded; blosc and crc32c inside).{note} A sequence is a span of

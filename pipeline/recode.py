@@ -169,9 +169,6 @@ def codec_for(
         source: a lossless store to learn from.
         out: a store that may hold what an earlier run learned.
         kv_metrics: as for :func:`recode`.
-
-    Raises:
-        OptionInvalid: no codec of that name, or not for these fields; or metrics for a codec that has no use for them.
     """
     try:
         codec = StoreCodec(name, source.manifest.fields)

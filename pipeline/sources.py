@@ -15,9 +15,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from ..errors import StorageUnavailable, StoreError, TargetError, WorkerError
+from ..errors import StorageUnavailable, StoreError, StoreMismatch, TargetError, WorkerError
 from ..moa.targets.bundle import hash_target, weight_files
 from ..moa.targets.template import template_text
 from ..storage.disk.files import names_in
@@ -102,6 +103,11 @@ def sources_record(
     return {"sources": kept | changed} if kept else {}
 
 
+def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:
+    """Hash a target's weights and config: target.weights_sha256 and target.config_sha256."""
+    return {f"target.{key}": value for key, value in hash_target(folder, progress).items()}
+
+
 def target_identities(
     folder: Path, tokenizer: Any, with_weights: bool, progress: Progress | None = None
 ) -> dict[str, str]:
@@ -125,8 +131,28 @@ def target_identities(
         "template.sha256": hashlib.sha256(template_text(tokenizer).encode()).hexdigest(),
     }
     if with_weights:
-        identities |= {f"target.{key}": value for key, value in hash_target(folder, progress).items()}
+        identities |= weight_identities(folder, progress)
     return identities
+
+
+def check_identities(
+    store: StorePath,
+    stored: Mapping[str, str],
+    found: Mapping[str, str],
+    others: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
+) -> None:
+    """Refuse inputs that are not those of a store.
+
+    Args:
+        stored: identities of the manifest; those that it lacks are not compared.
+        found: identities of what is given now.
+        others: further differences: dotted key -> (stored value, value now).
+    """
+    changes: dict[str, tuple[Any, Any]] = {
+        f"identities.{key}": (stored[key], value) for key, value in found.items() if stored.get(key, value) != value
+    }
+    if changes := {**changes, **others}:
+        raise StoreMismatch(str(store), changes)
 
 
 def check_weights(folder: Path, is_local: bool) -> None:

@@ -58,11 +58,7 @@ def texts_origin(
 
 
 def map_texts(path: StorePath) -> pa.Table:
-    """Map the Arrow file of a store's sequences into memory; of a remote one a copy, which the mapping alone holds.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Map the Arrow file of a store's sequences into memory; of a remote one a copy, which the mapping alone holds."""
     if isinstance(path, Path):
         with pa.memory_map(os.fspath(path)) as file:
             return pa.ipc.open_file(file).read_all()

@@ -23,15 +23,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import MoaDataError, OptionInvalid, StoreMismatch, WorkerError
+from ..errors import MoaDataError, OptionInvalid, WorkerError
 from ..machine import fix_sums
-from ..moa.targets.bundle import hash_target
 from ..moa.targets.live import Target, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.names import TEXTS_NAME
@@ -42,6 +41,7 @@ from ..text import Progress
 from .chats.sequences import Sequences
 from .config import parse_fields
 from .forwards.parts import Forwards, Timings, load_target, run_parts, save_bundle
+from .sources import check_identities, weight_identities
 from .texts import map_texts
 
 _LOOK_EVERY_S = 1.0
@@ -166,11 +166,7 @@ def forwards_of(
 
 
 def run_worker(order: WorkOrder) -> Timings:
-    """Join a store, load its target, and work until all is done.
-
-    Raises:
-        StoreMismatch: the target has other weights or another config on this machine.
-    """
+    """Join a store, load its target, and work until all is done."""
     fix_sums()
     if order.n_threads:
         torch.set_num_threads(order.n_threads)
@@ -179,24 +175,13 @@ def run_worker(order: WorkOrder) -> Timings:
         if is_done(store):
             return timings
         folder = resolve_model_folder(order.model, revision=order.revision)
-        check_target(store.manifest, folder, str(store.path))
+        # Another machine's folder of the same name may hold another target.
+        check_identities(store.path, store.manifest.identities, weight_identities(folder))
         target = load_target(folder, str(store.manifest.extraction["compute_dtype"]), order.device)
         sequences = Sequences.from_arrow(map_texts(Path(order.texts) if order.texts else store.path / TEXTS_NAME))
         forwards = forwards_of(store.manifest, target, store.codec, sequences, order.n_encode_threads)
         work_until_done(store, forwards, folder, timings, index=order.index, n_workers=order.n_workers)
     return timings
-
-
-def check_target(manifest: StoreManifest, folder: Path, store: str) -> None:
-    """Refuse a target that is not the store's, as another machine's folder of the same name may hold."""
-    found = {f"target.{key}": value for key, value in hash_target(folder).items()}
-    changes: dict[str, tuple[Any, Any]] = {
-        f"identities.{key}": (manifest.identities.get(key), value)
-        for key, value in found.items()
-        if manifest.identities.get(key) != value
-    }
-    if changes:
-        raise StoreMismatch(store, changes)
 
 
 class PartProgress:
@@ -408,9 +393,6 @@ def device_orders(order: WorkOrder, device: str, n_workers: int) -> list[WorkOrd
 
     Args:
         device: what ``--device`` gave, resolved: cpu, cuda, mps, or one of several such as cuda:1.
-
-    Raises:
-        OptionInvalid: the machine has fewer devices.
     """
     kind = torch.device(device)
     devices = [device] * n_workers

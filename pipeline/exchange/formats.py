@@ -81,11 +81,7 @@ def layer_field(layer: int) -> str:
 
 
 def default_layers(n_layers: int) -> tuple[int, int, int]:
-    """Return the decoder layers whose outputs EAGLE-3 takes by default: (1, L // 2 - 1, L - 4), counted from 0.
-
-    Raises:
-        OptionInvalid: the target is so small that these are not three layers.
-    """
+    """Return the decoder layers whose outputs EAGLE-3 takes by default: (1, L // 2 - 1, L - 4), counted from 0."""
     from ...moa.drafters.eagle3 import default_fused_layers
 
     try:

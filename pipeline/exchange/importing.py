@@ -149,9 +149,6 @@ def read_texts(
 
     Returns:
         At least one text.
-
-    Raises:
-        InteropError: there is no file, or one is damaged, of another format or of another target.
     """
     paths = file_format.files(folder)[:max_sequences]
     texts = Texts(paths)
@@ -244,7 +241,7 @@ def _read_sequence(
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[LAST] = norm(last.float()).to(last.dtype)
-    fields = {"tokens": tokens.astype(np.int32), "response_mask": mask.astype(np.uint8)}
+    fields: dict[str, np.ndarray] = {"tokens": tokens.astype(np.int32), "response_mask": mask.astype(np.uint8)}
     for spec in specs[2:]:
         values = hidden[spec.name]
         if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):

@@ -65,11 +65,7 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed
 
 
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings under which the cache does not hold what a store holds.
-
-    Raises:
-        ValueError: naming the setting.
-    """
+    """Refuse settings under which the cache does not hold what a store holds."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) != 1:
@@ -224,9 +220,6 @@ def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
     Returns:
         [n_tokens, n_heads, content].
-
-    Raises:
-        ValueError: there are fewer blocks than the text needs.
     """
     if len(blocks) * cache.shape[2] < n_tokens:
         raise ValueError(f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens.")

@@ -41,10 +41,6 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
 
     Args:
         max_length: tokens of the longest sequence.
-
-    Raises:
-        WorkerError: vLLM is not installed, or another release, or the target has sliding windows or too few
-            positions.
     """
     try:
         version = importlib.metadata.version("vllm")
@@ -133,11 +129,7 @@ class VllmSource:
             ) from error
 
     def capture(self, sequences: Sequence[np.ndarray]) -> Capture:
-        """Run a batch of sequences, B arrays of token ids (int32 [n_tokens]); gives what ``forwards.capture`` gives.
-
-        Raises:
-            WorkerError: vLLM fails, or writes nothing.
-        """
+        """Run a batch of sequences, B arrays of token ids (int32 [n_tokens]); gives what ``forwards.capture`` gives."""
         from vllm import SamplingParams
 
         files = [self._exchange / f"{self._n_read + index}.safetensors" for index in range(len(sequences))]

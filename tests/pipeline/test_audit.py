@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.errors import TargetError
+from moa_data.errors import StoreMismatch
 from moa_data.pipeline.audit import AuditReport, AuditRow, _errors, audit
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
@@ -53,7 +53,7 @@ def test_the_seed_picks_the_sequences(store: Path, target_folder: Path) -> None:
 
 def test_another_target_is_refused(store: Path, model: Path) -> None:
     flip(model / "model.safetensors", -1)
-    with pytest.raises(TargetError, match=r"another target than .*weights_sha256.*extract again"):
+    with pytest.raises(StoreMismatch, match="weights_sha256"):
         audit(store, str(model), 2, 0, "cpu")
 
 
