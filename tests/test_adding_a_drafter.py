@@ -18,7 +18,7 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.training import build_store, tiny_model
 
-from .test_run import run
+from moa_data.tests.kit.runs import run
 
 
 def test_a_run(tmp_path):
@@ -48,7 +48,7 @@ def changed(text: str, diff: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tests", [
-    ("tests/trainer/fit/test_linear_run.py",),
+    ("tests/trainer/test_linear_run.py",),
     ("tests/moa/drafters/test_linear.py",),
 ], ids=["run", "contract"])  # fmt: skip
 def test_the_page_word_for_word(tmp_path: Path, tests: tuple[str, ...]) -> None:
@@ -59,7 +59,7 @@ def test_the_page_word_for_word(tmp_path: Path, tests: tuple[str, ...]) -> None:
         (package / file).write_text(text, encoding="utf-8")
     for file, diff in blocks("diff"):
         (package / file).write_text(changed((package / file).read_text(encoding="utf-8"), diff), encoding="utf-8")
-    (package / "tests" / "trainer" / "fit" / "test_linear_run.py").write_text(RUN, encoding="utf-8")
+    (package / "tests" / "trainer" / "test_linear_run.py").write_text(RUN, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
         cwd=package, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=600,

@@ -1,4 +1,4 @@
-"""Writes a drafter for another program: `moa-data export-drafter`. The formats are in ``moa/formats/table.py``."""
+"""Writes a drafter for another program: `moa-data export-drafter`. The formats are in ``moa/formats/checkpoint.py``."""
 
 import json
 import os

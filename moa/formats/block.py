@@ -32,7 +32,6 @@ from .layout import (
     llama_config,
     nested,
     read_layer_ids,
-    those,
 )
 
 
@@ -55,12 +54,8 @@ def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
     }
 
 
-def _unlike_published(sizes: BlockDrafterSizes) -> list[tuple[bool, str]]:
-    is_hidden = sizes.context == "hidden"
-    return [
-        (not is_hidden, f"its context is {sizes.context}, and theirs is hidden states"),
-        (is_hidden and -1 in sizes.fused_layers, "it reads the embedding, and theirs the outputs of layers"),
-    ]
+def _reads_embedding(sizes: BlockDrafterSizes) -> list[tuple[bool, str]]:
+    return [(-1 in sizes.fused_layers, "it reads the embedding, and theirs outputs of layers")]
 
 
 def _is_dspark(config: ForeignConfig) -> bool:
@@ -100,11 +95,6 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     )
 
 
-def _dflash_refusals(sizes: DFlashSizes) -> list[str]:
-    anchor = "the slot of its anchor drafts, and theirs does not (train with sample_from_anchor=false)"
-    return those(*_unlike_published(sizes), (sizes.sample_from_anchor, anchor))
-
-
 def _dflash_notes(sizes: DFlashSizes) -> list[str]:
     n_drafts = sizes.n_drafts
     return [f"vLLM: num_speculative_tokens {n_drafts}; SGLang: --speculative-num-draft-tokens {1 + n_drafts}"]
@@ -118,23 +108,13 @@ DFLASH = Layout(
     name="dflash",  # such as z-lab/Qwen3-8B-DFlash-b16
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
-    refusals=_dflash_refusals,
+    requires={"context": ("hidden",), "sample_from_anchor": (False,)},
+    unfit=_reads_embedding,
     notes=_dflash_notes,
     config=lambda sizes, target_config: _config(sizes) | {"architectures": ["DFlashDraftModel"]},
     recognises=lambda names, config: _is_block(names) and not _is_dspark(config),
     read_sizes=_read_dflash_sizes,
 )
-
-
-def _dspark_refusals(sizes: DSparkSizes) -> list[str]:
-    return those(
-        *_unlike_published(sizes),
-        (
-            not sizes.sample_from_anchor,
-            "the slot of its anchor drafts nothing, and theirs does (sample_from_anchor=true)",
-        ),
-        (sizes.markov_head == "product", "its Markov head is product, and theirs are vanilla, gated and rnn"),
-    )
 
 
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
@@ -169,27 +149,27 @@ def _read_dspark_sizes(weights: Weights, config: ForeignConfig) -> DSparkSizes:
 
 def _dspark_notes(sizes: DSparkSizes) -> list[str]:
     runs_in_sglang = sizes.markov_head == "vanilla" and (sizes.confidence_with_markov or not sizes.confidence_head)
-    return those((not runs_in_sglang, "SGLang runs only vanilla Markov heads, and confidence heads that read them"))
+    return [] if runs_in_sglang else ["SGLang runs only vanilla Markov heads, and confidence heads that read them"]
 
 
+_DSPARK: dict[str, tuple[Any, ...]] = {
+    "context": ("hidden",),
+    "sample_from_anchor": (True,),
+    "markov_head": ("none", "vanilla", "gated", "rnn"),
+}
 DSPARK = Layout(
     name="dspark",  # such as deepseek-ai/dspark_qwen3_4b_block7; SGLang loads those with vanilla heads
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",
     needs_embeddings=True,
     needs_head=True,
-    refusals=_dspark_refusals,
+    requires=_DSPARK,
+    unfit=_reads_embedding,
     notes=_dspark_notes,
     config=_dspark_config,
     recognises=lambda names, config: _is_block(names) and _is_dspark(config),
     read_sizes=_read_dspark_sizes,
 )
-
-
-def _vllm_refusals(sizes: DSparkSizes) -> list[str]:
-    is_other = sizes.markov_head not in ("vanilla", "product")
-    other = f"its Markov head is {sizes.markov_head}, and that of vLLM vanilla"
-    return _dspark_refusals(sizes) + those((is_other, other))
 
 
 VLLM_DSPARK = replace(
@@ -198,7 +178,7 @@ VLLM_DSPARK = replace(
     reader="vLLM",
     needs_embeddings=False,
     needs_head=False,
-    refusals=_vllm_refusals,
+    requires=_DSPARK | {"markov_head": ("vanilla",)},
     notes=lambda sizes: [f"num_speculative_tokens: {sizes.n_drafts}"],
     recognises=lambda names, config: False,  # without our key it is read as ``dspark``
 )

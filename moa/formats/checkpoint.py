@@ -170,7 +170,10 @@ def write_layout(
             f"formats for it: {fitting}."
         )
     if refusals := layout.refusals(sizes):
-        raise CheckpointError(f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}.")
+        raise CheckpointError(
+            f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}. Train it with these "
+            "sizes: --set drafter.NAME=VALUE."
+        )
     own = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights = {layout.file_name(name): value for name, value in layout.pack(own, sizes).items()}
     for is_needed, given, what in (

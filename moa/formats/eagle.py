@@ -50,7 +50,6 @@ from .layout import (
     read_layer_ids,
     rope_keys,
     rows,
-    those,
     unfilled_width,
 )
 
@@ -104,19 +103,17 @@ def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
     return _config(sizes, target_config, architectures=[f"{family}ForCausalLMEagle"], model_type=model_type, bias=False)
 
 
-def _authors_refusals(sizes: EagleSizes) -> list[str]:
-    scaled = f"the target's rope type is {sizes.rope_parameters.get('rope_type')!r}, and theirs the default one"
-    return those(unfilled_width(sizes), (is_rope_scaled(sizes), scaled))  # their linear one ignores rope_theta
+def _authors_unfit(sizes: EagleSizes) -> list[tuple[bool, str]]:
+    # Their linear scaling ignores rope_theta.
+    return [unfilled_width(sizes), (is_rope_scaled(sizes), "the target's RoPE is scaled, and theirs is not")]
 
 
 def _eagle_notes(sizes: EagleSizes) -> list[str]:
-    return those(
-        (
-            sizes.eagle_input_norm,
-            "the format has no norm before the first layer: the folder holds one layer more, which returns its input "
-            "and costs about as much as a layer (train with --set drafter.eagle_input_norm=false)",
-        )
+    extra_layer = (
+        "the format has no norm before the first layer: the folder holds one layer more, which returns its input and "
+        "costs about as much as a layer (train with --set drafter.eagle_input_norm=false)"
     )
+    return [extra_layer] if sizes.eagle_input_norm else []
 
 
 def _is_eagle(names: set[str], config: ForeignConfig) -> bool:
@@ -148,7 +145,7 @@ EAGLE = Layout(
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
     needs_embeddings=True,
-    refusals=_authors_refusals,
+    unfit=_authors_unfit,
     notes=_eagle_notes,
     config=_authors_config,
     pack=_pack,
@@ -160,7 +157,7 @@ VLLM_EAGLE = Layout(
     name="vllm-eagle",  # loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'
     kind=EagleSizes.kind,
     reader="vLLM",
-    refusals=lambda sizes: those((sizes.eagle_fc_bias, "fc has a bias, and that of vLLM has none")),
+    requires={"eagle_fc_bias": (False,)},
     notes=_eagle_notes,
     config=partial(_config, bias=False),  # a true one would give the attention biases
     pack=_pack,
@@ -171,7 +168,7 @@ SGLANG_EAGLE = replace(
     VLLM_EAGLE,
     name="sglang-eagle",  # loaded with --speculative-algorithm EAGLE --speculative-draft-model-path FOLDER
     reader="SGLang",
-    refusals=lambda sizes: [],
+    requires={},
     config=_sglang_config,
     pack=partial(_pack, needs_fc_bias=True),
 )
@@ -183,13 +180,6 @@ def _moa_own_name(name: str) -> str:
         rest = name.removeprefix("spec_model.")
         return f"layers.{rest}" if rest[:1].isdigit() else f"layers.0.{rest}"
     return name.replace("spec_model_fc.", "fc.")
-
-
-def _moa_refusals(sizes: EagleSizes) -> list[str]:
-    return those(
-        (not sizes.eagle_input_norm, "the first layer has no input norm, and theirs has one"),
-        (sizes.eagle_fc_bias, "fc has a bias, and theirs has none"),
-    )
 
 
 def _moa_notes(sizes: EagleSizes) -> list[str]:
@@ -208,7 +198,7 @@ MOA_EAGLE = Layout(
     kind=EagleSizes.kind,
     reader="the MoA authors' code",
     needs_target_config=True,
-    refusals=_moa_refusals,
+    requires={"eagle_input_norm": (True,), "eagle_fc_bias": (False,)},
     notes=_moa_notes,
     config=lambda sizes, target_config: {**target_config.to_dict(), **rope_keys(sizes)},
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
@@ -236,14 +226,6 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
     return llama_config(sizes) | own | flags
 
 
-def _eagle3_refusals(sizes: Eagle3Sizes) -> list[str]:
-    n_layers = len(sizes.fused_layers)
-    return those(
-        (sizes.qkv_bias, "q, k and v have biases, and the engines have none"),
-        (n_layers != 3, f"it joins {n_layers} layers of the target, and the engines 3 (train with three fused_layers)"),
-    )
-
-
 def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     facts, key = drafter_facts(config), "eagle_aux_hidden_state_layer_ids"
     read = {
@@ -260,7 +242,8 @@ EAGLE3 = Layout(
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",
     ignored=("embed_tokens.weight",),
-    refusals=_eagle3_refusals,
+    requires={"qkv_bias": (False,)},
+    unfit=lambda sizes: [(len(sizes.fused_layers) != 3, "the engines join 3 layers: give three fused_layers")],
     config=_eagle3_config,
     own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM's name of the layer
     recognises=lambda names, config: (

@@ -6,7 +6,7 @@ A layout is a folder with ``config.json`` and ``model.safetensors``. The tables 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ def _unchanged(given: Any, sizes: Any = None) -> Any:
     return given
 
 
-def _nothing(sizes: Any) -> list[str]:
+def _nothing(sizes: Any) -> list[Any]:
     return []
 
 
@@ -48,8 +48,10 @@ class Layout:
     ignored: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")
     """Tensors that are not read: copies of the target's, whose own are used here."""
 
-    refusals: Callable[[Any], list[str]] = _nothing
-    """Lists why the reading program would run a drafter differently; empty if it would not."""
+    requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Name of a size -> the values with which the reading program runs a drafter as it was trained."""
+    unfit: Callable[[Any], list[tuple[bool, str]]] = _nothing
+    """Lists further reasons why it would run a drafter differently, and whether each is there."""
     notes: Callable[[Any], list[str]] = _nothing  # lists what to know before using the folder
     config: Callable[[Any, Any], dict[str, Any]]
     """(sizes, the target's transformers config or None) -> the content of config.json."""
@@ -63,10 +65,14 @@ class Layout:
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
     """Reads the sizes of a drafter that this package did not write, from its renamed tensors and config.json."""
 
-
-def those(*problems: tuple[bool, str]) -> list[str]:
-    """List the texts of the problems that there are."""
-    return [text for is_there, text in problems if is_there]
+    def refusals(self, sizes: Any) -> list[str]:
+        """List why the reading program would run a drafter differently; empty if it would not."""
+        found = [
+            f"{name} is {getattr(sizes, name)}, and it runs {' or '.join(map(str, values))}"
+            for name, values in self.requires.items()
+            if getattr(sizes, name) not in values
+        ]
+        return found + [text for is_there, text in self.unfit(sizes) if is_there]
 
 
 def llama_config(sizes: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from .layout import (
     is_rope_scaled,
     rope_keys,
     rows,
-    those,
     unfilled_width,
 )
 
@@ -66,47 +65,31 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
     return MoASizes.from_dict(values)
 
 
-def _unlike_the_paper(sizes: MoASizes) -> list[tuple[bool, str]]:
+_PAPER: dict[str, tuple[Any, ...]] = {
+    "layer_attention": (True,),
+    "cross_attention_drafts": (False,),
+    "layer_groups": (1,),
+    "layer_stride": (1,),
+    "unrotated_keys": (False,),
+}
+"""Sizes with which a drafter is that of the paper."""
+
+
+def _moa_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
+    heads, head_dim, n_heads = sizes.layer_attention_heads, sizes.layer_attention_head_dim, sizes.n_heads
     return [
         unfilled_width(sizes),
-        (not sizes.layer_attention, "it has no layer self-attention, which theirs always runs"),
-        (
-            sizes.cross_attention_drafts,
-            "its cross-attention sees the drafts of the round, and theirs does not (train with "
-            "--set drafter.cross_attention_drafts=false)",
-        ),
-        (
-            sizes.layer_groups > 1,
-            f"it encodes {sizes.layer_groups} means over layers, and theirs one (train with "
-            "--set drafter.layer_groups=1)",
-        ),
-        (
-            sizes.layer_stride > 1,
-            f"it encodes {len(sizes.encoded_layers)} of the target's layers, and theirs all (train with "
-            "--set drafter.layer_stride=1)",
-        ),
-        (
-            sizes.unrotated_keys,
-            "it encodes keys before RoPE, and theirs those after (train with --set drafter.unrotated_keys=false)",
-        ),
-    ]
-
-
-def _moa_refusals(sizes: MoASizes) -> list[str]:
-    heads, head_dim, n_heads = sizes.layer_attention_heads, sizes.layer_attention_head_dim, sizes.n_heads
-    return those(
-        *_unlike_the_paper(sizes),
         (
             (heads, head_dim) != (n_heads, sizes.kv_width // n_heads),
             f"layer self-attention has {heads} heads of {head_dim}, and theirs the target's {n_heads} of "
-            f"{sizes.kv_width // n_heads} (train with --set drafter.layer_attention_heads={n_heads})",
+            f"{sizes.kv_width // n_heads}: layer_attention_heads={n_heads}",
         ),
         (
             is_rope_scaled(sizes),
-            f"the target's rope type is {sizes.rope_parameters.get('rope_type')!r}, and theirs leaves cross- and layer "
-            "self-attention unscaled (moa-vllm scales them as they were trained)",
+            "the target's RoPE is scaled, and theirs leaves cross- and layer self-attention unscaled (moa-vllm scales "
+            "them as they were trained)",
         ),
-    )
+    ]
 
 
 def _moa_notes(sizes: MoASizes) -> list[str]:
@@ -129,7 +112,8 @@ MOA = Layout(
     kind=MoASizes.kind,
     reader="the MoA authors' code",
     needs_target_config=True,
-    refusals=_moa_refusals,
+    requires=_PAPER,
+    unfit=_moa_unfit,
     notes=_moa_notes,
     # The official code gets the drafter's sizes from its own settings.
     config=lambda sizes, target_config: {**target_config.to_dict(), **rope_keys(sizes)},
@@ -140,27 +124,18 @@ MOA = Layout(
 )
 
 
-def _vllm_refusals(sizes: MoASizes) -> list[str]:
+def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
     heads, n_heads = sizes.layer_attention_heads, sizes.n_heads
     own, cross = sizes.self_attention_kv_heads, sizes.cross_attention_kv_heads
-    return those(
-        *_unlike_the_paper(sizes),
-        (
-            own != cross,
-            f"self- and cross-attention have {own} and {cross} KV heads, and the fork keeps both in one cache (train "
-            "with equal ones)",
-        ),
+    return [
+        unfilled_width(sizes),
+        (own != cross, f"self- and cross-attention have {own} and {cross} KV heads, and the fork one cache for both"),
         (
             heads != n_heads or sizes.kv_width % n_heads != 0,
             f"layer self-attention has {heads} heads over a KV width of {sizes.kv_width}, and the fork gives it the "
             f"target's {n_heads}, which have to divide that width",
         ),
-        (sizes.qkv_bias, "q, k and v have biases, and the fork drops them"),
-        (
-            sizes.target_layer_inference > 0,
-            "it drafts through the target's last layers, which the fork does not",
-        ),
-    )
+    ]
 
 
 def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
@@ -193,7 +168,9 @@ MOA_VLLM = replace(
     name="moa-vllm",
     reader="the MoA authors' fork of vLLM",
     needs_target_config=False,
-    refusals=_vllm_refusals,
+    # The fork drops biases of q, k and v, and does not draft through the target's last layers.
+    requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
+    unfit=_vllm_unfit,
     notes=lambda sizes: [],
     config=_vllm_config,
     recognises=lambda names, config: _is_moa(names) and config.get("model_type") == _MODEL_TYPE,

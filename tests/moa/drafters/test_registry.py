@@ -24,5 +24,5 @@ def test_nothing_else_names_a_kind_of_drafter() -> None:
     named = re.compile(rf"""["'](?:{"|".join(DRAFTERS)})["']|\b(?:{"|".join(classes)})\b""")
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.glob("*/**/*.py")}
     texts = {name: text for name, text in texts.items() if not name.startswith((*NAMING, *OTHERS))}
-    assert "trainer/batches/datamodule.py" in texts
+    assert len(texts) > 50
     assert {name: named.findall(text) for name, text in texts.items() if named.search(text)} == {}
