@@ -204,7 +204,7 @@ def test_latin_1_on_the_real_standard_input(locale: str) -> None:
 def test_control_tokens_in_prompts(room: Path, tmp_path: Path) -> None:
     token = AutoTokenizer.from_pretrained(room / "model").all_special_tokens[0]
     model = ("--model", room / "model", "--device", "cpu", "--drafter", room / "drafter")
-    refused(run("generate", *model, "--prompt", f"Hi {token}"), f"message 0 contains '{token}'", "Mend the text")
+    refused(run("generate", *model, "--prompt", f"Hi {token}"), f"message 0 contains '{token}'", "Correct the text")
     questions = [["Hi?", "Why?"], ["Hi?", f"Why?{token}"]]
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"turns": turns} for turns in questions])
     for options in ((), ("--disconnect", "4")):

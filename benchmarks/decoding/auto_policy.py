@@ -27,7 +27,7 @@ from moa_data.evaluation.drafters import load_with_facts
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch
-from moa_data.moa.decoding.policy import AutoPolicy, FixedShape, ShapePolicy
+from moa_data.moa.decoding.policy import AutoPolicy, ShapePolicy
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
 from moa_data.moa.targets.live import Target
@@ -149,7 +149,7 @@ def judge(answers: Sequence[Answer], costs: PartCosts, n_seeds: int) -> list[dic
         for seed in range(n_seeds):
             found.setdefault("auto", []).append(decode_on_paper(AutoPolicy(), answers, costs, scenario, seed))
             for shape in CHAINS:
-                ratio = decode_on_paper(FixedShape(shape), answers, costs, scenario, seed)
+                ratio = decode_on_paper(ShapePolicy(shape), answers, costs, scenario, seed)
                 found.setdefault(str(shape), []).append(ratio)
         auto = found.pop("auto")
         best = max(found, key=lambda name: float(np.median(found[name])))

@@ -2,14 +2,13 @@
 
 Shapes: V vocabulary.
 
-A token drawn with one generator after the other depends on all draws before it. Here the randomness of each position
-is fixed beforehand: with a temperature, the token at a position is the one with the largest log p + g, where g is
-Gumbel noise keyed by (seed, position). Over seeds it has exactly the distribution p (the Gumbel-max trick); for a given
-seed it is a function. So text is the same whoever drafts it, how often a call is repeated, and which sequences share
-it; and a drafter that adds the same noise to its own log-probabilities draws the same token as the target wherever the
-two distributions are close, more often than by independent draws, without knowing the target's.
+The randomness of each position is fixed beforehand: with a temperature, the token at a position is the one with the
+largest log p + g, where g is Gumbel noise keyed by (seed, position). Over seeds it has exactly the distribution p (the
+Gumbel-max trick); for a given seed it is a function. So a text is the same whatever drafts it, how often a call is
+repeated, and which sequences share it. A drafter that adds the same noise to its own log-probabilities draws the
+target's token wherever the two distributions are close, more often than by independent draws.
 
-The drafts are accepted while they equal the target's own choice. With a temperature of 0 the choice is the argmax.
+Drafts are accepted while they equal the target's own choice. With a temperature of 0 the choice is the argmax.
 """
 
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, se
 
 @dataclass(frozen=True)
 class Text:
-    """A text whose next tokens are chosen: all tokens so far, and what decides the next ones."""
+    """All tokens of a text so far, and what decides the next ones."""
 
     tokens: Sequence[int]
     sampling: SamplingConfig

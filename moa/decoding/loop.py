@@ -9,7 +9,7 @@ One round of one row, with a chain of three drafts (``=`` is committed and has t
     verify        one target call over   on  the    mat    and
                   KV while it runs       ~~  ~~~    ~~~    ~~~
                   its next tokens        the mat    .      then
-    accept        drafts that are the target's own tokens: "the", "mat"; behind them comes its "." (the bonus)
+    accept        drafts that are the target's own tokens: "the", "mat"; then its next token "." (the bonus)
     commit        KV of "on the mat" is kept, of "and" forgotten; "." is the next root
                   The cat sat on the mat .
                   ======================
@@ -32,10 +32,10 @@ from ..drafters.base import Drafter
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
 from ..targets.live import DeviceClock, Target
-from .policy import AutoPolicy, FixedShape, ShapePolicy
+from .policy import AutoPolicy, ShapePolicy
 from .proposer import DrafterProposer, Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
-from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, ancestors
+from .tree import NO_DRAFT, DraftTree, Shape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
@@ -113,11 +113,8 @@ def generate(
     """Decode one prompt with drafts; see :func:`generate_batch`.
 
     Args:
-        tree: shape of the drafts; None for ``auto``, chains that give way to plain decoding where they do not pay.
+        tree: shape of the drafts; None for ``auto``, chains that are replaced by plain steps where they do not pay.
         frozen: target weights for the drafter; None takes them from the live target.
-
-    Raises:
-        DrafterError: as :func:`generate_batch`, or drafter and frozen target weights differ in dtype.
     """
     proposer = DrafterProposer(target, drafter, frozen, sampling)
     return generate_batch(
@@ -141,8 +138,7 @@ def generate_batch(
     """Decode several prompts of any lengths at once; each gets the answer that it gets alone.
 
     Greedy tokens are those of plain decoding, sampled ones have its distribution, whatever is proposed. Rows whose
-    answer has ended leave the batch. Times in the statistics are those of the batch, divided by the rows that took
-    part.
+    answer has ended leave the batch. Times in the statistics are those of the batch, divided by its rows.
 
     Args:
         prompts: token ids, each at least one.
@@ -167,7 +163,7 @@ def generate_batch(
     cache, active = target.new_cache(len(rows)), rows
     if proposer is not None:
         proposer.begin(cache, [row.generator for row in rows])
-    policy = FixedShape(tree) if tree is None or isinstance(tree, TreeShape | StaticTree) else tree
+    policy = tree if isinstance(tree, ShapePolicy) else ShapePolicy(tree)
     policy.begin()
     prefill_began = time.perf_counter()
     _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
@@ -228,11 +224,9 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer | 
 
 
 def _useful(target: Target, shape: Shape | None, rows: list["_Row"], sampling: SamplingConfig) -> Shape | None:
-    """Cut greedy drafts to the positions that are left and the tokens that any row still needs; None if none are.
-
-    Sampled drafts keep their shape: each level uses up random numbers, and an answer must not depend on the rest of
-    its batch. What lies beyond the last position is cut when it is committed.
-    """
+    """Cut greedy drafts to the positions that are left and the tokens that any row still needs; None if none are."""
+    # Sampled drafts keep their shape: each level uses random numbers, and an answer must not depend on the rest of its
+    # batch. Tokens beyond the last position are cut when they are committed.
     if shape is None or not sampling.is_argmax:
         return shape
     wanted = max(row.n_remaining for row in rows) - 1

@@ -1,7 +1,7 @@
 """Draft-shape policies: one shape for all rounds, or ``auto``, a chain that gives way to plain decoding where it fails.
 
-``auto`` drafts chains that end where the drafter itself is unsure. Rounds are judged in plain steps, the time of a
-target call over one token, so that a machine that is slow for a minute changes nothing:
+``auto`` drafts chains that end where the drafter itself is unsure. Rounds are measured in plain steps, the time of a
+target call over one token, so that a temporarily slow machine changes nothing:
 
     gain = tokens committed - seconds of the round / seconds of a plain step
 
@@ -14,19 +14,20 @@ target call over one token, so that a machine that is slow for a minute changes 
      ...    none         1        10    0.0   12.3     9.5          plain; each step pays 1 / MEASURE_EVERY back
 
 Two sums are kept in that unit. ``lost`` is what an answer has lost since its best moment: above ``PATIENCE`` it is
-decoded plainly. ``savings`` are what drafts have gained over all answers, at most four times ``PATIENCE``: a new answer
-is drafted for while they are above 0, so that drafts which always fail cost no more than the plain steps pay back.
+decoded plainly. ``savings`` are the gains of drafts over all answers, at most four times ``PATIENCE``: new answers get
+drafts while they are above 0, so that drafts which always fail cost no more than the plain steps pay back.
 """
 
 from collections import deque
 from statistics import median
-from typing import Protocol
+
+from typing_extensions import override
 
 from .tree import Shape, TreeShape
 
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-"""The chain of ``auto``: the fastest of all chains, chains that stop and trees on one CPU core, where a draft costs a
-fifth to a third of a target call. ``eval --method plain,tree --tree 10@P`` with P from 0.05 to 0.3 measures others."""
+"""The chain of ``auto``: the fastest of all chains and trees on one CPU core, where a draft costs a fifth to a third of
+a target call. ``eval --method plain,tree --tree 10@P`` with P from 0.05 to 0.3 measures others."""
 PATIENCE = 12.0
 """Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's rounds scatter by 2
 steps about a mean of 1 or more: a smaller number gives up good drafters by chance, a larger one loses more where drafts
@@ -36,16 +37,18 @@ MEASURE_EVERY = 128
 Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become slower."""
 
 
-class ShapePolicy(Protocol):
-    """Chooses the shape of each round's drafts."""
+class ShapePolicy:
+    """Chooses the shape of each round's drafts: here always the same one, None for plain decoding."""
+
+    def __init__(self, shape: Shape | None = None) -> None:
+        self._shape = shape
 
     def begin(self) -> None:
         """Start a generation."""
-        ...
 
     def next_shape(self) -> Shape | None:
-        """The shape of the next round's drafts; None for a plain decoding step."""
-        ...
+        """Choose the shape of the next round's drafts; None for a plain decoding step."""
+        return self._shape
 
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
         """Learn from the round that has just ended.
@@ -55,54 +58,36 @@ class ShapePolicy(Protocol):
             n_committed: tokens that the round committed, the mean of the rows.
             round_s: seconds of drafting and verifying.
         """
-        ...
 
 
-class FixedShape:
-    """Always drafts the same shape; None decodes plainly."""
-
-    def __init__(self, shape: Shape | None) -> None:
-        self._shape = shape
-
-    def begin(self) -> None:
-        """Do nothing: there is no state."""
-
-    def next_shape(self) -> Shape | None:
-        """Return the shape."""
-        return self._shape
-
-    def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        """Do nothing: there is no state."""
-
-
-class AutoPolicy:
+class AutoPolicy(ShapePolicy):
     """Drafts chains while they pay, else decodes plainly; remembers what it learned over generations.
 
     Args:
         is_drawn: whether tokens are sampled: chains then cannot stop by their probability, and are half as long.
-        max_depth: the most levels that the drafter can make; None for any number.
+        max_depth: levels that the drafter can make; None for any number.
     """
 
     def __init__(self, is_drawn: bool = False, max_depth: int | None = None) -> None:
         shape = TreeShape(AUTO_SHAPE.depth // 2) if is_drawn else AUTO_SHAPE
-        self._shape = shape if max_depth is None else shape.cut(max_depth)
+        super().__init__(shape if max_depth is None else shape.cut(max_depth))
         self._plain_s: deque[float] = deque(maxlen=3)
         self._n_since_plain, self._n_rounds, self._n_with_drafts = 0, 0, 0
         self._savings, self._lost, self._has_drafted = PATIENCE, 0.0, False
 
+    @override
     def begin(self) -> None:
-        """Give the next answer a fresh start; what earlier ones saved or lost stays."""
         self._lost, self._has_drafted = 0.0, False
 
-    def next_shape(self) -> TreeShape | None:
-        """Return the chain, or None where it does not pay or a plain step is due to be timed."""
+    @override
+    def next_shape(self) -> Shape | None:
         # The more is lost, the sooner a plain step is timed: the machine may be slower, not the drafts worse.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (1 - self._lost / PATIENCE):
             return None
         return self._shape if self._savings > 0 and self._lost < PATIENCE else None
 
+    @override
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        """Note the time of a plain step, or the gain of a round with drafts."""
         self._n_rounds += 1
         if not n_drafts:
             self._plain_s.append(round_s)

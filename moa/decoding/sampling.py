@@ -8,8 +8,8 @@ were picked (the most likely ones, as in a tree) are the case of a q that puts a
 probability p(x), else p(x) becomes 0 and the next child is tried on the normalised rest. Either way the next token
 has the distribution p, whatever the drafter proposes.
 
-Distributions stay on the device of the logits: what a round brings to the host is one number for each draft that it
-looks at, and the token. Uniform numbers are made on the host, so that a seed means the same on every device.
+Distributions stay on the device of the logits: a round copies to the host one number for each draft that it tries, and
+the token. Uniform numbers are made on the host, so that a seed means the same on every device.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,7 @@ _N_LIKELY = 1024
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is chosen from the target's logits.
-
-    Applied in the order of transformers: repetition penalty, temperature, top-k, top-p.
+    """Settings of sampling, applied in the order of transformers: repetition penalty, temperature, top-k, top-p.
 
     Attributes:
         temperature: 0 for greedy decoding.
@@ -60,10 +58,8 @@ class SamplingConfig:
         return self.temperature == 0 and self.repetition_penalty == 1
 
     def check_shape(self, shape: Shape) -> None:
-        """Refuse chains that stop by their probability where drafts are sampled.
-
-        Their length would depend on the other rows of a batch, and so would the answer that a seed gives.
-        """
+        """Refuse chains that stop by their probability where drafts are sampled."""
+        # Their length would depend on the other rows of a batch, and so would the answer of a seed.
         if self.temperature > 0 and isinstance(shape, TreeShape) and shape.stop_below:
             raise DrafterError(
                 f"chains such as {shape} stop by their probability in greedy decoding only; give a chain's length "
@@ -88,7 +84,7 @@ def cut_answer(tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not accept: they take 64 bits with a sign."""
+    """Refuse a seed that torch's generators do not accept: they take signed 64-bit integers."""
     if not -(2**63) <= seed < 2**63:
         raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {seed}.")
 
@@ -145,8 +141,9 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
     """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64.
 
     The drawn token is the first at which the cumulative sum exceeds u times the total, for a uniform u of its row's
-    generator. ``torch.multinomial`` takes 20 times as long at a vocabulary of 128,256 (``benchmarks/decoding``).
+    generator.
     """
+    # torch.multinomial takes 20 times as long at a vocabulary of 128,256.
     cumulative = probabilities.cumsum(dim=-1)
     uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]
     # Rounding can give the total itself, which no cumulative sum exceeds.
@@ -215,7 +212,7 @@ def accept_sampled(
 def _try_picked(
     probability: Tensor, children: Sequence[int], tokens: Sequence[int], generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
-    """Try drafts that were picked, one after the other; return the accepted one, or what to draw from instead."""
+    """Try drafts that were picked, in order; return the accepted one or None, and what to draw from instead."""
     if not children:
         return None, probability
     drafts = torch.tensor([tokens[node] for node in children], device=probability.device)
@@ -250,6 +247,6 @@ def _accepts(ratio: float, generator: torch.Generator | None) -> bool:
 
 
 def _normalised(rest: Tensor, before: Tensor) -> Tensor:
-    """The distribution of the next token after a rejection; the one before it where rounding left no mass."""
+    """Normalise the rest of a distribution after a rejection; keep the one before where rounding left no mass."""
     total = rest.sum()
     return torch.where(total > 0, rest / total, before)

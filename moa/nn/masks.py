@@ -1,12 +1,11 @@
-"""Attention masks of drafter training as pure functions; every random draw is an argument.
+"""Attention masks as pure functions: rules over indices for training (:class:`Mask`), tensors for decoding.
 
 Shapes: B batch, T tokens, Q query rows, S keys or cache slots, P pending tokens. Masks are bool, True = may attend.
 ``queries`` are positions and ``last_context_of_query`` is s(i) of each (below), both [B, Q] int64; ``n_keys`` is T.
-Masks of training are rules over indices (:class:`Mask`), those of decoding are tensors.
 
-A *drafted* position has no target KV when the drafter reaches it; all others are *context*. With step bound e,
-every e-th position of a response becomes context again, as after a verification. For e = 4 and a
-response from position 3 on::
+A *drafted* position has no target KV when the drafter reaches it; all others are *context*. With step bound e, every
+e-th position of a response becomes context again, as after a verification. For e = 4 and a response from position 3
+on::
 
     position       0 1 2 3 4 5 6 7 8        s(i) = last context position <= i
     drafted        . . . x . x x x .        (offset 0: 4 and 8 are context)
@@ -48,8 +47,8 @@ def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Find the drafted positions of standard training, where all positions before a drafted one are verified.
 
     Returns:
-        Which positions are drafted, [B, T] bool: the response, without position 0, before which there is nothing; and
-        the last context position that each one sees, [B, T] int64.
+        Which positions are drafted, [B, T] bool: the response without position 0; and the last context position that
+        each one sees, [B, T] int64.
     """
     drafted = response_mask.bool().clone()
     drafted[:, :1] = False
@@ -67,8 +66,8 @@ def last_context(drafted: Tensor) -> Tensor:
 class Mask:
     """Rule of what each query sees: indices of a row, a query and a key, which broadcast -> bool.
 
-    One rule serves the dense mask and kernels that ask it block by block. Keys may be the concatenation of parts, each
-    with a rule that counts its own keys from 0.
+    One rule serves the dense mask and kernels that evaluate it block by block. Keys may be the concatenation of parts,
+    each with a rule that counts its own keys from 0.
     """
 
     n_rows: int
@@ -77,7 +76,7 @@ class Mask:
     """Number of keys and rule of each part."""
     device: torch.device
     block_mask: Any = None
-    """The mask in FlexAttention's form; None until it is asked for."""
+    """The mask in FlexAttention's form; None until it is needed."""
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
@@ -95,7 +94,7 @@ class Mask:
         return self.n_rows, self.n_queries, sum(n_keys for n_keys, _ in self.parts)
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Say whether a query sees a key; keys are counted over all parts."""
+        """Whether a query sees a key; keys are counted over all parts."""
         (n_keys, rule), *others = self.parts
         seen = rule(row, query, key.clamp(max=n_keys - 1)) & (key < n_keys)
         for n_more, rule in others:
@@ -142,14 +141,13 @@ def round_mask(
     n_keys: int,
     window: int | None = None,
 ) -> Mask:
-    """Say what drafted queries see of T verified positions and, behind these, of each other.
+    """Mask drafted queries' view of T verified positions and, after these, of each other.
 
-    Of each other they see the block of their own round up to themselves; duplicated (padding) queries see themselves
-    alone, so that no row is empty.
+    Of each other they see the block of their own round up to themselves. Padding queries see themselves alone, so that
+    no row is empty.
 
     Args:
         pass_index: [Q] int64, queries of different passes do not share blocks; None where there is one pass.
-        n_keys: T.
         window: positions that a sliding-window layer looks back, itself included; None for no bound.
     """
     context = last_context_of_query
@@ -173,22 +171,19 @@ def round_mask(
 
 
 def staircase_drop_probability(progress: float) -> float:
-    """Give the probability that a row is NOT a staircase row (official lines 137-140).
-
-    It is linear from 0 at the start to 1 at half of training (``progress`` 0.5), then 1.
-    """
+    """The probability that a row is NOT a staircase row: linear from 0 to 1 at ``progress`` 0.5 (official 137-140)."""
     return min(1.0, 2.0 * progress)
 
 
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
-    """Say what the pending tokens of a decoding call see: all committed slots, and their ancestors among the pending.
+    """Mask the pending tokens of a decoding call: they see all committed slots, and their pending ancestors.
 
-    Slot i of a row holds the committed token at position i; the pending tokens stand behind the row's committed part.
+    Slot i of a row holds the committed token at position i; the pending tokens stand after the row's committed part.
 
     Args:
         lengths: committed slots of each of B rows.
-        seen: [B, Q, P] bool, for the last Q of P pending tokens which pending tokens they see, themselves included.
-        window: positions that a sliding-window layer looks back, itself included; None for no bound.
+        seen: [B, Q, P] bool, which pending tokens the last Q of P pending tokens see, themselves included.
+        window: as for :func:`round_mask`.
 
     Returns:
         [B, Q, max(lengths) + P] bool.
@@ -210,15 +205,6 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
 
 
 def causal_mask(positions: Tensor, n_slots: int, window: int | None = None) -> Tensor:
-    """Say what a run of tokens sees in a cache whose slot i holds the token at position i.
-
-    Args:
-        positions: [B, Q] int64, positions of the run's tokens.
-        n_slots: S.
-        window: as for :func:`tree_mask`.
-
-    Returns:
-        [B, Q, S] bool.
-    """
+    """Mask a run of tokens at positions [B, Q] in a cache whose slot i holds the token at position i: [B, Q, S]."""
     distance = positions[..., None] - torch.arange(n_slots, device=positions.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -57,12 +57,7 @@ class RejectReason(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A row that gives no sequence.
-
-    Attributes:
-        reason: one of a fixed set, for counting.
-        detail: what was found, for the example that is shown.
-    """
+    """A row that gives no sequence: the reason, for counting, and what was found, for the example that is shown."""
 
     reason: RejectReason
     detail: str = ""
@@ -70,7 +65,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class UnreadableRow:
-    """Stands for a row that is in the file, but cannot be read."""
+    """Stands for a row of a file that cannot be read."""
 
     detail: str
 

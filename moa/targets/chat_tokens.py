@@ -1,16 +1,14 @@
 """Turns chats into token ids and response masks.
 
-A chat is rendered ONCE and encoded ONCE. Which characters are the assistant's is found in the rendered text, and the
-tokenizer's offsets map those spans to tokens: encoding parts by themselves would move token borders.
-
-The spans come from
+A chat is rendered ONCE and encoded ONCE. The assistant's characters are found in the rendered text, and the tokenizer's
+offsets map those spans to tokens: encoding parts by themselves would move token borders. The spans come from
 
 1. the template's ``{% generation %}`` tags, where it has them: a copy of the template with markers in their place is
    rendered and the markers are looked up;
 2. else prefixes: the chat up to the response, rendered with the generation prompt, must be a prefix of the rendering;
-3. else the response text: rendering the chat with this one response replaced gives the text before and behind it.
+3. else the response text: rendering the chat with this one response replaced gives the text before and after it.
 
-The end-of-turn token belongs to the response, the white space behind it does not.
+The end-of-turn token belongs to the response, the white space after it does not.
 """
 
 from __future__ import annotations
@@ -65,10 +63,9 @@ class _Template:
     """Facts about a tokenizer and its template, found out once.
 
     Attributes:
-        arguments: the user's arguments of the template.
         marked: the template with markers in place of its generation tags; None where it has none.
         has_generation_prompt: whether it renders one after a user message.
-        end_of_turn: what the template writes behind a last response, trailing white space removed.
+        end_of_turn: what the template writes after a last response, trailing white space removed.
         adds_bos: whether the tokenizer itself puts a BOS before plain text.
     """
 
@@ -93,9 +90,6 @@ def tokenize_chat(
         messages: roles, contents and tool calls; no system message is added.
         max_length: tokens and mask are cut to this length.
         system: a text that the template has to show.
-
-    Raises:
-        TemplateError: the tokenizer has no chat template, or none that can be used, or gives no offsets.
     """
     template = _template(tokenizer)
     try:
@@ -115,13 +109,7 @@ def tokenize_chat(
 
 
 def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, system: str = "") -> list[int]:
-    """Return the token ids of a chat that ends where the assistant is to write.
-
-    Args:
-        messages: the chat so far, usually ending in a user message.
-
-    Returns:
-        Ids with exactly one BOS where the model has one, encoded as `tokenize_chat` encodes them.
+    """Return the token ids of a chat that ends where the assistant is to write, encoded as by `tokenize_chat`.
 
     Raises:
         TemplateError: no chat template, or the template refuses the chat, or leaves out a part of it.
@@ -146,7 +134,7 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, 
 def check_prompt(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> None:
     """Refuse control tokens, text that is no Unicode, or too much of it: they cannot be part of a prompt."""
     if unusable := find_unusable_text(tokenizer, messages, tools):
-        raise PromptUnusable("{}: {}. Mend the text.".format(*unusable))
+        raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
 
 
 def check_template(tokenizer: Any, where: str, arguments: Mapping[str, Any] | None = None) -> None:
@@ -315,7 +303,7 @@ def _prefix_span(
 
 
 def _located_span(tokenizer: Any, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
-    """Find a response as what is left of the rendering without the text before and behind it; None where unclear."""
+    """Find a response as the rendering without the text before and after it; None where unclear."""
     message = messages[index]
     other = [*messages[:index], {"role": "assistant", "content": _PLACEHOLDER}, *messages[index + 1 :]]
     before, found, behind = render(tokenizer, other, tools).partition(_PLACEHOLDER)
@@ -328,7 +316,7 @@ def _located_span(tokenizer: Any, messages: list[Message], tools: Tools, index: 
 
 
 def _with_end_of_turn(template: _Template, text: str, span: Span) -> Span:
-    """Let a span end behind its end-of-turn token and before the white space that follows it."""
+    """Extend a span to its end-of-turn token, without the white space that follows it."""
     start, end = span
     eot = template.end_of_turn
     if not eot:

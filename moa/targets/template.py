@@ -1,11 +1,8 @@
 """Renders chat templates so that they end, give the same text on every day, and no text forges a turn.
 
-A template is a program that comes with the model. It runs in the sandbox of transformers, and here
-
-- the time that it may ask for is fixed (TEMPLATE_TIME);
-- loops over `range`, the text that it writes, and the numbers in it are bounded. Nested loops over the characters of a
-  text, or a product of products, are not: a malicious model folder can keep the process busy;
-- functions that give random values are refused.
+A template is a program that comes with the model. It runs in the sandbox of transformers. Besides, the time that it can
+ask for is fixed, functions that give random values are refused, and loops over `range`, its output and the numbers in
+it are bounded. Nested loops over the characters of a text are not: a malicious folder can keep the process busy.
 """
 
 from __future__ import annotations
@@ -14,9 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from jinja2 import nodes
@@ -59,17 +55,13 @@ _ASKED_THE_TIME: WeakSet[Any] = WeakSet()
 _CONTROL: WeakKeyDictionary[Any, tuple[object, ControlTokens]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class ControlTokens:
-    """Tokens that mean something else than their text.
-
-    Attributes:
-        everywhere: matches those that no text may hold.
-        framed: matches also those that frame tools, calls and results, for texts within such a frame.
-    """
+class ControlTokens(NamedTuple):
+    """Patterns of tokens that mean something else than their text."""
 
     everywhere: re.Pattern[str]
+    """Those that no text may hold."""
     framed: re.Pattern[str]
+    """Those, and the ones that frame tools, calls and results, for texts within such a frame."""
 
 
 def template_text(tokenizer: Any) -> str:
@@ -87,7 +79,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def template_arguments(tokenizer: Any) -> dict[str, Any]:
-    """Return the user's arguments of the chat template, which ``prompts.check_template`` keeps with the tokenizer."""
+    """Return the user's arguments of the chat template, which ``check_template`` keeps with the tokenizer."""
     return dict(getattr(tokenizer, "template_arguments", {}))
 
 
@@ -106,12 +98,12 @@ def check_program(tokenizer: Any) -> None:
     if by_chance:
         raise TemplateError(
             f"the chat template uses {', '.join(sorted(by_chance))}, so that equal chats give other tokens each time. "
-            "Mend the template."
+            "Correct the template."
         )
     try:
         render(tokenizer, [{"role": "user", "content": "a"}], add_generation_prompt=True)
     except (OverflowError, RecursionError) as error:
-        raise TemplateError(f"the chat template does not end: {first_line(error)}. Mend the template.") from error
+        raise TemplateError(f"the chat template does not end: {first_line(error)}. Correct the template.") from error
     except RENDER_ERRORS:
         pass  # the template wants other chats; each is looked at by itself
 
@@ -122,7 +114,7 @@ def _check_constants(tree: nodes.Template) -> None:
         widths = [int(width) for width in _WIDTH.findall(node.value)] if isinstance(node.value, str) else []
         numbers = [node.value] if isinstance(node.value, int) else widths
         if max(numbers, default=0) > MAX_CHAT_CHARS:
-            raise TemplateError(f"the chat template asks for {max(numbers):,} characters. Mend the template.")
+            raise TemplateError(f"the chat template asks for {max(numbers):,} characters. Correct the template.")
 
 
 def render(
@@ -157,7 +149,7 @@ def render(
 
 @contextmanager
 def _bounded(compiled: Any, tokenizer: Any, limit: int) -> Iterator[None]:
-    """Give a compiled template, which transformers shares among its callers, our clock and bounds meanwhile."""
+    """Lend a compiled template, which transformers shares among its callers, our clock and bounds."""
     n_items = 0
 
     def strftime_now(form: str) -> str:
@@ -230,7 +222,14 @@ def find_unusable_text(
         The reason, and what was found where; None where all texts can be used.
     """
     control, n_chars = control_tokens(tokenizer), 0
-    for where, text, pattern in _searched(control, messages, tools):
+    # (where, values, pattern that their texts may not match): text within a frame of the template may not close it.
+    parts: list[tuple[str, Any, re.Pattern[str]]] = []
+    for index, message in enumerate(messages):
+        for key, value in message.items():
+            is_framed = key != "content" or message["role"] == "tool"
+            parts.append((f"message {index}", value, control.framed if is_framed else control.everywhere))
+    parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
+    for where, text, pattern in ((where, text, pattern) for where, value, pattern in parts for text in texts(value)):
         n_chars += len(text)
         if n_chars > MAX_CHAT_CHARS:
             return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
@@ -243,26 +242,11 @@ def find_unusable_text(
     return None
 
 
-def _searched(
-    control: ControlTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-) -> Iterator[tuple[str, str, re.Pattern[str]]]:
-    """Yield (where, text, pattern that it may not match); text within a frame of the template may not close it."""
-    for index, message in enumerate(messages):
-        for key, value in message.items():
-            is_framed = key != "content" or message["role"] == "tool"
-            for text in texts(value):
-                yield f"message {index}", text, control.framed if is_framed else control.everywhere
-    for index, tool in enumerate(tools or ()):
-        for text in texts(tool):
-            yield f"tool {index}", text, control.framed
-
-
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Find the tokens by which turns are told apart, so that no text of a chat may hold them.
+    """Find the tokens that delimit turns: all special tokens, and other added tokens that the template writes.
 
-    They are all special tokens, and those other added tokens that the template writes. Of the latter, paired tags
-    (``<think>`` and ``</think>``, ``<tool_call>``) open no turn, and answers and prompts often hold them, so that they
-    are refused only in text that the template puts between such tags itself.
+    Of the latter, paired tags (``<think>`` and ``</think>``, ``<tool_call>``) open no turn, and answers and prompts
+    often hold them, so that they are refused only in text that the template puts between such tags itself.
     """
     source = template_text(tokenizer)
     known, origin = _CONTROL.get(tokenizer), (source, template_arguments(tokenizer))
@@ -280,7 +264,7 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 def _probes(tokenizer: Any) -> Iterator[str]:
-    """Yield the renderings of the shortest chats; nothing where the template refuses them."""
+    """Yield the renderings of the shortest chats that the template accepts."""
     turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
     for messages in (turns, turns[1:], turns[1:2]):
         try:
@@ -297,13 +281,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Read ``name=value`` texts, or a JSON object that was cut at its commas.
-
-    A value that is JSON (false, 3, "text") is parsed; any other is a text.
-
-    Raises:
-        OptionInvalid: something else, or a name that the template gets from elsewhere.
-    """
+    """Read ``name=value`` texts, or a JSON object that was cut at its commas; a value that is JSON is parsed."""
     whole = ",".join(texts).strip()
     if whole.startswith("{"):
         try:
@@ -333,9 +311,6 @@ def choose_template_arguments(given: Sequence[str], drafters: Mapping[str, Mappi
 
     Args:
         drafters: name of each drafter -> what it records of its target.
-
-    Raises:
-        OptionInvalid: none were given, and drafters were trained with different ones.
     """
     if given:
         return parse_template_arguments(given)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moa.decoding.coupling import ChainChoice, Text
-from ...moa.decoding.policy import AutoPolicy, FixedShape, ShapePolicy
+from ...moa.decoding.policy import AutoPolicy, ShapePolicy
 from ...moa.decoding.proposer import DrafterProposer
 from ...moa.decoding.tree import DraftTree, Shape, TreeShape
 from ...moa.drafters.base import Drafter
@@ -175,7 +175,7 @@ class Speculation:
         size = n_sequences.bit_length()
         if size not in self._policies:
             shape = self._shape
-            self._policies[size] = FixedShape(shape) if shape else AutoPolicy(max_depth=self._proposer.max_depth)
+            self._policies[size] = ShapePolicy(shape) if shape else AutoPolicy(max_depth=self._proposer.max_depth)
         return self._policies[size]
 
     # Contexts, for clients that draft with this drafter

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from moa_data.moa.decoding.loop import generate_batch
-from moa_data.moa.decoding.policy import AUTO_SHAPE, MEASURE_EVERY, PATIENCE, AutoPolicy
+from moa_data.moa.decoding.policy import AUTO_SHAPE, MEASURE_EVERY, PATIENCE, AutoPolicy, ShapePolicy
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
@@ -86,7 +86,7 @@ def test_the_first_rounds_time_plain_steps(policy: AutoPolicy, shape: TreeShape)
     assert policy.describe() == f"auto: chains {shape} in 1 of 4 rounds, else plain steps"
 
 
-class Changing:
+class Changing(ShapePolicy):
     """Another shape in each round."""
 
     def begin(self) -> None:

@@ -1,14 +1,15 @@
-"""Chains that stop where the drafter itself no longer believes in them."""
+"""Chains that stop where the drafter is unsure, and prompt lookup, which is lossless too."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from moa_data.errors import DrafterError
-from moa_data.moa.decoding.loop import generate_batch
-from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.sampling import SamplingConfig
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer, PromptLookupProposer
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -68,3 +69,53 @@ def test_chains_that_are_drawn_do_not_stop() -> None:
             target, [[5, 6]], max_new_tokens=4, proposer=proposer, tree=TreeShape(6, stop_below=0.1),
             sampling=sampling,
         )  # fmt: skip
+
+
+# Prompt lookup
+
+
+def proposed(*rows: list[int], length: int = 3) -> list[list[int]]:
+    return PromptLookupProposer(torch.device("cpu")).propose(rows, TreeShape(length)).tokens.tolist()
+
+
+def test_the_longest_and_latest_occurrence_wins() -> None:
+    assert proposed([1, 2, 3, 9, 9, 3, 4, 1, 2, 3]) == [[9, 9, 3]]
+    assert proposed([5, 1, 7, 5, 2, 8, 5]) == [[2, 8, 5]]
+    assert proposed([5, 1, 5]) == [[1, 5]]
+
+
+def test_rows_without_an_occurrence() -> None:
+    assert proposed([1, 2, 3]) == [[]]
+    assert proposed([1, 2, 3], [4, 6, 4]) == [[-1, -1], [6, 4]]
+
+
+def test_decoding_is_lossless_and_saves_calls_on_repetitive_text() -> None:
+    target = Target(build_model(eos_token_id=None))
+    prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11], [3, 4, 3, 4, 3, 4, 3]]
+    found = generate_batch(
+        target, prompts, max_new_tokens=40, proposer=PromptLookupProposer(target.device), tree=TreeShape(4)
+    )
+    plain = [plain_generate(target, prompt, max_new_tokens=40) for prompt in prompts]
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    # Greedy decoding of a small random model soon goes in circles.
+    assert sum(one.stats.n_target_calls for one in found) < sum(one.stats.n_target_calls for one in plain)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(0.8, top_k=3), SamplingConfig(repetition_penalty=1.1), GREEDY], ids=str
+)
+def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
+    """Also where it finds fewer drafts than its neighbours, or none."""
+    target = Target(build_model(eos_token_id=None))
+    prompts = [[9, 10, 11], [5, 6, 7, 8, 5, 6], [3, 4, 3, 4, 3, 4, 3], [20, 21, 22, 23, 24, 25]]
+    settings: dict[str, Any] = {
+        "max_new_tokens": 30, "proposer": PromptLookupProposer(target.device), "tree": TreeShape(4),
+        "sampling": sampling,
+    }  # fmt: skip
+    together = generate_batch(target, prompts, seed=range(5, 9), **settings)
+    for seed, prompt, found in zip(range(5, 9), prompts, together, strict=True):
+        (alone,) = generate_batch(target, [prompt], seed=seed, **settings)
+        assert found.tokens == alone.tokens
+        assert found.stats.committed_per_call == alone.stats.committed_per_call
+        if sampling.temperature:  # greedy decoding cuts drafts to what any row has use for
+            assert found.stats.n_drafted == alone.stats.n_drafted

@@ -1,12 +1,16 @@
-"""Keys of packed KV, turned back to what they were before RoPE."""
+"""Packed KV, its keys before RoPE, and the growing buffer."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from moa_data.errors import DrafterError
 from moa_data.moa.nn import kv as kv_layout
+from moa_data.moa.nn.kv import KVBuffer
 from moa_data.moa.nn.layers import Rotary, rotate
+from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -36,3 +40,62 @@ def test_keys_keep_their_dtype() -> None:
     packed = torch.randn(5, 3, 2 * 2 * 8).bfloat16()
     rotary = Rotary(8, ROPES["default"], 64)
     assert kv_layout.rotate_packed_keys(packed, rotary.inverse(torch.arange(5))).dtype == torch.bfloat16
+
+
+def test_layers_are_committed_packed_taken_and_joined() -> None:
+    """Two rows of two layers: some of the pending tokens stay, rows leave and others join."""
+    buffer, (first, second) = KVBuffer(2, 4, 2), torch.randn(2, 2, 3, 5, 4).unbind()  # [B, H_kv, n, d] of two layers
+    for layer, values in enumerate((first, second)):
+        buffer.reserve(5, values)
+        buffer.write(layer, values, -values, buffer.slots_behind(5, values.device))
+    buffer.commit([[0, 1, 2], [0, 2, 4]])
+    kept = [first[0, :, :3], first[1, :, [0, 2, 4]]]
+    packed = buffer.packed([0, 0], 3)
+    for row, keys in enumerate(kept):
+        got, negative = kv_layout.unpack_kv(packed[row : row + 1, :, 0], 3)
+        assert torch.equal(got[0], keys)
+        assert torch.equal(negative[0], -keys)
+    assert torch.equal(buffer.packed([1, 0], 2)[0], packed[0, 1:])
+    empty = KVBuffer(1, 4, 2)
+    empty.add_rows(buffer.take_rows([1]))
+    assert empty.lengths == [0, 3]
+    assert torch.equal(empty.packed([0, 0], 3, first_layer=1)[1], packed[1, :, 1:])
+    buffer.clear()
+    assert (buffer.lengths, buffer.capacity) == ([0, 0], 0)
+
+
+def test_kv_buffer_grows_and_crops() -> None:
+    buffer = KVBuffer(n_slots=1)
+    with pytest.raises(DrafterError, match="cache is empty"):
+        buffer.view()
+    first = torch.arange(6.0).view(1, 1, 3, 2)
+    buffer.append(first, -first)
+    buffer.crop([1])
+    keys, values = buffer.append(first[:, :, :2] + 10, first[:, :, :2])
+    assert keys[0, 0, :, 0].tolist() == [0, 10, 12]
+    assert values[0, 0, :, 1].tolist() == [-1, 1, 3]
+
+
+def test_kv_buffer_keeps_rows_of_different_lengths() -> None:
+    buffer = KVBuffer(n_rows=2, n_slots=1)
+    first = torch.arange(6.0).view(2, 1, 3, 1)
+    buffer.append(first, first, counts=[3, 1])
+    keys, values = buffer.append(first + 10, -first, counts=[1, 3])
+    assert keys[0, 0, :, 0].tolist()[:4] == [0, 1, 2, 10]
+    assert values[1, 0, :, 0].tolist() == [3, -3, -4, -5]
+    buffer = buffer.take_rows([1])
+    assert buffer.lengths == [4]
+    assert buffer.view()[0][0, 0, :, 0].tolist() == [3, 13, 14, 15]
+
+
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
+def test_cache_packing_round_trips(family: str) -> None:
+    model, cache = build_model(family), kv_layout.new_cache()
+    model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
+    assert cache.get_seq_length() == 20, "sliding windows must not drop keys"
+    packed = kv_layout.cache_kv(cache, 3, 11)
+    keys, values = kv_layout.cache_layers(cache)
+    for layer in range(4):
+        k, v = kv_layout.unpack_kv(packed[:, :, layer], 2)
+        assert torch.equal(k, keys[layer][:, :, 3:11])
+        assert torch.equal(v, values[layer][:, :, 3:11])

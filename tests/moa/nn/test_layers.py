@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moa_data.errors import DrafterError, TargetError
-from moa_data.moa.nn import kv as kv_layout
 from moa_data.moa.nn.kv import KVBuffer
 from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate
 from moa_data.moa.nn.masks import causal_mask
@@ -94,30 +93,6 @@ def test_incremental_use_equals_whole_use() -> None:
         assert torch.equal(out, block(row, rotation, *buffer.view(), None))
 
 
-def test_kv_buffer_grows_and_crops() -> None:
-    buffer = KVBuffer(n_slots=1)
-    with pytest.raises(DrafterError, match="cache is empty"):
-        buffer.view()
-    first = torch.arange(6.0).view(1, 1, 3, 2)
-    buffer.append(first, -first)
-    buffer.crop([1])
-    keys, values = buffer.append(first[:, :, :2] + 10, first[:, :, :2])
-    assert keys[0, 0, :, 0].tolist() == [0, 10, 12]
-    assert values[0, 0, :, 1].tolist() == [-1, 1, 3]
-
-
-def test_kv_buffer_keeps_rows_of_different_lengths() -> None:
-    buffer = KVBuffer(n_rows=2, n_slots=1)
-    first = torch.arange(6.0).view(2, 1, 3, 1)
-    buffer.append(first, first, counts=[3, 1])
-    keys, values = buffer.append(first + 10, -first, counts=[1, 3])
-    assert keys[0, 0, :, 0].tolist()[:4] == [0, 1, 2, 10]
-    assert values[1, 0, :, 0].tolist() == [3, -3, -4, -5]
-    buffer = buffer.take_rows([1])
-    assert buffer.lengths == [4]
-    assert buffer.view()[0][0, 0, :, 0].tolist() == [3, 13, 14, 15]
-
-
 def test_rotary_stays_float32_and_uses_theta() -> None:
     rotary = Rotary(8, {"rope_theta": 5e4, "rope_type": "default"}, 64).to(torch.bfloat16)
     assert rotary.inv_freq.dtype == torch.float32
@@ -133,19 +108,6 @@ def test_llama3_rope_scaling_reaches_the_frozen_layers() -> None:
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     model = build_model(rope_parameters=rope)
     torch.testing.assert_close(FrozenTarget.from_model(model).rotary.inv_freq, model.model.rotary_emb.inv_freq)
-
-
-@pytest.mark.parametrize("family", QUICK_FAMILIES)
-def test_cache_packing_round_trips(family: str) -> None:
-    model, cache = build_model(family), kv_layout.new_cache()
-    model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
-    assert cache.get_seq_length() == 20, "sliding windows must not drop keys"
-    packed = kv_layout.cache_kv(cache, 3, 11)
-    keys, values = kv_layout.cache_layers(cache)
-    for layer in range(4):
-        k, v = kv_layout.unpack_kv(packed[:, :, layer], 2)
-        assert torch.equal(k, keys[layer][:, :, 3:11])
-        assert torch.equal(v, values[layer][:, :, 3:11])
 
 
 def test_only_silu_layers_are_kept() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from moa_data.errors import TargetError
 from moa_data.moa.targets import live as target_module
-from moa_data.moa.targets.live import Target, load_target_model, resolve_model_folder
+from moa_data.moa.targets.live import DeviceClock, Target, load_target_model, resolve_model_folder
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
@@ -103,3 +103,25 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"):
         load_target_model(tmp_path, torch.float32, "cpu")
+
+
+def test_a_second_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: Any = "the queue of the current device") -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the queue of {device}")
+    DeviceClock(torch.device("cuda:1")).mark()
+    assert recorded == ["the queue of cuda:1"]
+
+
+def test_a_cpu_is_timed_by_its_clock() -> None:
+    clock = DeviceClock(torch.device("cpu"))
+    began, ended = clock.mark(), clock.mark()
+    assert 0 <= DeviceClock.seconds(began, ended) < 60

@@ -218,7 +218,7 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
 
 def test_a_plan_over_an_endless_template_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(ENDLESS[0] + LLAMA3_TEMPLATE)
-    with pytest.raises(TemplateError, match=r"model: the chat template does not end: .*Mend the template"):
+    with pytest.raises(TemplateError, match=r"model: the chat template does not end: .*Correct the template"):
         plan_of(model, chats_file, tmp_path)
     for program, name in (("{{ lipsum() }}", "lipsum"), ("{{ [1, 2] | random }}", "random")):
         (model / "chat_template.jinja").write_text(program + LLAMA3_TEMPLATE)
