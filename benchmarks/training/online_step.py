@@ -21,7 +21,7 @@ import torch
 from benchmarks.kit.records import add_out_option, write_record
 from benchmarks.training.drafter_options import add_size_options, add_training_options, chosen, small_config
 from moa_data.machine import keep_freed_memory
-from moa_data.moa.nn.kv import cache_kv, new_cache
+from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batches import Batch, BatchReader
@@ -57,7 +57,7 @@ def run_target(target: Target, batch: Batch) -> float:
     with torch.inference_mode():
         cache = new_cache()
         hidden = model.model(input_ids=batch.inputs.tokens, past_key_values=cache, use_cache=True).last_hidden_state
-        packed = cache_kv(cache, 0, batch.inputs.tokens.shape[1])
+        packed = pack_kv(*cache_layers(cache))
     batch.inputs.kv, batch.inputs.hidden = packed.clone(), hidden.clone()
     return time.perf_counter() - start
 

@@ -1,4 +1,4 @@
-"""Attention of queries to keys and values: one function, which chooses the kernel.
+"""Attention of queries to keys and values, with a choice of kernels.
 
 | device | mask | kernel |
 |---|---|---|
@@ -7,8 +7,8 @@
 | CUDA | any other | the memory-efficient kernel, which wants as many key heads as query heads |
 | else | any | PyTorch's fused kernel, which takes groups of heads and masks |
 
-With a mask and fewer key heads than query heads PyTorch itself falls back to its math kernel on CUDA, which holds all
-scores: 4.6 GB a call at 16 sequences of 2,048 tokens and 32 heads.
+With a mask and grouped heads PyTorch falls back to its math kernel on CUDA, which holds all scores: 4.6 GB a call at 16
+sequences of 2,048 tokens and 32 heads.
 
 Shapes: B batch, Q queries, S keys, H query heads, H_kv key/value heads, d head dim.
 """
@@ -25,7 +25,7 @@ from torch.nn.attention import flex_attention as flex
 from ...text import first_line
 from .masks import Mask
 
-_FEWEST_FLEX_QUERIES = 128
+_MIN_FLEX_QUERIES = 128
 """FlexAttention works in blocks of so many queries."""
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -69,9 +69,9 @@ def expand_heads(x: Tensor, n_heads: int) -> Tensor:
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend within many short sequences, as layer self-attention does; equals the fused kernel without a mask.
 
-    On CPU the fused kernel pays per sequence and head; here the query heads of a group are more rows of one product.
     q [B, H, Q, d], k and v [B, H_kv, S, d] -> [B, H, Q, d].
     """
+    # On CPU the fused kernel costs time per sequence and head; here the heads of a group are rows of one product.
     n_kv_heads, head_dim = k.shape[1], k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
     scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
@@ -98,9 +98,8 @@ def _block_mask(mask: Mask, device: torch.device) -> Any:
 
 
 def _takes_flex(q: Tensor, mask: Mask) -> bool:
-    is_half = q.dtype in (torch.bfloat16, torch.float16)
-    # Not float32: how its products are rounded is a setting of the process.
-    is_large = q.shape[2] >= _FEWEST_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
+    is_half = q.dtype in (torch.bfloat16, torch.float16)  # the rounding of float32 products is a process setting
+    is_large = q.shape[2] >= _MIN_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
     return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
 
 
@@ -111,10 +110,8 @@ def _compiled_flex() -> Any:
 
 @functools.cache
 def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> bool:
-    """Whether compiled FlexAttention agrees with expanded heads on this machine, in value and gradient.
-
-    That depends on a compiler and on versions, so it is tried.
-    """
+    """Whether compiled FlexAttention agrees with expanded heads on this machine, in value and gradient."""
+    # That depends on a compiler and on versions, so it is tried.
     generator = torch.Generator(device).manual_seed(0)
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):

@@ -63,12 +63,6 @@ def cache_layers(cache: DynamicCache) -> tuple[list[Tensor], list[Tensor]]:
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
-def cache_kv(cache: DynamicCache, start: int, stop: int) -> Tensor:
-    """Pack the KV of the positions start..stop-1 of a transformers cache: [B, stop - start, L, D]."""
-    keys, values = cache_layers(cache)
-    return pack_kv([k[:, :, start:stop] for k in keys], [v[:, :, start:stop] for v in values])
-
-
 class KVBuffer:
     """Keys and values of L layers for B rows of different lengths, in one tensor that grows by doubling.
 

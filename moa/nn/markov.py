@@ -1,19 +1,19 @@
-"""Heads of block-parallel drafters (DSpark, arXiv 2607.05147): Markov heads over the token before, and a confidence.
+"""Heads of block-parallel drafters (DSpark, arXiv 2607.05147): Markov heads over the previous token, and a confidence.
 
 Shapes: E width, V vocabulary, r rank, M numbers that a head remembers of the tokens of its block; ``...`` is any shape.
 
 All slots of a block are computed at once, so that a slot does not know which token was drafted before it. A Markov head
-adds to its logits what follows from that token x, through two narrow matrices::
+adds to its logits a term of that token x, through two narrow matrices::
 
-    e = W1[x]                                   x is the anchor for the first slot, the token drafted before for others
+    e = W1[x]                                   x is the anchor for the first slot, the previous draft for the others
     vanilla    logits += W2 e
     gated      logits += W2 (sigmoid(Wg [h; e]) * e)                  h is the slot's hidden state
     rnn        G, C, O = Wj [s; e; h]; logits += W2 tanh(O); s <- sigmoid(G) s + (1 - sigmoid(G)) tanh(C)
     product    logits += W2 (Wh h * e)          the scores of DFlash 2's candidate selector, here of all tokens
 
-The state s is 0 in the first slot. What a slot needs of the tokens before it is its *memory* [..., M]: e, and for rnn
-s. Weights have the names of the official code (deepseek-ai/DeepSpec);
-the product has no counterpart there.
+The state s is 0 in the first slot. The *memory* [..., M] of a slot is what it needs of earlier tokens: e, and for rnn
+s.
+Weights have the names of the official code (deepseek-ai/DeepSpec); the product has no counterpart there.
 """
 
 import torch
@@ -24,16 +24,10 @@ MARKOV_HEADS = ("none", "vanilla", "gated", "rnn", "product")
 
 
 class MarkovHead(nn.Module):
-    """The vanilla head: a bias that follows from the token before alone.
-
-    Args:
-        vocab_size: V.
-        rank: r.
-        width: E.
-    """
+    """The vanilla head: a bias that depends on the previous token alone."""
 
     n_states = 0
-    """Ranks of the memory behind the embedding."""
+    """Width of the memory after the embedding, in ranks."""
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__()
@@ -41,24 +35,13 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
-    @property
-    def memory_width(self) -> int:
-        """M."""
-        return (1 + self.n_states) * self.rank
-
     def begin(self, tokens: Tensor) -> Tensor:
         """Make the memory of first slots from their anchors [...]: [..., M]."""
         embedded: Tensor = self.markov_w1(tokens)
         return torch.nn.functional.pad(embedded, (0, self.n_states * self.rank))
 
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Make the memory of the next slots.
-
-        Args:
-            memory: [..., M], of the slots before.
-            hidden: [..., E], of the slots before.
-            tokens: [...] int64, what was drafted there.
-        """
+        """Make the memory of the next slots, from memory [..., M], hidden [..., E] and drafts [...] of those before."""
         embedded: Tensor = self.markov_w1(tokens)
         return embedded
 
@@ -67,15 +50,7 @@ class MarkovHead(nn.Module):
         return memory
 
     def read(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Make the memories of all slots of blocks whose tokens are known.
-
-        Args:
-            hidden: [..., K, E], of K slots.
-            tokens: [..., K] int64, the token before each of them.
-
-        Returns:
-            [..., K, M].
-        """
+        """Make the memories [..., K, M] of K slots from hidden [..., K, E] and the tokens before each, [..., K]."""
         if not self.n_states:
             return self.begin(tokens)
         memories = [self.begin(tokens[..., 0])]
@@ -147,11 +122,7 @@ def markov_head(kind: str, vocab_size: int, rank: int, width: int) -> MarkovHead
 
 
 class ConfidenceHead(nn.Module):
-    """Predicts the probability that a slot's draft is accepted, from its hidden state and the embedding before it.
-
-    Args:
-        width: numbers of a slot that it reads.
-    """
+    """Predicts the probability that a slot's draft is accepted, from its hidden state and the previous embedding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -186,6 +186,8 @@ class Target:
         self.eos_token_ids = find_eos_token_ids(
             getattr(source, "eos_token_id", None) for source in (model.generation_config, model.config)
         )
+        # Each kind of layer -> its sliding window in tokens; None for full attention.
+        self._windows = dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
         self._identity: dict[str, str] | None = None
         self._static: StaticCalls | None = None
 
@@ -244,7 +246,10 @@ class Target:
             mask = self._attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
-        needs_mask = self._needs_mask(cache, n_tokens)
+        # In a prefill the kernel's own causal masking is enough, padding comes last.
+        is_prefill = not any(cache.lengths) and n_tokens > 1
+        windows = [window for window in self._windows.values() if window is not None]
+        needs_mask = not is_prefill or n_tokens >= min(windows, default=n_tokens + 1) or not self._takes_bool_masks
         step = _CHUNK_TOKENS if needs_mask else n_tokens
         hidden = []
         for first in range(0, n_tokens, step):
@@ -268,31 +273,19 @@ class Target:
             cache.keep_layer_outputs([outputs[layer] for layer in cache.watched_layers])
         return hidden
 
-    def _needs_mask(self, cache: TargetCache, n_tokens: int) -> bool:
-        """Whether a causal run needs a mask, or the kernel's own causal masking is enough (padding comes last)."""
-        is_prefill = not any(cache.lengths) and n_tokens > 1
-        windows = [window for window in self._windows().values() if window is not None]
-        return not is_prefill or n_tokens >= min(windows, default=n_tokens + 1) or not self._takes_bool_masks
-
     @property
     def _takes_bool_masks(self) -> bool:
         return getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
 
-    def _windows(self) -> dict[str, int | None]:
-        """Map each kind of layer to its sliding window in tokens; None for full attention."""
-        return dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
-
     def _attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
         """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind where layers differ."""
-        by_kind = {kind: self._as_taken(build(window)) for kind, window in self._windows().items()}
+        by_kind, dtype = {}, self.model.dtype
+        for kind, window in self._windows.items():
+            mask = build(window)[:, None]  # [B, 1, n, S]
+            if not self._takes_bool_masks:
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+            by_kind[kind] = mask
         return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
-
-    def _as_taken(self, mask: Tensor) -> Tensor:
-        mask = mask[:, None]  # [B, 1, n, S]
-        if self._takes_bool_masks:
-            return mask
-        dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -309,23 +302,13 @@ class Target:
 
 @contextmanager
 def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of decoder layers, before any final norm, of the forwards while the context is open.
-
-    Args:
-        layers: decoder layers, from 0.
-
-    Yields:
-        Layer -> [B, T, E] of the last forward.
-    """
+    """Collect the outputs of decoder layers, before any final norm: layer -> [B, T, E] of the last forward."""
     outputs: dict[int, Tensor] = {}
 
-    def keeper(layer: int) -> Any:
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
-            outputs[layer] = output[0] if isinstance(output, tuple) else output
+    def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
+        outputs[layer] = output[0] if isinstance(output, tuple) else output
 
-        return keep
-
-    handles = [model.model.layers[layer].register_forward_hook(keeper(layer)) for layer in layers]
+    handles = [model.model.layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
     try:
         yield outputs
     finally:

@@ -26,7 +26,7 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import Draws, Rounds
-from moa_data.moa.nn.kv import cache_kv, new_cache
+from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.chats import chat, write_jsonl
@@ -110,7 +110,7 @@ def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
         endless.model.model(tokens, past_key_values=cache)
         drafted = (torch.arange(tokens.shape[1]) >= root)[None]
         rounds = Rounds.packed(Draws(None, torch.zeros(1, dtype=torch.bool)), drafted)
-        features = drafter(one.frozen, tokens, cache_kv(cache, 0, tokens.shape[1]), rounds).features
+        features = drafter(one.frozen, tokens, pack_kv(*cache_layers(cache)), rounds).features
         assert one.frozen.logits(features)[0, :-1].argmax(dim=-1).tolist() == written
         log_p = endless.model(tokens).logits[0, root:-1].log_softmax(dim=-1)
         expected = log_p.gather(1, torch.tensor(written)[:, None])[:, 0].tolist()

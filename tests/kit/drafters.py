@@ -13,7 +13,7 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.training import Draws, TrainingInputs, TrainingStep
-from moa_data.moa.nn.kv import cache_kv, cache_layers
+from moa_data.moa.nn.kv import cache_layers, pack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target, layer_outputs
 
@@ -73,7 +73,7 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
     found: dict[str, Any] = {name: states[field] for name, field in reads.fields.items() if field != "kv"}
     if reads.kv:
         assert len(cache_layers(cache)[0]) == n_layers
-        kv = cache_kv(cache, 0, tokens.shape[1])
+        kv = pack_kv(*cache_layers(cache))
         found["kv"] = kv if reads.kv_layers is None else kv[:, :, list(reads.kv_layers)]
     found["layer_outputs"] = tuple(outputs[layer] for layer in reads.outputs)
     found = {"kv": None, "hidden": torch.full_like(hidden, torch.nan)} | found

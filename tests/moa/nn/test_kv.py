@@ -93,7 +93,7 @@ def test_cache_packing_round_trips(family: str) -> None:
     model, cache = build_model(family), kv_layout.new_cache()
     model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
     assert cache.get_seq_length() == 20, "sliding windows must not drop keys"
-    packed = kv_layout.cache_kv(cache, 3, 11)
+    packed = kv_layout.pack_kv(*kv_layout.cache_layers(cache))[:, 3:11]
     keys, values = kv_layout.cache_layers(cache)
     for layer in range(4):
         k, v = kv_layout.unpack_kv(packed[:, :, layer], 2)
