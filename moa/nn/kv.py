@@ -80,6 +80,8 @@ class KVBuffer:
         self.lengths = [0] * n_rows
         self._n_layers, self._initial_slots = n_layers, n_slots
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
+        # Views of it, [B, H_kv, S, d] of each layer: made once, since a draft step costs as much as its tensor calls.
+        self._layers: list[tuple[Tensor, Tensor]] = []
 
     @property
     def buffer(self) -> Tensor:
@@ -108,13 +110,14 @@ class KVBuffer:
 
     def view(self) -> tuple[Tensor, Tensor]:
         """View all keys and values of the only layer, each [B, H_kv, max(lengths), d]."""
-        buffer, n_slots = self.buffer, max(self.lengths)
-        return buffer[0, 0, :, :, :n_slots], buffer[1, 0, :, :, :n_slots]
+        return self.layer_view(0, max(self.lengths))
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
         """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to behind the lengths."""
-        self.reserve(n_slots, self.buffer[0, 0])
-        return self.buffer[0, layer, :, :, :n_slots], self.buffer[1, layer, :, :, :n_slots]
+        if n_slots > self.capacity or self._buffer is None:
+            self.reserve(n_slots, self.buffer[0, 0])
+        keys, values = self._layers[layer]
+        return keys[:, :, :n_slots], values[:, :, :n_slots]
 
     def slots_behind(self, n_tokens: int, device: torch.device, offset: int = 0) -> int | Tensor:
         """Find the slots of n tokens behind each row: the first where all rows are alike, else all, [B, n] int64."""
@@ -125,14 +128,15 @@ class KVBuffer:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
         """Put keys and values [B, H_kv, n, d] of a layer into reserved slots, given as by :meth:`slots_behind`."""
-        buffer, n_tokens = self.buffer, keys.shape[2]
+        all_keys, all_values = self._layers[layer]
         if isinstance(slots, int):
-            buffer[0, layer, :, :, slots : slots + n_tokens] = keys
-            buffer[1, layer, :, :, slots : slots + n_tokens] = values
+            stop = slots + keys.shape[2]
+            all_keys[:, :, slots:stop] = keys
+            all_values[:, :, slots:stop] = values
             return
         rows = torch.arange(len(slots), device=keys.device)[:, None]
-        buffer[0, layer][rows, :, slots] = keys.transpose(1, 2).to(buffer.dtype)
-        buffer[1, layer][rows, :, slots] = values.transpose(1, 2).to(buffer.dtype)
+        all_keys[rows, :, slots] = keys.transpose(1, 2).to(all_keys.dtype)
+        all_values[rows, :, slots] = values.transpose(1, 2).to(all_keys.dtype)
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -155,7 +159,8 @@ class KVBuffer:
 
         Positions beyond a row's length hold anything.
         """
-        self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
+        if max(starts) + n_tokens > self.capacity:
+            self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, first_layer:]
         if len(set(starts)) == 1:
             part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
@@ -177,7 +182,7 @@ class KVBuffer:
         taken = copy.copy(self)
         taken.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
-            taken._buffer = self._buffer[:, :, list(rows)]  # indexing copies
+            taken._place(self._buffer[:, :, list(rows)])  # indexing copies
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
@@ -192,7 +197,7 @@ class KVBuffer:
                 if own is None:  # a side without keys yet gets zeros of the other's form
                     own = full.new_zeros(2, self._n_layers, len(side.lengths), heads, 0, head_dim)
                 parts.append(F.pad(own, (0, 0, 0, n_slots - own.shape[4])))
-            self._buffer = torch.cat(parts, dim=2)
+            self._place(torch.cat(parts, dim=2))
         self.lengths = self.lengths + other.lengths
 
     def reserve(self, n_slots: int, like: Tensor) -> None:
@@ -214,7 +219,7 @@ class KVBuffer:
 
     def clear(self) -> None:
         """Forget all tokens and free the buffer."""
-        self.lengths, self._buffer = [0] * len(self.lengths), None
+        self.lengths, self._buffer, self._layers = [0] * len(self.lengths), None, []
 
     # Caches that CUDA graphs write to override these two: such buffers must stay where they are.
 
@@ -223,6 +228,7 @@ class KVBuffer:
 
     def _place(self, buffer: Tensor) -> None:
         self._buffer = buffer
+        self._layers = list(zip(buffer[0].unbind(), buffer[1].unbind(), strict=True))
 
 
 def positions_behind(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:

@@ -150,7 +150,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         """Give the buffer back; the cache must not be used afterwards."""
         if self._buffer is not None:
             self._buffers.give_back(self._buffer)
-            self._buffer = None
+            self._buffer, self._layers = None, []
 
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
@@ -164,9 +164,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         n_tokens = self.n_pending - self._n_before
         if keys.shape[2] != n_tokens:
             raise DrafterError(f"the cache expects {n_tokens} tokens, got {keys.shape[2]}; call begin_call first.")
-        self.reserve(self.n_slots, keys)
+        n_slots = self.n_slots
+        self.reserve(n_slots, keys)
         self.write(layer, keys, values, self._slots)
-        return self.layer_view(layer, self.n_slots)
+        return self.layer_view(layer, n_slots)
 
     @override
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     @override
     def _place(self, buffer: Tensor) -> None:
         self.release()
-        self._buffer = buffer
+        super()._place(buffer)
         torch._dynamo.mark_static_address(buffer)  # a CUDA graph may write to it only where it stays
 
 
