@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import OptionInvalid
-from ..moa.decoding.loop import generate_batch
+from ..moa.decoding.loop import generate_batch, prefill
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import TreeShape
+from ..moa.drafters.caches import padded
 from ..moa.targets.cache import TargetCache
 from ..moa.targets.live import Target
 from ..text import Progress
@@ -141,7 +141,7 @@ def _continue_batch(
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
         if name == TARGET:
-            _prefill(target, cache, cuts)
+            prefill(target, cache, [cut.committed[:-1] for cut in cuts])
             continuations = [cut.reference for cut in cuts]
         else:
             continuations = _draft(target, drafters[name], cuts, cache, n_tokens)
@@ -153,23 +153,13 @@ def _continue_batch(
             cut.row.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
 
 
-def _prefill(target: Target, cache: TargetCache, cuts: Sequence[_Cut], proposer: DrafterProposer | None = None) -> None:
-    """Commit all but the last token before each cut, as the end of a round leaves it."""
-    rows = [cut.committed[:-1] for cut in cuts]
-    hidden = target.forward(_padded(rows, target.device), cache)
-    kept = [range(len(row)) for row in rows]
-    cache.commit(kept)
-    if proposer is not None:
-        proposer.observe(hidden, kept)
-
-
 def _draft(
     target: Target, loaded: LoadedDrafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
     """Draft a chain after each cut, up to the end of sequence, of the target's positions or the drafter's levels."""
     proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
     proposer.begin(cache)
-    _prefill(target, cache, cuts, proposer)
+    prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)  # as the end of a round leaves it
     depth = min(n_tokens, loaded.drafter.config.max_depth or n_tokens)
     room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
@@ -190,18 +180,13 @@ def continuation_log_probs(
         roots: the token before each continuation.
     """
     fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]
-    hidden = target.forward(_padded(fed, target.device), cache)  # [B, n, E]
+    hidden = target.forward(padded(fed, target.device), cache)  # [B, n, E]
     found = []
     for row, tokens in enumerate(continuations):
         log_p = target.logits(hidden[row, : len(tokens)]).float().log_softmax(dim=-1)  # [n, V]
         chosen = torch.tensor(list(tokens), dtype=torch.int64, device=log_p.device)[:, None]
         found.append(log_p.gather(1, chosen)[:, 0].tolist())
     return found
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
 
 
 def load_scorer(name: str) -> Scorer:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...errors import DrafterError
 from ..drafters.base import Drafter
+from ..drafters.caches import padded
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
 from ..targets.live import DeviceClock, Target
@@ -197,8 +198,7 @@ def prefill(
 ) -> Tensor:
     """Run prompts, padded on the right, and commit them; returns the hidden states of their last tokens, [B, E]."""
     lengths = [len(prompt) for prompt in prompts]
-    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
-    hidden = target.forward(torch.tensor(padded, device=target.device), cache)
+    hidden = target.forward(padded(prompts, target.device), cache)
     _commit(cache, proposer, hidden, [range(length) for length in lengths])
     return hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
 

@@ -37,7 +37,6 @@ from typing_extensions import override
 from ...errors import CheckpointError, DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
-from ..nn.limits import LIMITS
 from ..targets.bundle import FrozenTarget, target_sizes
 from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
@@ -48,6 +47,9 @@ STEP_DECAY = 0.8
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
 """Tokens that can be drafted where the target has more, as the authors take of Llama 3's 128,256."""
+
+_SCORE_BYTES = 1 << 27
+"""Bytes of attention scores of a training step; more are computed in parts, of rows and then of queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +298,7 @@ def attend_with_own_steps(
         own: per earlier step keys and values [B, H_kv, Q, d], one of each round.
     """
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
-    n_queries = max(1, LIMITS.score_bytes // query_bytes)
+    n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
     flat = [part for pair in own for part in pair]
     if q.shape[0] * q.shape[2] <= n_queries:

@@ -171,12 +171,6 @@ class KVBuffer:
         picked = buffer[:, :, rows, :, slots]  # [B, n, 2, L, H_kv, d]: indexed axes come first
         return picked.permute(0, 1, 3, 4, 2, 5).flatten(3)
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        self.lengths = [self.lengths[row] for row in rows]
-        if self._buffer is not None:
-            self._place(self._buffer[:, :, list(rows)])
-
     def take_rows(self, rows: Sequence[int]) -> Self:
         """Copy these rows, in this order, to a buffer of their own."""
         taken = copy.copy(self)

@@ -2,9 +2,9 @@
 
 Shapes: N positions, J draft steps, E hidden width, V vocabulary, V_d draft vocabulary.
 
-The loss goes through an LM head, the largest matrix that there is: 1 GB for 128,256 tokens of width 4,096 in bfloat16.
-So positions are taken in chunks, whose logits are bounded in bytes, but in at most ``MOST_CHUNKS`` of them, each of
-which reads the head once. A frozen head stays in its own dtype; where features are wider, blocks of it are cast.
+The loss goes through an LM head, the largest matrix of a model: 1 GB for 128,256 tokens of width 4,096 in bfloat16. So
+positions are processed in chunks whose logits are bounded in bytes, but in at most ``MAX_CHUNKS`` of them, since each
+reads the head once. A frozen head stays in its own dtype; where features are wider, blocks of it are cast.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .limits import LIMITS
-
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Compute the cross-entropy to the target's soft labels, the part of the forward KL that depends on the drafter.
 
-    -sum_v softmax(target)_v * log_softmax(draft)_v at temperature 1 (paper equation of the training objective; official
-    ``train/moa_spec.py``, lines 253-262). Tokens to which either side gives no probability contribute 0, so that -inf
-    logits give a finite value and gradient. Logits [..., V] -> [...], in nats.
+    -sum_v softmax(target)_v * log_softmax(draft)_v at temperature 1 (official ``train/moa_spec.py``, lines 253-262).
+    Tokens of probability 0 on either side contribute 0, so that -inf logits give a finite value and gradient.
+    Logits [..., V] -> [...], in nats.
     """
     probability = target_logits.softmax(dim=-1)
     log_draft = draft_logits.log_softmax(dim=-1)
@@ -36,7 +34,7 @@ DIVERGENCES = ("kl", "lk", "lk-hybrid")
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a draft's distribution q is from the target's p: the forward KL, or an LK loss (arXiv 2602.23881).
+    """The distance of a draft's distribution q from the target's p: the forward KL, or an LK loss (arXiv 2602.23881).
 
     With a = sum_v min(p_v, q_v), the probability that sampling accepts a draft::
 
@@ -44,8 +42,8 @@ class Divergence:
         lk           -log a
         lk-hybrid    s * KL + (1 - s) * (1 - a), where s = exp(-decay * a) has no gradient
 
-    The further a draft is from being accepted, the more the hybrid is the KL. Its share s is each position's own, where
-    the paper takes one of the batch's mean a: so a batch may be cut into micro-batches and shared among devices.
+    The further a draft is from being accepted, the more the hybrid is the KL. Each position has its own s, where the
+    paper takes one of the batch's mean a: so a batch may be split into micro-batches and among devices.
     """
 
     kind: str = "kl"
@@ -71,22 +69,20 @@ class Divergence:
 
 KL = Divergence()
 _LEAST_ACCEPTED = 1e-6
-"""Below it a probability of acceptance is taken for this, so that its logarithm and gradient stay finite."""
+"""Lower bound of the probability of acceptance, so that its logarithm and gradient stay finite."""
 
-MOST_CHUNKS = 8
-"""Most times that the loss of one forward reads an LM head."""
+LOGITS_BYTES = 1 << 26
+"""Bytes of float32 logits of one chunk, unless that made more than ``MAX_CHUNKS`` chunks."""
+MAX_CHUNKS = 8
+"""How often the loss of one forward reads an LM head at most."""
 _CAST_BYTES = 1 << 28
-"""Most bytes of an LM head that are cast, or of its gradient that are made, at once."""
+"""Bytes of an LM head that are cast, or of its gradient that are made, at once."""
 
 
 def chunk_rows(n_rows: int, n_logits: int, chunk_bytes: int | None = None) -> int:
     """Choose the positions of a chunk, of ``n_rows`` positions that have ``n_logits`` float32 logits each."""
-    chunk_bytes = LIMITS.logits_bytes if chunk_bytes is None else chunk_bytes
-    rows = max(1, chunk_bytes // (4 * n_logits), -(-n_rows // MOST_CHUNKS))
-    if LIMITS.watched is not None:
-        LIMITS.watched.append(4 * n_logits * min(rows, n_rows))
-        return max(1, n_rows)  # a trial needs their bytes alone, and reads the head once
-    return rows
+    chunk_bytes = LOGITS_BYTES if chunk_bytes is None else chunk_bytes
+    return max(1, chunk_bytes // (4 * n_logits), -(-n_rows // MAX_CHUNKS))
 
 
 def _blocks(head: Tensor) -> Iterator[slice]:
@@ -103,6 +99,14 @@ def logits_of(x: Tensor, head: Tensor) -> Tensor:
     for block in _blocks(head):
         logits[..., block] = F.linear(x, head[block].to(x.dtype))
     return logits
+
+
+def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
+    """The dtype to compute in, and a frozen head: cast to it under autocast, else as it is stored."""
+    if not torch.is_autocast_enabled(features.device.type):
+        return features.dtype, frozen_head
+    dtype = torch.get_autocast_dtype(features.device.type)
+    return dtype, frozen_head.to(dtype)
 
 
 def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,25 +169,23 @@ def _l1_and_gradient(draft: Tensor, probability: Tensor, divergence: Divergence)
 def chunked_forward_kl(
     features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None = None, divergence: Divergence = KL
 ) -> Tensor:
-    """Compute :func:`forward_kl` of two feature streams through one frozen LM head, without [N, V] logits.
+    """Compute a divergence of two feature streams through one frozen LM head, without [N, V] logits.
 
-    Equal to ``forward_kl(features @ head.T, hidden @ head.T)`` in value and in the gradient of ``features``; peak
-    memory does not grow with N * V. The head gets no gradient. Another divergence takes the place of the KL.
+    Equal to ``forward_kl(features @ head.T, hidden @ head.T)`` for the KL, in value and in the gradient of
+    ``features``; peak memory does not grow with N * V. The head gets no gradient.
 
     Args:
         features: [N, E], the drafter's.
         hidden: [N, E], the target's, after its final norm.
-        head: [V, E], frozen; of another dtype than the features where it is stored in a narrower one.
-        chunk_bytes: bound on one float32 logits buffer; None for that of ``LIMITS``.
+        head: [V, E], frozen, in any dtype.
+        chunk_bytes: bound on one float32 logits buffer; None for ``LOGITS_BYTES``.
 
     Returns:
         [N] float32, in nats.
     """
-    if torch.is_autocast_enabled(features.device.type):
-        dtype = torch.get_autocast_dtype(features.device.type)
-        features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
+    dtype, head = _autocast(features, head)
     losses: Tensor = _ChunkedForwardKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features, hidden.to(features.dtype), head, divergence, chunk_bytes
+        features.to(dtype), hidden.to(dtype), head, divergence, chunk_bytes
     )
     return losses
 
@@ -253,10 +255,10 @@ def chunked_head_kl(
     chunk_bytes: int | None = None,
     divergence: Divergence = KL,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`forward_kl` of several draft steps at each position, through an LM head that is trained too.
+    """Compute a divergence of several draft steps at each position, through an LM head that is trained too.
 
-    Equal to ``sum(weights * forward_kl(features @ head.T, hidden @ target_head.T))`` in value and in the gradients of
-    features and head; peak memory does not grow with N * V. Tokens outside the draft vocabulary contribute 0.
+    Equal to ``sum(weights * forward_kl(features @ head.T, hidden @ target_head.T))`` for the KL, in value and in the
+    gradients of features and head. Tokens outside the draft vocabulary contribute 0.
 
     Args:
         features: [N, J, E], the drafter's of J draft steps at each position.
@@ -265,17 +267,13 @@ def chunked_head_kl(
         target_head: [V, E], frozen, in any dtype.
         weights: [N, J], weights of the sum, at least 0.
         tokens: [V_d] int64, the draft vocabulary; None for all tokens.
-        chunk_bytes: bound on one float32 logits buffer; None for that of ``LIMITS``.
-        divergence: takes the place of the KL.
+        chunk_bytes: as for :func:`chunked_forward_kl`.
 
     Returns:
-        The weighted sum, a float32 scalar in nats, and [J] float32, each step's unweighted sum over the positions whose
-        weight is above 0, which has no gradient.
+        The weighted sum, a float32 scalar in nats, and without a gradient [J] float32, each step's unweighted sum over
+        the positions whose weight is above 0.
     """
-    dtype = features.dtype
-    if torch.is_autocast_enabled(features.device.type):
-        dtype = torch.get_autocast_dtype(features.device.type)
-        target_head = target_head.to(dtype)
+    dtype, target_head = _autocast(features, target_head)
     features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
     loss, by_step = _ChunkedHeadKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
         features, hidden, head, target_head, weights, tokens, divergence, chunk_bytes
@@ -366,8 +364,7 @@ def chunked_token_losses(
 
     The drafter's logits are ``features @ head.T + code @ correction.T``, the target's ``hidden @ head.T``. The terms of
     a position are the cross-entropy to its label, the L1 distance of the two distributions (twice their total
-    variation) and their :func:`forward_kl`, or
-    another divergence.
+    variation) and their divergence.
 
     Args:
         features: [N, E], the drafter's.
@@ -377,17 +374,13 @@ def chunked_token_losses(
         weights: [N, 3] float32, of the terms of each position in the sum.
         code: [N, r], the drafter's; None for no correction of its logits.
         correction: [V, r], trained.
-        chunk_bytes: bound on float32 logits buffers; None for that of ``LIMITS``.
-        divergence: takes the place of the forward KL.
+        chunk_bytes: as for :func:`chunked_forward_kl`.
 
     Returns:
         The weighted sum, a float32 scalar in nats with gradients for features, code and correction, and the terms
         [N, 3] float32, which have none.
     """
-    dtype = features.dtype
-    if torch.is_autocast_enabled(features.device.type):
-        dtype = torch.get_autocast_dtype(features.device.type)
-        head = head.to(dtype)
+    dtype, head = _autocast(features, head)
     code, correction = (None if x is None else x.to(dtype) for x in (code, correction))
     total, terms = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
         features.to(dtype), code, hidden.to(dtype), labels, head, correction, weights, divergence, chunk_bytes
@@ -415,12 +408,12 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
     """Weigh the drafts of blocks by what they add to the expected acceptance length (D-PACE, arXiv 2605.18810).
 
     A draft of probability q = exp(-cross-entropy) counts as (1 - smoothing) * q + smoothing. Its weight is the sum over
-    itself and the drafts behind it of the product of these up to each: the first drafts weigh most while they are
-    unsure, the later ones more once the first are right.
+    itself and the later drafts of the product of these up to each: the first drafts weigh most while they are unsure,
+    the later ones more once the first are right.
 
     Args:
         cross_entropy: [..., K], to the text's tokens.
-        supervised: [..., K] bool; the others weigh nothing, and stand in nobody's way.
+        supervised: [..., K] bool; the others have weight 0 and count as certain.
         smoothing: from 0 to 1, where 1 weighs a draft by the number of those from it on.
 
     Returns:

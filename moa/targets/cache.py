@@ -136,9 +136,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         super().commit(kept)
         self.n_pending = self._n_before = 0
 
-    @override
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
         shape = list(self.buffer.shape)
         shape[2] = len(rows)
         fewer = self._buffers.take(shape, self.buffer)

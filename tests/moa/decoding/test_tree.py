@@ -26,32 +26,12 @@ def test_shapes_are_read_from_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("six", "no shape of drafts"),
-        ("6x8", "no shape of drafts"),
-        ("static:²", "no shape of drafts"),
-        ("static:x", "no shape of drafts"),
-        ("static:0", "at least 1 node"),
-        ("0", "depth of a draft tree must be at least 1"),
-        ("3x-1x5", "breadth of a draft tree must be at least 1"),
-        ("6x8x5", "5 nodes cannot make a draft tree 6 levels deep"),
-        ("99x99x999", "960,597 candidates"),
-        ("5@", "no shape of drafts"),
-        ("5c", "no shape of drafts"),
-        ("5c0.2@0.3", "no shape of drafts"),
-        ("5c1", "cut below a confidence from 0 to 1, got 1"),
-        ("6x8x62c0.2", "a confidence cuts chains alone"),
-        ("@0.5", "no shape of drafts"),
-        ("5@often", "no shape of drafts"),
-        ("5@1", "below a probability from 0 to 1, got 1.0"),
-        ("5@-0.1", "below a probability from 0 to 1"),
-        ("5@nan", "below a probability from 0 to 1"),
-        ("6x8x62@0.2", "only chains stop below a probability"),
-    ],
-)
-def test_shapes_without_a_meaning_are_refused(text: str, message: str) -> None:
-    with pytest.raises(DrafterError, match=message):
+    "text",
+    ["six", "6x8", "static:²", "static:x", "static:0", "0", "3x-1x5", "6x8x5", "99x99x999", "5@", "5c", "5c0.2@0.3",
+     "5c1", "6x8x62c0.2", "@0.5", "5@often", "5@1", "5@-0.1", "5@nan", "6x8x62@0.2"],
+)  # fmt: skip
+def test_shapes_without_a_meaning_are_refused(text: str) -> None:
+    with pytest.raises(DrafterError):
         parse_shape(text)
 
 

@@ -14,7 +14,6 @@ from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter, Eagle3Sizes,
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep, loss_queries
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn import losses
-from moa_data.moa.nn.limits import LIMITS
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
@@ -122,7 +121,7 @@ def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, n_r
 
     whole = gradients()
     n_whole = n_calls[0]
-    monkeypatch.setattr(LIMITS, "score_bytes", 1)
+    monkeypatch.setattr("moa_data.moa.drafters.eagle3._SCORE_BYTES", 1)
     for one, other in zip(whole, gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert n_calls[0] > 2 * n_whole

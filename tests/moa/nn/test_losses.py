@@ -116,7 +116,7 @@ def test_feature_loss_is_smooth_l1_mean_over_width() -> None:
 
 def test_peak_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the head may be read often enough."""
-    monkeypatch.setattr("moa_data.moa.nn.losses.MOST_CHUNKS", 1000)
+    monkeypatch.setattr("moa_data.moa.nn.losses.MAX_CHUNKS", 1000)
     vocab, width, chunk_bytes = 4096, 8, 1 << 18
     head = torch.randn(vocab, width)
 
@@ -186,7 +186,7 @@ def test_a_head_in_bfloat16_is_cast_in_blocks(trains_head: bool, monkeypatch: py
 
     expected = loss(stored.float())
     monkeypatch.setattr("moa_data.moa.nn.losses._CAST_BYTES", 4 * 64 * 130)
-    monkeypatch.setattr("moa_data.moa.nn.losses.MOST_CHUNKS", 1000)
+    monkeypatch.setattr("moa_data.moa.nn.losses.MAX_CHUNKS", 1000)
     with LiveBytes() as live:
         got = loss(stored)
     for one, other in zip(got, expected, strict=True):
