@@ -48,12 +48,9 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 class DecodeStats:
     """The cost of a generation, counted alike in plain and speculative decoding."""
 
-    committed_per_call: list[int] = field(default_factory=list)
-    """Tokens committed by each target call after the prefill."""
-    n_tokens: int = 0
-    """All generated tokens, the one from the prefill included."""
+    committed_per_call: list[int] = field(default_factory=list)  # tokens, of each target call after the prefill
+    n_tokens: int = 0  # all generated ones, the one from the prefill included
     n_drafted: int = 0
-    """Tokens proposed by the drafter."""
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -120,15 +120,10 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of fixed form, whatever the drafter's probabilities, as in Medusa and EAGLE-1.
+    """A tree of fixed form, whatever the drafter's probabilities, as in Medusa and EAGLE-1."""
 
-    Attributes:
-        parents: the parent of each node, in level order; -1 is the root.
-        ranks: which child of its parent each node is; 0 is the likeliest.
-    """
-
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
+    parents: tuple[int, ...]  # of each node, in level order; -1 is the root
+    ranks: tuple[int, ...]  # which child of its parent each node is; 0 is the likeliest
 
     @classmethod
     def likeliest(
@@ -206,14 +201,10 @@ def parse_shape(text: str) -> Shape:
 class DraftTree:
     """Drafts of one round; all rows have the same number of nodes."""
 
-    tokens: Tensor
-    """[B, N] int64; ``NO_DRAFT`` where a row has fewer drafts than its neighbours."""
-    parents: Tensor
-    """[B, N] int64; smaller than the node's own index, -1 for the root."""
-    scores: Tensor | None = None
-    """[B, N], cumulative log-probability of the drafter."""
-    probabilities: Tensor | None = None
-    """[B, N, V], the distribution each node was drawn from; None where drafts were picked, not drawn."""
+    tokens: Tensor  # [B, N] int64; NO_DRAFT where a row has fewer drafts than its neighbours
+    parents: Tensor  # [B, N] int64; smaller than the node's own index, -1 for the root
+    scores: Tensor | None = None  # [B, N], cumulative log-probability of the drafter
+    probabilities: Tensor | None = None  # [B, N, V], what nodes were drawn from; None where they were picked
 
     @property
     def n_nodes(self) -> int:

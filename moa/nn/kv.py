@@ -103,7 +103,7 @@ class KVBuffer:
         """
         n_tokens = keys.shape[2]
         self.reserve(max(self.lengths) + n_tokens, keys)
-        self.write(0, keys, values, self.slots_behind(n_tokens, keys.device))
+        self.write(0, keys, values, self.next_slots(n_tokens, keys.device))
         counts = counts or [n_tokens] * len(self.lengths)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         return self.view()
@@ -119,7 +119,7 @@ class KVBuffer:
         keys, values = self._layers[layer]
         return keys[:, :, :n_slots], values[:, :, :n_slots]
 
-    def slots_behind(self, n_tokens: int, device: torch.device, offset: int = 0) -> int | Tensor:
+    def next_slots(self, n_tokens: int, device: torch.device, offset: int = 0) -> int | Tensor:
         """Find the slots of n tokens behind each row: the first where all rows are alike, else all, [B, n] int64."""
         if len(set(self.lengths)) == 1:
             return self.lengths[0] + offset
@@ -127,7 +127,7 @@ class KVBuffer:
         return starts[:, None] + torch.arange(n_tokens, device=device)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
-        """Put keys and values [B, H_kv, n, d] of a layer into reserved slots, given as by :meth:`slots_behind`."""
+        """Put keys and values [B, H_kv, n, d] of a layer into reserved slots, given as by :meth:`next_slots`."""
         all_keys, all_values = self._layers[layer]
         if isinstance(slots, int):
             stop = slots + keys.shape[2]

@@ -43,12 +43,11 @@ class BlockSizes:
     mlp_bias: bool = False
     query_key_norm: bool = False
     input_norm: bool = True
-    input_width: int | None = None
-    """What queries, keys and values are made from; None for the width."""
+    input_width: int | None = None  # of the query, key and value projections; None for the block's
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotations whose angles do not depend on the length of the input, so that a key stays right when the context grows."""
+"""Rotations whose angles do not depend on the length of the input, so that cached keys stay valid."""
 
 
 class Rotary(nn.Module):
@@ -69,13 +68,20 @@ class Rotary(nn.Module):
         rope_type = rope_parameters.get("rope_type", "default")
         self.scaling = 1.0
         if rope_type == "default":
+            theta: Any = rope_parameters.get("rope_theta")
+            if type(theta) not in (int, float) or not 0 < theta < math.inf:
+                raise DrafterError(f"rope_theta is {theta!r}, expected a number above 0. Restore its parameters.")
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            inv_freq = 1.0 / (_rope_theta(rope_parameters) ** exponent)
+            inv_freq = 1.0 / (float(theta) ** exponent)
         elif rope_type in ROPE_TYPES:
+            from transformers import LlamaConfig
+
             with parsing(f"the rotation {rope_parameters} cannot be made", DrafterError, "Restore its parameters."):
-                inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](
-                    _rope_config(head_dim, rope_parameters, max_position_embeddings)
-                )
+                config = LlamaConfig(
+                    hidden_size=head_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=head_dim,
+                    max_position_embeddings=max_position_embeddings, rope_parameters=dict(rope_parameters),
+                )  # fmt: skip
+                inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
         else:
             raise DrafterError(f"rope type {rope_type!r} changes with the length of the input and is not supported.")
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
@@ -95,31 +101,11 @@ class Rotary(nn.Module):
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        """Move with the module, but keep the float32 values."""
+        """Move with the module, but stay float32."""
         exact = self.inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
         self.inv_freq = exact.to(self.inv_freq.device)
         return self
-
-
-def _rope_theta(rope_parameters: dict[str, Any]) -> float:
-    theta: Any = rope_parameters.get("rope_theta")
-    if type(theta) not in (int, float) or not 0 < theta < math.inf:
-        raise DrafterError(f"rope_theta is {theta!r}, expected a number above 0. Restore the rotation's parameters.")
-    return float(theta)
-
-
-def _rope_config(head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters=dict(rope_parameters),
-    )
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -335,7 +321,7 @@ class DecoderBlock(nn.Module):
         norm, scale = self.input_layernorm, None
         reads_data = torch.is_grad_enabled() and not x.requires_grad and type(self).normed is DecoderBlock.normed
         if isinstance(norm, RMSNorm) and reads_data:
-            # Stored activations: with the norm's weight folded into the projections, nothing is differentiated by x.
+            # Stored activations: with the norm's weight folded into the projections, no gradient of x is needed.
             normed, scale = F.rms_norm(x, norm.normalized_shape, eps=norm.eps), norm.weight
         else:
             normed = self.normed(x)

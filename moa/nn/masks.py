@@ -72,11 +72,9 @@ class Mask:
 
     n_rows: int
     n_queries: int
-    parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
-    """Number of keys and rule of each part."""
+    parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]  # number of keys and rule of each
     device: torch.device
-    block_mask: Any = None
-    """The mask in FlexAttention's form; None until it is needed."""
+    block_mask: Any = None  # the mask in FlexAttention's form, once it is needed
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":

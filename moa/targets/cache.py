@@ -72,10 +72,6 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
 
     Args:
         buffers: where buffers come from and go to; None for new ones.
-
-    Attributes:
-        n_pending: tokens per row written by the last call, all its chunks, and not yet committed.
-        watched_layers: decoder layers whose outputs each call leaves here, for :meth:`take_layer_outputs`.
     """
 
     def __init__(
@@ -83,12 +79,12 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     ) -> None:
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._buffers = buffers or Buffers()
-        self.n_pending = 0
+        self.n_pending = 0  # tokens per row written by the last call, all its chunks, and not yet committed
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._is_static = False
-        self.watched_layers: tuple[int, ...] = ()
+        self.watched_layers: tuple[int, ...] = ()  # decoder layers whose outputs each call leaves here
         self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
-        self._slots: int | Tensor = 0  # of the tokens of the call or chunk, as slots_behind gives them
+        self._slots: int | Tensor = 0  # of the tokens of the call or chunk, as next_slots gives them
         Cache.__init__(self, layers=[_Layer(self, layer) for layer in range(n_layers)])
 
     @property
@@ -111,7 +107,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         if not goes_on:
             self._layer_outputs = []
         self.n_pending = self._n_before + n_tokens
-        self._slots, self._is_static = self.slots_behind(n_tokens, device, self._n_before), False
+        self._slots, self._is_static = self.next_slots(n_tokens, device, self._n_before), False
 
     def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
         """Reserve slots as :meth:`begin_call`, behind a prompt, for a graph that serves rows of any length."""

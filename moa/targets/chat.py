@@ -77,13 +77,11 @@ class Chat:
     Attributes:
         messages: role (system, user, assistant or tool) and content of each, the text unchanged; where the row has
             them also name, tool_call_id and tool_calls, whose arguments are objects.
-        tools: JSON schemas of the tools that the assistant may call; None where there are none.
-        system: the text of the row's system column, which is the first message's content as well; else empty.
     """
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    system: str = ""
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of those that the assistant may call
+    system: str = ""  # the text of the row's system column, which is the first message's content as well
 
 
 def parse_chat(row: Any) -> Chat | Rejection:

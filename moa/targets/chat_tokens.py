@@ -45,36 +45,23 @@ _TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """The tokens and the mask of one sequence.
+    """The tokens and the mask of one sequence."""
 
-    Attributes:
-        tokens: int32 [n_tokens].
-        response_mask: uint8 [n_tokens], 1 on tokens that the assistant writes, its end-of-turn token included.
-        truncated: whether tokens beyond max_length were cut.
-    """
-
-    tokens: np.ndarray
-    response_mask: np.ndarray
-    truncated: bool
+    tokens: np.ndarray  # int32 [n_tokens]
+    response_mask: np.ndarray  # uint8 [n_tokens], 1 on tokens that the assistant writes, its end-of-turn token included
+    truncated: bool  # whether tokens beyond max_length were cut
 
 
 @dataclass(frozen=True)
 class _Template:
-    """Facts about a tokenizer and its template, found out once.
-
-    Attributes:
-        marked: the template with markers in place of its generation tags; None where it has none.
-        has_generation_prompt: whether it renders one after a user message.
-        end_of_turn: what the template writes after a last response, trailing white space removed.
-        adds_bos: whether the tokenizer itself puts a BOS before plain text.
-    """
+    """Facts about a tokenizer and its template, found out once."""
 
     text: str
     arguments: dict[str, Any]
-    marked: str | None
-    has_generation_prompt: bool
-    end_of_turn: str
-    adds_bos: bool
+    marked: str | None  # the template with markers in place of its generation tags; None where it has none
+    has_generation_prompt: bool  # whether it renders one after a user message
+    end_of_turn: str  # what the template writes after a last response, trailing white space removed
+    adds_bos: bool  # whether the tokenizer itself puts a BOS before plain text
 
 
 _TEMPLATES: WeakKeyDictionary[Any, _Template] = WeakKeyDictionary()

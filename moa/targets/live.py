@@ -168,13 +168,7 @@ def pick_device(device: str) -> str:
 
 
 class Target:
-    """A loaded target with its tokenizer.
-
-    Attributes:
-        tokenizer: its tokenizer, None where built from a bare model.
-        eos_token_ids: ids that end a generation.
-        max_positions: largest sequence length in tokens.
-    """
+    """A loaded target with its tokenizer, if it has one."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, folder: Path | None = None) -> None:
         self.model = model
@@ -182,7 +176,7 @@ class Target:
         self.folder = folder
         self.config = model.config
         self.sizes = target_sizes(model.config)
-        self.max_positions: int = model.config.max_position_embeddings
+        self.max_positions: int = model.config.max_position_embeddings  # tokens of the longest text
         self.eos_token_ids = find_eos_token_ids(
             getattr(source, "eos_token_id", None) for source in (model.generation_config, model.config)
         )

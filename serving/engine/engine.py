@@ -50,37 +50,21 @@ OnError = Callable[[ServingError], None]
 
 @dataclass
 class Counts:
-    """What an engine has done and holds.
+    """What an engine has done and holds."""
 
-    Attributes:
-        n_open: sequences that were added and neither removed nor failed.
-        n_working: those with work that is not finished.
-        n_calls: target calls.
-        n_read: tokens that were read by the target, drafts included.
-        n_committed: new tokens.
-        n_rounds: times that a sequence got new tokens; n_committed / n_rounds is the acceptance length.
-        n_drafted: drafts that were verified.
-        n_accepted: those that were committed.
-        n_evicted: times that a sequence lost its KV.
-        n_failed: sequences that ended with an error.
-        call_s: seconds of all target calls.
-        draft_s: seconds of the server's own drafting.
-        kv_used: positions that are reserved, of kv_tokens.
-    """
-
-    n_open: int = 0
-    n_working: int = 0
-    n_calls: int = 0
-    n_read: int = 0
-    n_committed: int = 0
-    n_rounds: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
-    n_evicted: int = 0
-    n_failed: int = 0
-    call_s: float = 0.0
-    draft_s: float = 0.0
-    kv_used: int = 0
+    n_open: int = 0  # sequences that were added and neither removed nor failed
+    n_working: int = 0  # those with work that is not finished
+    n_calls: int = 0  # of the target
+    n_read: int = 0  # tokens that were read by the target, drafts included
+    n_committed: int = 0  # new tokens
+    n_rounds: int = 0  # times that a sequence got new tokens; n_committed / n_rounds is the acceptance length
+    n_drafted: int = 0  # drafts that were verified
+    n_accepted: int = 0  # those that were committed
+    n_evicted: int = 0  # times that a sequence lost its KV
+    n_failed: int = 0  # sequences that ended with an error
+    call_s: float = 0.0  # seconds of all target calls
+    draft_s: float = 0.0  # seconds of the server's own drafting
+    kv_used: int = 0  # positions that are reserved, of kv_tokens
     kv_tokens: int = 0
 
 

@@ -38,18 +38,12 @@ _ATTENTION = "moa_data_parts"
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one sequence in a call.
-
-    Attributes:
-        tokens: those after its committed KV, then the drafts.
-        parents: of each draft, an index into the drafts, -1 for the token before them.
-        is_read: whether logits are wanted, of the last token before the drafts and of each draft.
-    """
+    """The tokens of one sequence in a call."""
 
     kv: KVBuffer
-    tokens: list[int]
-    parents: tuple[int, ...] = ()
-    is_read: bool = True
+    tokens: list[int]  # those after its committed KV, then the drafts
+    parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the token before them
+    is_read: bool = True  # whether logits are wanted, of the last token before the drafts and of each draft
 
     @property
     def start(self) -> int:
@@ -89,19 +83,12 @@ class Part:
 
 @dataclass
 class Output:
-    """What a call gave for one part.
+    """What a call gave for one part."""
 
-    Attributes:
-        hidden: [n, E], after the final norm.
-        logits: [1 + drafts, V]; None where the part is not read.
-        best: the argmax of each row of the logits.
-        layers: watched layer -> its outputs [n, E].
-    """
-
-    hidden: Tensor
-    logits: Tensor | None
-    best: list[int]
-    layers: dict[int, Tensor]
+    hidden: Tensor  # [n, E], after the final norm
+    logits: Tensor | None  # [1 + drafts, V]; None where the part is not read
+    best: list[int]  # the argmax of each row of the logits
+    layers: dict[int, Tensor]  # watched layer -> its outputs [n, E]
 
 
 class Runner:

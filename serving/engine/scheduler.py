@@ -26,16 +26,11 @@ _MIN_CHUNK = 16
 
 @dataclass(frozen=True)
 class Scheduled:
-    """The tokens of one sequence in a target call.
-
-    Attributes:
-        n_known: committed tokens that it reads.
-        has_root: whether the root is the last of them, so that drafts are verified and tokens committed.
-    """
+    """The tokens of one sequence in a target call."""
 
     sequence: Sequence
-    n_known: int
-    has_root: bool
+    n_known: int  # committed tokens that it reads
+    has_root: bool  # whether the root is the last of them, so that drafts are verified and tokens committed
 
 
 class Scheduler:

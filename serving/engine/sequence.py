@@ -28,109 +28,68 @@ from ...moa.nn.kv import KVBuffer
 
 @dataclass(frozen=True)
 class Request:
-    """A text to complete.
+    """A text to complete."""
 
-    Attributes:
-        tokens: the prompt, and the part of the answer that is already committed when a session is resumed.
-        n_prompt: tokens of the prompt.
-        max_new_tokens: bound on the tokens of the answer.
-        seed: together with the position it decides each sampled token.
-        deadline_s: ``time.monotonic()`` at which the answer ends; None for no deadline.
-        drafter: name of the loaded drafter for the server's drafts and for contexts; None for neither.
-        wants_context: whether commits carry the drafter's context of each position that got target KV.
-        n_context: positions whose context the client has already.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # the prompt, and the part of the answer that a resumed session has committed
     n_prompt: int
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
-    seed: int = 0
-    deadline_s: float | None = None
-    drafter: str | None = None
-    wants_context: bool = False
-    n_context: int = 0
+    seed: int = 0  # together with the position it decides each sampled token
+    deadline_s: float | None = None  # time.monotonic() at which the answer ends
+    drafter: str | None = None  # the loaded drafter for the server's drafts and for contexts
+    wants_context: bool = False  # whether commits carry the drafter's context of each position that got target KV
+    n_context: int = 0  # positions whose context the client has already
 
 
 class Work(Enum):
     """What is to be done with a sequence."""
 
-    IDLE = "idle"
-    """Nothing; its KV stays until the memory is needed."""
-    PLAIN = "plain"
-    """Decode until the answer ends, one token a call."""
-    SPECULATE = "speculate"
-    """Decode until the answer ends, with drafts of the server's own."""
-    VERIFY = "verify"
-    """One call over given drafts, then nothing."""
+    IDLE = "idle"  # nothing; its KV stays until the memory is needed
+    PLAIN = "plain"  # decode until the answer ends, one token a call
+    SPECULATE = "speculate"  # decode until the answer ends, with drafts of the server's own
+    VERIFY = "verify"  # one call over given drafts, then nothing
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What one target call gave one sequence.
-
-    Attributes:
-        start: index in the whole text of the first new token.
-        tokens: the new tokens, drafts first; none after a call that only read a part of the text.
-        n_accepted: how many of the tokens were drafts.
-        finish: why the answer has ended: ``stop``, ``length`` or ``deadline``; empty while it continues.
-        call_s: seconds of the target call, which other sequences shared.
-        draft_s: seconds of drafting for it, shared likewise.
-        queue_s: seconds that the sequence waited for the call.
-        context_start: position of the first of the contexts.
-        context: [n, W], the drafter's contexts of positions that got target KV; None for none.
-        answers: the tag given with the work.
-    """
+    """What one target call gave one sequence."""
 
     sequence_id: int
-    start: int
-    tokens: tuple[int, ...]
-    n_accepted: int
-    finish: str
-    call_s: float = 0.0
-    draft_s: float = 0.0
-    queue_s: float = 0.0
-    context_start: int = 0
-    context: Tensor | None = None
-    answers: int = 0
+    start: int  # index in the whole text of the first new token
+    tokens: tuple[int, ...]  # new ones, drafts first; none after a call that only read a part of the text
+    n_accepted: int  # how many of the tokens were drafts
+    finish: str  # why the answer has ended: stop, length or deadline; empty while it continues
+    call_s: float = 0.0  # seconds of the target call, which other sequences shared
+    draft_s: float = 0.0  # seconds of drafting for it, shared likewise
+    queue_s: float = 0.0  # seconds that the sequence waited for the call
+    context_start: int = 0  # position of the first of the contexts
+    context: Tensor | None = None  # [n, W], the drafter's contexts of positions that got target KV
+    answers: int = 0  # the tag given with the work
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The state of one text.
-
-    Attributes:
-        limit: bound on the tokens of the whole text.
-        kv: target KV of its first tokens, one row.
-        drafts: what the next call verifies after the root, in level order.
-        parents: of each draft, an index into the drafts, -1 for the root.
-        n_context: positions whose context was encoded.
-        encoded: contexts [n, W] of the last of them, not sent yet.
-        unencoded: what the drafter sees of the positions from ``n_context`` on, [n, E] or [n, K * E] of K watched
-            layers, from which contexts are still to be encoded.
-        last_served: number of the engine's latest turn for this sequence, counted over all sequences; 0 for never.
-        since_s: ``time.perf_counter()`` since which it waits for a call.
-        is_draftable: False once its drafter has failed; it is then decoded plainly.
-    """
+    """The state of one text."""
 
     id: int
     request: Request
-    limit: int
-    kv: KVBuffer
+    limit: int  # bound on the tokens of the whole text
+    kv: KVBuffer  # target KV of its first tokens, one row
     on_commit: Callable[[Commit], None]
     on_error: Callable[[ServingError], None]
     tokens: list[int] = field(init=False)
-    n_context: int = field(init=False)
     work: Work = Work.IDLE
-    drafts: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()  # what the next call verifies after the root, in level order
+    parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the root
     answers: int = 0
     is_held: bool = False
-    is_draftable: bool = True
+    is_draftable: bool = True  # False once its drafter has failed; it is then decoded plainly
     finish: str = ""
-    last_served: int = 0
-    since_s: float = 0.0
-    encoded: list[Tensor] = field(default_factory=list)
+    last_served: int = 0  # number of its latest turn, counted over all sequences; 0 for never
+    since_s: float = 0.0  # time.perf_counter() since which it waits for a call
+    n_context: int = field(init=False)  # positions whose context was encoded
+    encoded: list[Tensor] = field(default_factory=list)  # contexts [n, W] of the last of them, not sent yet
+    # What the drafter sees of the positions after these, [n, E] or [n, K * E] of K watched layers.
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -205,21 +164,13 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for; safe to use from any thread.
-
-    Attributes:
-        vocab_size: of the target.
-        model_positions: positions of the target.
-        max_positions: tokens that a text can have, prompt included: what the model and the KV memory allow.
-        max_drafts: drafts of one VERIFY.
-        drafters: those that requests can name.
-    """
+    """What a request may ask for; safe to use from any thread."""
 
     vocab_size: int
-    model_positions: int
-    max_positions: int
-    max_drafts: int
-    drafters: Mapping[str, Drafter]
+    model_positions: int  # of the target
+    max_positions: int  # tokens that a text can have, prompt included: what the model and the KV memory allow
+    max_drafts: int  # of one VERIFY
+    drafters: Mapping[str, Drafter]  # that requests can name
 
     def of(self, request: Request) -> int:
         """The bound on the tokens of the whole text."""

@@ -41,8 +41,7 @@ class Served:
 
     scheduled: Scheduled
     output: Output
-    kept: list[int]
-    """The tokens of its part that got KV, in order."""
+    kept: list[int]  # the tokens of its part that got KV, in order
     n_drafts: int
     commit: Commit
 
@@ -57,9 +56,6 @@ class Speculation:
 
     Args:
         shape: shape of the drafts; None for chains that are replaced by plain steps where they do not pay.
-
-    Attributes:
-        reuses_contexts: whether contexts that are encoded for clients spare the drafter work of its own.
     """
 
     def __init__(self, target: Target, drafter: Drafter, shape: Shape | None) -> None:
@@ -68,6 +64,7 @@ class Speculation:
         max_depth = self._proposer.max_depth
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
+        # Contexts that are encoded for clients then spare the drafter work of its own.
         self.reuses_contexts = drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         self._apart: dict[int, Any] = {}  # sequence -> its own row
         self._together: list[int] = []  # the sequences of the rows of the state

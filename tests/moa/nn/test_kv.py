@@ -47,7 +47,7 @@ def test_layers_are_committed_packed_taken_and_joined() -> None:
     buffer, (first, second) = KVBuffer(2, 4, 2), torch.randn(2, 2, 3, 5, 4).unbind()  # [B, H_kv, n, d] of two layers
     for layer, values in enumerate((first, second)):
         buffer.reserve(5, values)
-        buffer.write(layer, values, -values, buffer.slots_behind(5, values.device))
+        buffer.write(layer, values, -values, buffer.next_slots(5, values.device))
     buffer.commit([[0, 1, 2], [0, 2, 4]])
     kept = [first[0, :, :3], first[1, :, [0, 2, 4]]]
     packed = buffer.packed([0, 0], 3)
