@@ -93,10 +93,8 @@ class Service:
         app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
         app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
-        app.add_exception_handler(ApiError, _show_error)
-        app.add_exception_handler(HTTPException, _show_error)
-        app.add_exception_handler(ClientDisconnect, _show_error)
-        app.add_exception_handler(Exception, _show_error)
+        for kind in (ApiError, ServingError, HTTPException, ClientDisconnect, Exception):
+            app.add_exception_handler(kind, _show_error)
         app.add_middleware(Guard, sites=sites)
         app.add_middleware(RequestLog, metrics=self.metrics)
         return app
@@ -138,7 +136,7 @@ class Service:
         facts = {"id": self.model_name, "object": "model", "created": self._created, "owned_by": "moa-data"}
         return facts | {"drafters": list(self.engine.drafters)}
 
-    # What is refused: ApiError says why
+    # What is refused: ApiError or ServingError says why
 
     def _admit(self, request: HttpRequest) -> None:
         """Check token and rate of a request: 401 or 429."""
@@ -154,10 +152,7 @@ class Service:
             raise ApiError(429, "too many requests; send fewer, or later.", None, "rate_limit_exceeded", wait_s)
 
     def _check_token(self, request: HttpRequest) -> str:
-        try:
-            return self.tokens.check(request.headers.getlist("authorization"))
-        except ServingError as error:
-            raise ApiError.of(error) from error
+        return self.tokens.check(request.headers.getlist("authorization"))
 
     def _check_model(self, name: str) -> None:
         if name != self.model_name:
@@ -209,10 +204,7 @@ class Service:
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(_events(request, answer, form), 200, headers, "text/event-stream")
-        try:
-            text = await _while_connected(request, answer.whole())
-        except ServingError as error:
-            raise ApiError.of(error) from error
+        text = await _while_connected(request, answer.whole())
         if answer.finish_reason == "deadline":
             raise _late()
         return JSONResponse(form.whole(text, answer))
@@ -224,13 +216,11 @@ class Service:
         while True:
             try:
                 answer = AnswerText(self.engine, start, work, asked.stops, self._decode)
-            except Overloaded as error:
+            except Overloaded:
                 has_room = has_room or connection.book.drop_stuck()
                 if not has_room or time.monotonic() > give_up_s:
-                    raise ApiError.of(error) from error
+                    raise
                 await asyncio.sleep(0.02)  # the engine forgets a text between two calls
-            except ServingError as error:
-                raise ApiError.of(error) from error
             else:
                 if start.deadline_s is not None:
                     connection.ends_s = start.deadline_s
@@ -346,7 +336,9 @@ def _late() -> ApiError:
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
     """Answer an error in the API's form, and note it for the log."""
-    if isinstance(error, HTTPException):  # what no route takes
+    if isinstance(error, ServingError):
+        error = ApiError.of(error)
+    elif isinstance(error, HTTPException):  # what no route takes
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
         error = ApiError(error.status_code, message, None, "unknown_url")
     elif isinstance(error, ClientDisconnect):  # in the middle of its body
