@@ -317,10 +317,10 @@ def test_a_server_that_is_asked_to_end_lets_answers_end(folder: Path) -> None:
 def test_a_short_load_of_good_and_bad_clients(folder: Path, tmp_path: Path) -> None:
     """The script that loads a server for ten minutes, for a few seconds; memory is not flat yet."""
     command = [
-        sys.executable, str(ROOT / "benchmarks" / "serving_load.py"), "--model", str(folder / "model"), "--drafter",
+        sys.executable, "-m", "benchmarks.serving.serving_load", "--model", str(folder / "model"), "--drafter",
         str(folder / "drafter"), "--bundle", str(folder / "store"), "--minutes", "0.3", "--out", str(tmp_path),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     figures = json.loads(done.stdout.splitlines()[0])
     assert figures["n_wrong"] == figures["n_refused"] == figures["n_held_at_the_end"] == 0, figures
     assert figures["answers_afterwards"]

@@ -190,39 +190,29 @@ def cut_everywhere(server: Server, mode: Any, way: Any, reset: bool, step: int) 
                 assert list(Watched(connected).complete(PROMPTS[3], 12).tokens) == wanted, n
 
 
-def test_random_cuts(server: Server) -> None:
-    cut_at_random(server, n_cuts=12, longest_s=0.1, n_tokens=70)
-
-
-@pytest.mark.slow
-def test_two_hundred_random_cuts() -> None:
-    """In one answer, of 0.05 to 5 s."""
-    with Server(target(), {"moa": model().drafter}, target_ms=150.0) as slow:
-        cut_at_random(slow, n_cuts=200, longest_s=5.0, n_tokens=80)
-
-
-def cut_at_random(server: Server, n_cuts: int, longest_s: float, n_tokens: int) -> None:
-    chance, n_made, is_over = random.Random(n_cuts), 0, threading.Event()
-    with client(server.address, mode="server") as connected:
+@pytest.mark.parametrize("mode", MODES)
+def test_random_cuts_on_the_client_s_side(mode: Any, server: Server) -> None:
+    chance, n_made, is_over = random.Random(12), 0, threading.Event()
+    with client(server.address, mode=mode) as connected:
 
         def cut() -> None:
             nonlocal n_made
-            while n_made < n_cuts and not is_over.is_set():
+            while n_made < 8 and not is_over.is_set():
                 time.sleep(chance.uniform(0.005, 0.05))
                 connected.cut()
-                time.sleep(chance.uniform(0.01, longest_s) if chance.random() < 0.3 else 0.02)
+                time.sleep(chance.uniform(0.01, 0.1))
                 connected.restore()
                 n_made += 1
 
         watched, cutter = Watched(connected), threading.Thread(target=cut)
         cutter.start()
         try:
-            answer = watched.complete(PROMPTS[4], n_tokens)
+            answer = watched.complete(PROMPTS[4], 70)
         finally:
             is_over.set()
             cutter.join()
-        assert list(answer.tokens) == plain(PROMPTS[4], n_tokens)
-        assert n_made > n_cuts // 6
+        assert list(answer.tokens) == plain(PROMPTS[4], 70)
+        assert n_made > 1
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])

@@ -1,15 +1,12 @@
 """What clients do that no client should: the server answers with a status, or not at all, and others notice nothing."""
 
 import json
-import os
-import resource
 import socket
 import string
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -139,17 +136,6 @@ def test_fuzzed_bytes(server: LiveServer, target: Target) -> None:
     answers_well(server, target)
 
 
-def test_connections_that_say_nothing_or_half_of_it(server: LiveServer, target: Target) -> None:
-    whole = post(CHAT, body())
-    with ExitStack() as held:
-        for index in range(60):
-            connection = held.enter_context(connect(place(server)))
-            connection.sendall(whole[: index * len(whole) // 60])
-        answers_well(server, target)
-    wait_until_free(server)
-    answers_well(server, target)
-
-
 def test_large_headers_are_refused(server: LiveServer, target: Target) -> None:
     with connect(place(server)) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20))
@@ -208,33 +194,3 @@ def test_readers_that_do_not_read_hold_their_own_texts_alone() -> None:
                 found += part
             assert found.count(b'"finish_reason":"length"') == 1
         assert server.engine.snapshot().n_committed == 3 * n_new + 8
-
-
-@pytest.mark.slow
-def test_memory_stays_flat(target: Target) -> None:
-    """Answered, streamed, refused and abandoned requests leave nothing behind."""
-
-    def resident_mb() -> float:
-        pages = int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1])
-        return pages * resource.getpagesize() / 1e6
-
-    settings = EngineOptions(tree="3", kv_tokens=4096)
-    with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server:
-
-        def some(index: int) -> None:
-            if index % 4 == 3:
-                with connect(place(server)) as connection:
-                    connection.sendall(post(CHAT, body(max_tokens=200, stream=True)))
-                    connection.recv(100)
-                return
-            request = body(f"cat {index}", max_tokens=12, stream=index % 4 == 1, n=2 if index % 4 == 2 else 1)
-            httpx.post(f"{server.address}{CHAT}", json=request, timeout=60)
-
-        sizes = []
-        with ThreadPoolExecutor(4) as threads:
-            for _ in range(6):
-                list(threads.map(some, range(150)))
-                wait_until_free(server)
-                sizes.append(resident_mb())
-    # The first rounds fill what allocators keep.
-    assert max(sizes[3:]) - sizes[2] < 12, sizes
