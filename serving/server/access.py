@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -94,55 +93,6 @@ class Rate:
         return max(0.0, -self._left / self._per_second)
 
 
-@dataclass(frozen=True)
-class Sites:
-    """The names by which a server may be addressed.
-
-    Attributes:
-        names: other than ``localhost`` and addresses, in lower case.
-        are_hosts_checked: whether the ``Host`` of a request has to be one of them.
-        are_pages_checked: whether web pages of other sites are kept out.
-    """
-
-    names: frozenset[str] = frozenset()
-    are_hosts_checked: bool = True
-    are_pages_checked: bool = True
-
-    def refusal(self, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
-        """Return why a request is refused, or None."""
-        if not self.are_pages_checked:
-            return None
-        hosts, origins, types = (
-            [value.decode("latin-1").lower() for name, value in headers if name == wanted]
-            for wanted in (b"host", b"origin", b"content-type")
-        )
-        foreign = [host for host in hosts if self.are_hosts_checked and not self._is_own(host)]
-        if foreign:
-            message = f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it with "
-            return ApiError(403, message + "--allowed-host NAME or a token file.", None, "foreign_host")
-        foreign = [origin for origin in origins if not self._is_same_site(origin, hosts)]
-        if foreign:
-            message = f"web pages of {foreign[0][:120]!r} may not use this server; start it with --allowed-host NAME "
-            return ApiError(403, message + "or a token file.", None, "foreign_origin")
-        if method == "POST" and [value.partition(";")[0].strip() for value in types] != ["application/json"]:
-            return ApiError(415, "send the body as `content-type: application/json`.", None, "unsupported_media_type")
-        return None
-
-    def _is_own(self, host: str) -> bool:
-        name = _name_of(host)
-        if name == "localhost" or name in self.names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
-
-    def _is_same_site(self, origin: str, hosts: list[str]) -> bool:
-        authority = origin.partition("://")[2]
-        return authority in hosts or (bool(authority) and _name_of(authority) in self.names)
-
-
 def _name_of(authority: str) -> str:
     try:
         return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
@@ -151,10 +101,16 @@ def _name_of(authority: str) -> str:
 
 
 class Guard:
-    """Middleware round all routes, inside the log's; ``/health`` is answered to everybody."""
+    """Middleware round all routes, inside the log's; ``/health`` is answered to everybody.
 
-    def __init__(self, app: Any, sites: Sites) -> None:
-        self._app, self._sites = app, sites
+    Args:
+        names: by which the server may be addressed, other than ``localhost`` and addresses, in lower case.
+        checks_hosts: whether the ``Host`` of a request has to be one of them.
+        checks_pages: whether web pages of other sites are kept out.
+    """
+
+    def __init__(self, app: Any, names: frozenset[str], checks_hosts: bool, checks_pages: bool) -> None:
+        self._app, self._names, self._checks_hosts, self._checks_pages = app, names, checks_hosts, checks_pages
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a request, or refuse it and close its connection."""
@@ -174,4 +130,35 @@ class Guard:
             return None
         if scope["moa_data.connection"].is_surplus:
             return ApiError(503, "too many connections are open; try again later.", None, "overloaded", 1)
-        return self._sites.refusal(scope["method"], scope["headers"])
+        return self._refusal_of_page(scope["method"], scope["headers"]) if self._checks_pages else None
+
+    def _refusal_of_page(self, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+        hosts, origins, types = (
+            [value.decode("latin-1").lower() for name, value in headers if name == wanted]
+            for wanted in (b"host", b"origin", b"content-type")
+        )
+        foreign = [host for host in hosts if self._checks_hosts and not self._is_own(host)]
+        if foreign:
+            message = f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it with "
+            return ApiError(403, message + "--allowed-host NAME or a token file.", None, "foreign_host")
+        foreign = [origin for origin in origins if not self._is_same_site(origin, hosts)]
+        if foreign:
+            message = f"web pages of {foreign[0][:120]!r} may not use this server; start it with --allowed-host NAME "
+            return ApiError(403, message + "or a token file.", None, "foreign_origin")
+        if method == "POST" and [value.partition(";")[0].strip() for value in types] != ["application/json"]:
+            return ApiError(415, "send the body as `content-type: application/json`.", None, "unsupported_media_type")
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        name = _name_of(host)
+        if name == "localhost" or name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _is_same_site(self, origin: str, hosts: list[str]) -> bool:
+        authority = origin.partition("://")[2]
+        return authority in hosts or (bool(authority) and _name_of(authority) in self._names)

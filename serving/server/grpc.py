@@ -270,7 +270,11 @@ class DraftingServer:
             if wait := rate.take():
                 await asyncio.sleep(wait)
             await stream.outbox.wait_for_room()
-            await self._take(stream, _parsed(data))
+            try:
+                message = pb.ClientMessage.FromString(data)
+            except DecodeError as error:
+                raise RequestInvalid(f"these {len(data)} bytes are no message of moa.v1; check the client.") from error
+            await self._take(stream, message)
         # The client says nothing more; it may still read the answers.
         if stream.session is None:
             stream.outbox.close()
@@ -424,14 +428,6 @@ class DraftingServer:
         session = stream.session
         if session is not None and session.outbox is stream.outbox:
             session.detach()
-
-
-def _parsed(data: bytes) -> pb.ClientMessage:
-    try:
-        message: pb.ClientMessage = pb.ClientMessage.FromString(data)
-    except DecodeError as error:
-        raise RequestInvalid(f"these {len(data)} bytes are no message of moa.v1; check the client.") from error
-    return message
 
 
 def _code(error: MoaDataError) -> str:

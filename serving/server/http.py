@@ -32,7 +32,7 @@ from ...moa.targets.chat_tokens import prompt_tokens
 from ...moa.targets.live import Target
 from ..engine.engine import Engine
 from ..engine.sequence import Request, Work
-from .access import BearerTokens, Guard, Rate, Sites
+from .access import BearerTokens, Guard, Rate
 from .answer import AnswerText
 from .api import AnswerForm, AnswerRequest, ApiError, ChatRequest, CompletionRequest, event
 from .config import LimitOptions
@@ -84,8 +84,8 @@ class Service:
         self._max_chars = engine.limits.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
         self._tokenizers = [_Tokenizer(target.tokenizer, max_waiting) for max_waiting in _MAX_WAITING]
 
-    def app(self, sites: Sites) -> FastAPI:
-        """Make the application, for :class:`~.connections.HttpServer`."""
+    def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
+        """Make the application, for :class:`~.connections.HttpServer`; ``access.Guard`` explains the arguments."""
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
@@ -95,7 +95,7 @@ class Service:
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
         for kind in (ApiError, ServingError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, _show_error)
-        app.add_middleware(Guard, sites=sites)
+        app.add_middleware(Guard, names=names, checks_hosts=checks_hosts, checks_pages=self.tokens.is_open)
         app.add_middleware(RequestLog, metrics=self.metrics)
         return app
 

@@ -24,7 +24,6 @@ import grpc
 import uvicorn
 
 from ...errors import RequestInvalid
-from .access import Sites
 from .config import ServeConfig
 from .connections import HttpServer
 from .grpc import DraftingServer, Identities
@@ -95,7 +94,10 @@ class ServerRun:
                 while not http.started and not serving.done():
                     await asyncio.sleep(0.01)
                 if http.started:
-                    self._tell_addresses(listener, drafting)
+                    host, port = listener.getsockname()[:2]
+                    shown = f"[{host}]" if ":" in host else host
+                    scheme = "https" if self._config.tls else "http"
+                    self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
                     await _first_of(serving, self._ending.wait())
                 return await self._drain(http, serving, drafting)
             finally:
@@ -105,16 +107,13 @@ class ServerRun:
 
     def _http(self, listener: socket.socket) -> HttpServer:
         config, service = self._config, self._service
-        sites = Sites(
-            frozenset(name.lower() for name in (config.host, *config.allowed_host)),
-            ip_address(listener.getsockname()[0]).is_loopback,
-            service.tokens.is_open,
-        )
+        names = frozenset(name.lower() for name in (config.host, *config.allowed_host))
+        app = service.app(names, checks_hosts=ip_address(listener.getsockname()[0]).is_loopback)
         cert, key = config.tls or (None, None)
         if cert is not None and key is not None:
             check_tls(cert, key)
         settings = uvicorn.Config(
-            service.app(sites), http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
+            app, http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
             log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_keep_alive=max(1, round(service.limits.head_s)),
             timeout_graceful_shutdown=max(1, round(config.grace_s)),
@@ -133,12 +132,6 @@ class ServerRun:
         await server.start(config.host, config.grpc_port, credentials)
         service.metrics.add(lambda: server.counts)
         return server
-
-    def _tell_addresses(self, listener: socket.socket, drafting: DraftingServer | None) -> None:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        scheme = "https" if self._config.tls else "http"
-        self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
 
     async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> ServerEnd:
         """Let what is being done end, or break it off."""
