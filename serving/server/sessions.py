@@ -316,8 +316,10 @@ class DraftingSession:
             start=start, tokens=self.tokens[start:], n_accepted=n_accepted, answers=answers, finish=self.finish
         )
         if commit is not None:
-            committed.call_us, committed.queue_us = _microseconds(commit.call_s), _microseconds(commit.queue_s)
-            committed.draft_us = _microseconds(commit.draft_s)
+            times = (commit.call_s, commit.queue_s, commit.draft_s)
+            committed.call_us, committed.queue_us, committed.draft_us = (
+                min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1) for seconds in times
+            )
         self._n_sent = len(self.tokens)
         self.outbox.put(pb.ServerMessage(committed=committed))
 
@@ -474,10 +476,6 @@ class Outbox:
         self._n_context += len(part)
         self._contexts.drop_sent(self._n_context)
         return pb.ServerMessage(context=context)
-
-
-def _microseconds(seconds: float) -> int:
-    return min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1)
 
 
 def _follow(drafts: Sequence[int], parents: Sequence[int], known: Sequence[int]) -> tuple[int, int]:
