@@ -166,23 +166,19 @@ class Drafter(nn.Module, ABC):
         """Take the target's hidden states of tokens that were just committed; by default nothing is done with them.
 
         Args:
-            hidden: [B, n, E], after the final norm, of a target call; where there are K :attr:`observed_layers`, their
-                outputs [B, n, K * E], concatenated.
+            hidden: [B, n, E], after the final norm; or the outputs of K :attr:`observed_layers`, [B, n, K * E].
             kept: per row which of the n tokens were committed, in order.
         """
 
     @abstractmethod
     def draft_root(self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource) -> Tensor:
-        """Begin a round: catch up with what was committed, forget what was drafted, and feed the root.
+        """Begin a round: catch up with what was committed, forget what was drafted, and feed the root: [B, 1, E].
 
         A round may begin again at the root of the one before.
 
         Args:
             committed: per row prompt and generated tokens; the last one is the root, all others have target KV, or
                 their contexts have been taken.
-
-        Returns:
-            Features of the root [B, 1, E].
         """
 
     @abstractmethod
@@ -205,11 +201,7 @@ class Drafter(nn.Module, ABC):
         return False
 
     def new_context_cache(self) -> ContextCache:
-        """Make an empty cache that :meth:`take_context` fills; it is the ``cache`` of :meth:`draft_root`.
-
-        Raises:
-            DrafterError: the drafter has no contexts.
-        """
+        """Make the empty cache that :meth:`take_context` fills and :meth:`draft_root` reads."""
         if self.context_width is None:
             raise DrafterError(
                 f"a {self.kind} drafter can only draft beside its target; `moa-data chat --help` lists the kinds that "
@@ -220,15 +212,12 @@ class Drafter(nn.Module, ABC):
 
     @torch.inference_mode()
     def encode_context(self, frozen: FrozenTarget, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        """Make the contexts of n positions that the target has seen, of one text or several.
+        """Make the contexts [n, W] of n positions that the target has seen, of one text or several.
 
         Args:
-            hidden: [n, E], the target's hidden states after its final norm, or [n, K * E] as :meth:`observe` gets them.
+            hidden: [n, E] or [n, K * E], as :meth:`observe` gets them.
             kv: [n, L, D], packed KV of all layers; None unless :attr:`context_needs_kv`.
             positions: [n] int64, of the tokens in their texts.
-
-        Returns:
-            [n, W], in the drafter's dtype.
         """
         return self._make_context(hidden, kv, positions).to(self.dtype)
 
@@ -242,12 +231,8 @@ class Drafter(nn.Module, ABC):
 
         Args:
             state: of one row; drafting from it must happen in inference mode.
-            cache: from :meth:`new_context_cache`.
             context: [n, W] of any dtype and device.
-            start: the first of the positions; those before it have been taken.
-
-        Raises:
-            DrafterError: these are not the next ones.
+            start: the first of the positions; DrafterError if it is not the next one.
         """
         width, next_one = self.context_width, cache.lengths[0]
         if context.ndim != 2 or context.shape[1] != width or start != next_one:

@@ -63,13 +63,9 @@ class MoASizes(KVEncoderSizes):
     """Whether cross-attention sees the drafts of its round too; in the paper it sees only encoded KV."""
 
     def __post_init__(self) -> None:
-        kv_heads = {name: getattr(self, name) for name in ("self_attention_kv_heads", "cross_attention_kv_heads")}
         n_last = self.target_layer_inference
         self.check_fit(
-            *(
-                (count < 1 or self.n_heads % count > 0, f"{name} ({count}) must divide the {self.n_heads} query heads")
-                for name, count in kv_heads.items()
-            ),
+            *self.kv_head_problems("self_attention_kv_heads", "cross_attention_kv_heads"),
             *self.encoder_problems(),
             (
                 not 0 <= n_last <= self.n_layers,

@@ -60,30 +60,27 @@ class DrafterSizes:
         if found := [text for is_there, text in problems if is_there]:
             raise DrafterError(f"drafter sizes do not fit: {'; '.join(found)}.")
 
-    def check_kv_heads(self, *names: str) -> None:
-        """Refuse numbers of KV heads, named by their fields, that don't divide the query heads."""
-        wrong = [name for name in names if getattr(self, name) < 1 or self.n_heads % getattr(self, name)]
-        if wrong:
-            given = " and ".join(f"{name} ({getattr(self, name)})" for name in wrong)
-            raise DrafterError(f"{given} must divide the {self.n_heads} query heads of the target.")
+    def kv_head_problems(self, *names: str) -> list[tuple[bool, str]]:
+        """List fields with numbers of KV heads, and whether they don't divide the query heads."""
+        counts, n_heads = {name: getattr(self, name) for name in names}, self.n_heads
+        return [
+            (count < 1 or n_heads % count > 0, f"{name} ({count}) must divide the target's {n_heads} query heads")
+            for name, count in counts.items()
+        ]
 
     def check_at_least_one(self, *names: str) -> None:
         """Refuse fields below 1."""
-        for name in names:
-            if getattr(self, name) < 1:
-                raise DrafterError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        values = {name: getattr(self, name) for name in names}
+        self.check_fit(*((value < 1, f"{name} ({value}) must be at least 1") for name, value in values.items()))
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Make the sizes of a drafter for a target.
+        """Make the sizes of a drafter for a target, or raise DrafterError where they do not fit.
 
         Args:
             config: the target's transformers config.
             target: identity of the target.
             **sizes: any drafter size by field name; None means the default.
-
-        Raises:
-            DrafterError: the sizes do not fit together or the target.
         """
         known = target_sizes(config)
         names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
@@ -103,11 +100,7 @@ class DrafterSizes:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild sizes from :meth:`to_dict`.
-
-        Raises:
-            DrafterError: keys are missing or unknown, or a value or the kind is wrong.
-        """
+        """Rebuild sizes from :meth:`to_dict`; raises DrafterError if a key, a value or the kind is wrong."""
         kind = values.get("kind", cls.kind)
         if kind != cls.kind:
             raise DrafterError(f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}.")
@@ -162,7 +155,7 @@ class LayerSizes(DrafterSizes):
     self_attention_mlp_width: int  # MLP width of each layer
 
     def __post_init__(self) -> None:
-        self.check_kv_heads("self_attention_kv_heads")
+        self.check_fit(*self.kv_head_problems("self_attention_kv_heads"))
 
     @classmethod
     @override
