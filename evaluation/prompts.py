@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import DatasetError
 from ..moa.targets.chat import Message, Rejection, UnreadableRow, parse_prompt
-from ..pipeline.chats.dataset import parse_json
+from ..pipeline.dataset import parse_json
 from ..text import printable
 
 CHATS, SPEC_BENCH = "chats", "spec-bench"

@@ -42,7 +42,6 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress, activation_name, add_command, counted, format_bytes, format_hours
 from .audit import stored_tolerance
 from .card import CardOrigin, write_card
-from .chats.sequences import content_id
 from .config import ActivationSpec, AddConfig, ExtractConfig, parse_activations, parse_fields, resolve_encode_threads
 from .forwards.calibrate import learn_from_target, learning_on
 from .forwards.capture import capture
@@ -58,6 +57,7 @@ from .plan import (
     kept_weights,
     weight_bytes,
 )
+from .sequences import content_id
 from .sources import (
     check_identities,
     check_weights,

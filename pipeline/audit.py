@@ -24,11 +24,10 @@ from ..storage.names import RUNS_NAME
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
 from ..text import Progress
-from .chats.columns import Columns
-from .chats.dataset import ChatSource
-from .chats.sequences import content_id, tokenize_row
 from .config import ActivationSpec
+from .dataset import ChatSource, Columns
 from .forwards.capture import Capture, capture
+from .sequences import content_id, tokenize_row
 from .sources import (
     check_identities,
     known_split,

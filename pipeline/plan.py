@@ -37,14 +37,13 @@ from ..storage.schema import (
     tokens_field,
 )
 from ..text import Progress, counted, format_bytes
-from .chats.columns import Columns
-from .chats.dataset import ChatSource
-from .chats.sequences import Sequences, check_counts, read_sequences
 from .config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations, resolve_encode_threads
+from .dataset import ChatSource, Columns
 from .forwards.calibrate import SAMPLE_TOKENS
 from .forwards.memory import ForwardMemory
 from .forwards.vllm_source import check_vllm
 from .ray_workers import require_ray
+from .sequences import Sequences, check_counts, read_sequences
 from .sources import check_weights, pinned_revision, sources_record, stored_sources, target_identities
 from .texts import read_texts, texts_origin
 

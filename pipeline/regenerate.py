@@ -43,10 +43,8 @@ from ..moa.targets.live import Target
 from ..moa.targets.template import choose_template_arguments, parse_template_arguments
 from ..storage.disk.durable import disk_full_guard, write_all, write_atomic
 from ..text import Progress, counted, first_line, printable
-from .chats.columns import Columns
-from .chats.dataset import ChatSource
-from .chats.splits import RECORD_SUFFIX
 from .config import RegenerateConfig
+from .dataset import RECORD_SUFFIX, ChatSource, Columns
 
 _FILE = "chats.jsonl"
 """Name of the file in a folder."""

@@ -27,9 +27,8 @@ from ..storage.names import RUNS_NAME
 from ..storage.paths import StorePath
 from ..storage.read.store import read_manifest
 from ..text import Progress
-from .chats.dataset import ChatSource
-from .chats.splits import DEFAULT_SPLIT
 from .config import ExtractConfig
+from .dataset import DEFAULT_SPLIT, ChatSource
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -21,10 +21,9 @@ from ..storage.disk.durable import replacing
 from ..storage.disk.files import download
 from ..storage.names import TEXTS_NAME
 from ..storage.paths import StorePath
-from .chats.columns import Columns
-from .chats.dataset import ChatSource
-from .chats.sequences import Sequences
 from .config import ExtractConfig
+from .dataset import ChatSource, Columns
+from .sequences import Sequences
 
 _ORIGIN, _SHA256 = b"origin", b"sha256"
 _VERSION = 1

@@ -38,9 +38,9 @@ from ..storage.parts.shard import new_attempt
 from ..storage.schema import StoreManifest
 from ..storage.write.store import StoreWriter
 from ..text import Progress
-from .chats.sequences import Sequences
 from .config import parse_fields
 from .forwards.parts import Forwards, Timings, load_target, run_parts, save_bundle
+from .sequences import Sequences
 from .sources import check_identities, weight_identities
 from .texts import map_texts
 

@@ -18,7 +18,7 @@ LEAVES = {"errors", "text", "machine"}
 STORAGE = {"storage", "storage.disk", "storage.parts", "storage.codecs", "storage.read", "storage.write"}
 TARGETS = {"moa", "moa.nn", "moa.targets"}
 MOA = TARGETS | {"moa.drafters"}
-PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards"}
+PIPELINE = {"pipeline", "pipeline.forwards"}
 # Room (a folder, or a module of the root) -> the rooms that it may import besides itself.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -39,11 +39,10 @@ ALLOWED: dict[str, set[str]] = {
     "moa.decoding": LEAVES | MOA,
     "moa.formats": LEAVES | MOA,
     "pipeline": LEAVES | {"config"} | STORAGE | MOA | PIPELINE | {"storage.care", "moa.decoding", "moa.formats"},
-    "pipeline.chats": LEAVES | {"pipeline", "moa.targets"},
     "pipeline.forwards": LEAVES | STORAGE | TARGETS | {"pipeline"},
     "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"pipeline"},
     "trainer": LEAVES | {"config"} | STORAGE | MOA | {"moa.formats"},
-    "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
+    "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline"},
     "serving": LEAVES,
     "serving.engine": LEAVES | {"config"} | MOA | {"serving", "moa.decoding"},
     "serving.server": LEAVES | {"config", "pipeline", "moa.decoding"} | MOA | {"serving", "serving.engine"},

@@ -18,8 +18,8 @@ from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats.columns import Columns
 from moa_data.pipeline.config import RegenerateConfig
+from moa_data.pipeline.dataset import Columns
 from moa_data.pipeline.regenerate import Answers, Counts, LossReason, Row, regenerate
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run

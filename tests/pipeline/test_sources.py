@@ -14,8 +14,8 @@ from moa_data.errors import DatasetError, StoreMismatch, TargetError
 from moa_data.moa.targets.live import resolve_model_folder
 from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.audit import audit
-from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.config import AddConfig, ExtractConfig
+from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.repair import repair

@@ -8,21 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from moa_data.errors import DatasetError, TemplateError
-from moa_data.moa.targets import template as template_module
-from moa_data.moa.targets.chat import Chat, Rejection, RejectReason, UnreadableRow, parse_chat
-from moa_data.moa.targets.chat_tokens import tokenize_chat
-from moa_data.moa.targets.template import MAX_CHAT_CHARS, check_program
-from moa_data.pipeline.chats import dataset as dataset_module
-from moa_data.pipeline.chats.dataset import ChatSource
+from moa_data.errors import DatasetError
+from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat
+from moa_data.pipeline import dataset as dataset_module
 from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.storage.parts.plan import plan_bytes
 from moa_data.tests.kit.chats import random_chats, rejected, write_jsonl
-from moa_data.tests.kit.models import build_tokenizer
-from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 GOOD = [json.dumps(row) for row in random_chats(60)]
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -144,58 +138,6 @@ def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pyt
     assert rows[1::2] == [UnreadableRow("a line of more than 2,000 bytes")] * 2
 
 
-def test_a_chat_beyond_any_context_is_rejected() -> None:
-    messages = [{"role": "user", "content": "a" * MAX_CHAT_CHARS}, {"role": "assistant", "content": "b"}]
-    rejected(tokenize_chat(build_tokenizer(LLAMA3_TEMPLATE), messages, 100), RejectReason.TOO_LONG)
-
-
-ENDLESS = [
-    "{% for i in range(10 ** 9) %}x{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for i in range(900000) %}xxxxxxxx{% endfor %}",
-    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-]
-
-
-@pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_that_does_not_end_is_refused_or_its_rows_are(template: str) -> None:
-    messages = [{"role": "user", "content": "long question"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(TemplateError, match="the chat template does not end: "):
-        tokenize_chat(build_tokenizer(template + LLAMA3_TEMPLATE), messages, 100)
-    some = "{% if messages[0]['content'] | length > 5 %}" + template + "{% endif %}"
-    if "macro" in template:
-        some = template.replace("{{ again() }}{% endmacro %}{{ again() }}", "{{ again() }}{% endmacro %}")
-        some += "{% if messages[0]['content'] | length > 5 %}{{ again() }}{% endif %}"
-    tokenizer = build_tokenizer(some + LLAMA3_TEMPLATE)
-    rejection = tokenize_chat(tokenizer, messages, 100)
-    rejected(rejection, RejectReason.TEMPLATE_FAILED)
-    assert isinstance(rejection, Rejection)
-    assert rejection.detail
-    short = [messages[0] | {"content": "short"}, messages[1]]
-    assert not isinstance(tokenize_chat(tokenizer, short, 100), Rejection)
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{{ '%2000000000d' % 1 }}", "{{ '%2000000000d' | format(1) }}", "{{ '%*d' % (2000000000, 1) }}",
-     "{{ '{:>2000000000}'.format(1) }}", "{{ '%.2000000000f' % 1.5 }}", "{{ 'a'.center(2000000000) }}"],
-)  # fmt: skip
-def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[str] = []
-    real = _compile_jinja_template
-
-    def compile_nothing(text: str) -> Any:
-        compiled.append(text)  # what computes with the constants of such a template would take gigabytes
-        return real("")
-
-    monkeypatch.setattr(template_module, "_compile_jinja_template", compile_nothing)
-    with pytest.raises(TemplateError, match="2,000,000,000"):
-        check_program(build_tokenizer(template + LLAMA3_TEMPLATE))
-    assert compiled == [""]
-
-
 def test_a_parquet_file_that_grows_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_module, "MAX_ROW_BYTES", 1 << 18)
     few, many = tmp_path / "few.parquet", tmp_path / "many.parquet"
@@ -205,28 +147,6 @@ def test_a_parquet_file_that_grows_to_gigabytes_is_refused(tmp_path: Path, monke
         assert path.stat().st_size < 2000
         with pytest.raises(DatasetError, match=path.name):
             next(ChatSource(str(path), None).rows())
-
-
-@pytest.mark.parametrize("fault", ["{{ 1 // (messages | length - 1) }}", "{{ messages[0].content.index('z') }}",
-                                   "{{ [][7].upper() }}", "{{ messages[0]['content'].no.way }}"])  # fmt: skip
-def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
-    guarded = "{% if messages | length != 1 %}" + fault + "{% endif %}" if "messages[0]" not in fault else fault
-    tokenizer = build_tokenizer(guarded.replace("- 1)", "- 2)") + LLAMA3_TEMPLATE)
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rejected(tokenize_chat(tokenizer, messages, 100), RejectReason.TEMPLATE_FAILED)
-
-
-def test_a_plan_over_an_endless_template_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
-    (model / "chat_template.jinja").write_text(ENDLESS[0] + LLAMA3_TEMPLATE)
-    with pytest.raises(TemplateError, match=r"model: the chat template does not end: .*Correct the template"):
-        plan_of(model, chats_file, tmp_path)
-    for program, name in (("{{ lipsum() }}", "lipsum"), ("{{ [1, 2] | random }}", "random")):
-        (model / "chat_template.jinja").write_text(program + LLAMA3_TEMPLATE)
-        with pytest.raises(TemplateError, match=f"the chat template uses {name}, so that equal chats"):
-            plan_of(model, chats_file, tmp_path)
-    (model / "chat_template.jinja").write_text("{% for m in messages %}")
-    with pytest.raises(TemplateError, match="is no Jinja template"):
-        plan_of(model, chats_file, tmp_path)
 
 
 def test_too_many_bad_rows_still_fail_the_run(target_folder: Path, tmp_path: Path) -> None:

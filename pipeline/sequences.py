@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import signal
+import warnings
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
-from ...errors import DatasetError
-from ...machine import usable_cores
-from ...moa.targets.chat import Rejection, RejectReason, parse_chat
-from ...moa.targets.chat_tokens import TokenizedChat, tokenize_chat
-from ...moa.targets.template import asked_the_time, forget_the_time, note_the_time
-from ...text import Progress
-from ..config import DEFAULT_MAX_LENGTH, ExtractConfig
-from .columns import FORMATS, Columns
-from .dataset import ChatSource
-from .processes import Tokenised, tokenise_rows
+from ..errors import DatasetError, WorkerError
+from ..machine import usable_cores
+from ..moa.targets.chat import Rejection, RejectReason, parse_chat
+from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
+from ..moa.targets.template import asked_the_time, forget_the_time, note_the_time, texts
+from ..text import Progress
+from .config import DEFAULT_MAX_LENGTH, ExtractConfig
+from .dataset import FORMATS, ChatSource, Columns
 
+MIN_ROWS = 2000
+"""With fewer rows, one process is done before others have started."""
+ROWS_PER_PROCESS = 16_384
+"""Rows of a block for each process: some seconds of work, long against the start of the processes."""
+_BLOCK_CHARS = 1 << 28
+Tokenised = tuple[TokenizedChat | Rejection, bool]
+"""The sequence of a row or its rejection, and whether the chat template asked for the time."""
+Tokenise = Callable[[Any], Tokenised]
 CHAT_COLUMNS = Columns()
 """The columns of rows that are chats as they are."""
 _REPORT_ROWS = 64
@@ -208,7 +220,7 @@ def read_sequences(
     results = tokenise_rows(
         source.rows(),
         partial(_tokenise, tokenizer, config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)),
-        config.data.tokenize_processes or usable_cores(),
+        (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1,
         lambda: most and most - len(sequences),
     )
     for row, (chat, asks_the_time) in results:
@@ -240,6 +252,103 @@ def _tokenise(tokenizer: Any, max_length: int, columns: Columns, content: Any) -
     if asked_before:
         note_the_time(tokenizer)
     return chat, asks
+
+
+def tokenise_rows(
+    rows: Iterator[tuple[int, Any]], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
+) -> Iterator[tuple[int, Tokenised]]:
+    """Yield (row number, its result) for each row in their order; many rows are divided among forks of this process.
+
+    Args:
+        rows: number and content of each row.
+        n_left: called before rows are read ahead; gives how many sequences are still wanted, None for all.
+    """
+    while n_processes > 1:
+        block, end = _read_block(rows, n_processes * ROWS_PER_PROCESS, n_left())
+        contents = [content for _, content in block]
+        results: Iterator[Tokenised] = map(tokenise, contents)
+        if len(block) >= MIN_ROWS:
+            results = _in_forks(contents, tokenise, n_processes)
+        for (number, _), result in zip(block, results, strict=True):
+            yield number, result
+        if isinstance(end, DatasetError):
+            raise end
+        if end:
+            return
+    for number, content in rows:
+        yield number, tokenise(content)
+
+
+def _read_block(
+    rows: Iterator[tuple[int, Any]], n_rows: int, n_left: int | None
+) -> tuple[list[tuple[int, Any]], bool | DatasetError]:
+    """Read the next rows, some more than are wanted, as a few may be rejected.
+
+    Returns:
+        The rows, and whether they are the last ones, or what kept the next one from being read.
+    """
+    if n_left is not None:
+        n_rows = min(n_rows, n_left + n_left // 16 + 64)
+    block: list[tuple[int, Any]] = []
+    n_chars = 0
+    while len(block) < n_rows and n_chars < _BLOCK_CHARS:
+        try:
+            block.append(next(rows))
+        except StopIteration:
+            return block, True
+        except DatasetError as error:
+            return block, error
+        with contextlib.suppress(RecursionError):  # nested too deeply, and rejected for it later
+            n_chars += sum(map(len, texts(block[-1][1])))
+    return block, False
+
+
+def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
+    """Yield the result of each row; fork k has every n-th row from row k on.
+
+    Forks have rows, tokenizer and template already. They are killed when the caller needs no more, and end by
+    themselves where this process is killed: their pipe breaks.
+    """
+    forks: list[tuple[int, Connection]] = []
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks of a process with threads. Ours need no lock that another thread may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for first in range(n_processes):
+                receiver, sender = Pipe(duplex=False)
+                if not (pid := os.fork()):
+                    receiver.close()
+                    _work(contents[first::n_processes], tokenise, sender)
+                sender.close()
+                forks.append((pid, receiver))
+        for index, content in enumerate(contents):
+            # Of a row that raised something nothing was sent but None: it raises the same here.
+            yield forks[index % n_processes][1].recv() or tokenise(content)
+    except (EOFError, ConnectionError) as error:
+        raise WorkerError(
+            "A process that tokenises was killed, most likely because memory ran out. Use fewer processes, such as "
+            "`--set data.tokenize_processes=1`, or free some memory."
+        ) from error
+    finally:
+        for pid, receiver in forks:
+            receiver.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> NoReturn:
+    """Send the results of rows from a fork, and end it without a word."""
+    try:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the parent ends its forks
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
+        for content in contents:
+            result = None
+            with contextlib.suppress(Exception):
+                result = tokenise(content)
+            sender.send(result)
+    finally:
+        os._exit(0)
 
 
 def tokenize_row(
@@ -290,5 +399,5 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more than "
-            f"--max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Mend the data or raise the limit."
+            f"--max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Correct it or raise the limit."
         )

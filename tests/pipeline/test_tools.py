@@ -12,8 +12,8 @@ from transformers import AddedToken
 from moa_data.errors import PromptUnusable, TemplateError
 from moa_data.moa.targets.chat import Chat, RejectReason, parse_chat
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens
-from moa_data.pipeline.chats.dataset import ChatSource
-from moa_data.pipeline.chats.sequences import tokenize_row
+from moa_data.pipeline.dataset import ChatSource
+from moa_data.pipeline.sequences import tokenize_row
 from moa_data.tests.kit import chats as kit
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (

@@ -1,0 +1,561 @@
+"""The rows of a dataset of chats in order, whatever its format; a row that cannot be read is one bad row.
+
+Of a folder one split is read, as on the Hub: a file belongs to the split that its sub-folder or its name spells, such
+as ``train-00000-of-00002.parquet``, ``data/train_sft-00000-of-00001.parquet``, ``default/train/0000.parquet``,
+``test.jsonl``, ``chats_validation.jsonl``; in a folder of `save_to_disk` its state.json says which files it has.
+
+Files are read here and not by `datasets`, which refuses a whole file for one line that is no JSON, adds nulls to rows
+that lack a key of another row, and copies everything into its cache.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import DatasetError, OptionInvalid
+from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
+from ..text import counted, first_line, format_bytes
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather", ".csv", ".tsv")
+DEFAULT_SPLIT = "train_sft"
+"""Split that is read where none is given: that of chats in UltraChat and its relatives."""
+RECORD_SUFFIX = ".regeneration.json"
+"""Suffix of what `regenerate` writes beside its chats."""
+MAX_ROW_BYTES = 1 << 28
+"""Longest line of a jsonl file that is read into memory."""
+MAX_EXPANSION = 200
+"""Most times that a large row group of a Parquet file may grow when it is read; chats compress to a tenth or so."""
+
+_STATE, _DICT = "state.json", "dataset_dict.json"
+_NO_CHATS = re.compile(
+    rf"\..*|dataset_infos?\.json|{re.escape(_STATE)}|{re.escape(_DICT)}|.*{re.escape(RECORD_SUFFIX)}|cache-.*\.arrow"
+)
+"""Hidden files and folders, what describes a dataset, and the caches that `Dataset.map` leaves beside it."""
+_KEYWORD = re.compile(
+    r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
+    # Words end where letters do, or where a capital begins (testSet); people also write trainset and tests.
+    r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
+    re.IGNORECASE,
+)
+_SHARDED = re.compile(r"(.+)-\d{5}-of-\d{5}\b.*")
+_SHARD_NUMBER = re.compile(r"(?:[-_. ]?(?:part|shard|chunk))?[-_. ]?\d+(?:[-_ ]of[-_ ]\d+\b.*)?$")
+_SHOWN_SPLITS = 8
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH_BYTES = 1 << 20
+_READ_ROWS = 1024
+_CHAT_COLUMNS = ("messages", "conversations", "tools", "functions")
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ChosenFiles:
+    """The files of a dataset, in the order in which they are read.
+
+    Attributes:
+        split: their split; None where nothing in the folder looks like one.
+        n_others: files beside them that are not read.
+    """
+
+    files: tuple[Path, ...]
+    split: str | None = None
+    n_others: int = 0
+
+    def describe(self) -> str:
+        """Say which split and how many files are read; empty where no split is known."""
+        if self.split is None:
+            return ""
+        n_all = len(self.files) + self.n_others
+        return f", split {self.split}" + (f" ({len(self.files)} of {n_all} files)" if self.n_others else "")
+
+
+def choose_files(path: Path, split: str | None) -> ChosenFiles:
+    """Find the files of a dataset: the file itself, or those of one split of a folder, or all where none has a split.
+
+    Args:
+        split: the split to read; None for DEFAULT_SPLIT where the folder has it, else for the only one it has.
+
+    Raises:
+        DatasetError: there is nothing that can be read, several splits and none is the wanted one, or a `save_to_disk`
+            folder lacks one of its files.
+    """
+    if path.is_file():
+        if path.suffix.lower() not in SUFFIXES:
+            raise DatasetError(
+                f"{path} has the suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}. Convert it to jsonl."
+            )
+        return ChosenFiles((path,))
+    found = _files_by_split(path)
+    splits = Counter(name for name in found.values() if name is not None)
+    wanted = split or DEFAULT_SPLIT
+    named = [file for file, name in found.items() if name == wanted]
+    named = named or [file for file in found if _is_named(file.relative_to(path), wanted)]
+    if named and len({found[file] for file in named} - {None}) < 2:
+        return ChosenFiles(tuple(named), wanted, len(found) - len(named))
+    if not splits and found:
+        return ChosenFiles(tuple(found))
+    n_without = len(found) - splits.total()
+    if split is None and len(splits) == 1 and not n_without:
+        return ChosenFiles(tuple(found), next(iter(splits)))
+    if not found:
+        raise DatasetError(
+            f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one of these formats."
+        )
+    shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items())[:_SHOWN_SPLITS])
+    more = f" and {len(splits) - _SHOWN_SPLITS} more" if len(splits) > _SHOWN_SPLITS else ""
+    beside = f", beside {counted(n_without, 'file')} of no split" if n_without else ""
+    example = min(splits, key=lambda name: ("train" not in name, name))
+    raise DatasetError(
+        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{more}{beside}, and none that is called "
+        f"{wanted!r}{' (the default)' if split is None else ''}. Choose one with "
+        f"--split, for example --split {example}, or point --dataset at a single file."
+    )
+
+
+def _is_named(relative: Path, split: str) -> bool:
+    """Whether a file, or one of its folders, has the name of a split."""
+    stem = relative.name.split(".")[0]
+    return split in relative.parts[:-1] or stem == split or stem.startswith(split + "-")
+
+
+def _files_by_split(folder: Path) -> dict[Path, str | None]:
+    """Map every file of a folder that may hold chats to its split, in the order of the paths."""
+    states = {state.parent: _read_state(state) for state in folder.rglob(_STATE)}
+    is_dict = (folder / _DICT).is_file()  # `DatasetDict.save_to_disk` makes a folder a split
+    found: dict[Path, str | None] = {}
+    is_saved = states.get(folder, (None, None))[0] is not None
+    for file in sorted(folder.glob("*") if is_saved else folder.rglob("*")):
+        relative = file.relative_to(folder)
+        listed, split = states.get(file.parent, (None, None))
+        if (
+            file.suffix.lower() in SUFFIXES
+            and file.is_file()
+            and not any(map(_NO_CHATS.fullmatch, relative.parts))
+            and (listed is None or file.name in listed)
+        ):
+            found[file] = split or (relative.parts[0] if is_dict else _split_of(relative))
+    # A folder may hold tables that are no chats, so they are read where there is nothing else.
+    return {file: split for file, split in found.items() if file.suffix.lower() not in (".csv", ".tsv")} or found
+
+
+def _split_of(relative: Path) -> str | None:
+    """Return the split that a path spells: its innermost folder that looks like one, else the file's name."""
+    for folder in reversed(relative.parts[:-1]):
+        if match := _KEYWORD.search(folder):
+            return match[0]
+    stem = relative.name.removesuffix(relative.suffix)
+    sharded = _SHARDED.fullmatch(stem)
+    if sharded and relative.parts[:-1][-1:] == ("data",):
+        return sharded[1]
+    if match := _KEYWORD.search(stem):
+        return _SHARD_NUMBER.sub("", match[0]) or match[0]
+    return None
+
+
+def _read_state(path: Path) -> tuple[set[str] | None, str | None]:
+    """Read the files, all there, and the split of a state.json of `save_to_disk`; None and None of another program."""
+    try:
+        state = json.loads(path.read_bytes())
+        items = state.get("_data_files")
+        names = None if items is None else {str(item["filename"]) for item in items}
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
+        raise DatasetError(f"{path} lists no files ({first_line(error)}). Save the dataset again.") from error
+    if missing := [name for name in names or () if not (path.parent / name).is_file()]:
+        raise DatasetError(f"{path} lists {missing[0]!r}, which is missing. Restore it, or save the dataset again.")
+    split = state.get("_split")
+    return names, split if isinstance(split, str) else None
+
+
+class ChatSource:
+    """The rows of a dataset in order, and a hash of what was read.
+
+    Local files are read directly and their bytes are hashed; a hub dataset is loaded by `datasets` and its rows are
+    hashed as they are read, because its cache files depend on the version of that library.
+
+    Args:
+        dataset: a file, a folder of files, or a hub id.
+        split: split of a hub dataset or of a folder; None for DEFAULT_SPLIT, or the only split of a folder.
+        config_name: configuration of a hub dataset; None for its default.
+        revision: branch, tag or commit of a hub dataset; None for its main branch.
+
+    Attributes:
+        commit: the commit of a hub dataset that is read; None for files, and where `datasets` does not say.
+
+    Raises:
+        DatasetError: there is nothing that can be read, or several splits and none is the wanted one.
+    """
+
+    def __init__(
+        self, dataset: str, split: str | None, config_name: str | None = None, revision: str | None = None
+    ) -> None:
+        self.name = dataset
+        self.config_name = config_name
+        self.commit: str | None = None
+        path = Path(dataset).expanduser()
+        self._root = path if path.is_dir() else path.parent
+        self._hub_rows: Any = None
+        self._row_hash = hashlib.sha256()
+        self._ahead: deque[tuple[int, bytes]] = deque()
+        if path.exists():
+            if config_name or revision:
+                raise DatasetError(f"{dataset} is local. Leave out --dataset-config and --dataset-revision.")
+            self.chosen = choose_files(path, split)
+        else:
+            self.chosen = ChosenFiles((), split or DEFAULT_SPLIT)
+            self._hub_rows = _load_hub(dataset, config_name, split or DEFAULT_SPLIT, revision)
+            self.commit = _commit_of(self._hub_rows)
+            if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
+                raise DatasetError(
+                    f"Dataset {dataset}: commit {revision} is wanted, but only {self.commit} is in the cache and the "
+                    "Hub cannot be reached. Connect to the network, or unset HF_HUB_OFFLINE."
+                )
+
+    def describe(self) -> str:
+        """Return the dataset's name and the split and files that are read, for people."""
+        return self.name + self.chosen.describe()
+
+    def count_rows(self) -> int:
+        """Estimate how many rows there are, for progress; 0 for formats that do not say."""
+        if self._hub_rows is not None:
+            return len(self._hub_rows)
+        return sum(map(_count_rows, self.chosen.files))
+
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """Yield (row number from 0 over all files, row); a row that cannot be read comes as an UnreadableRow."""
+        if self._hub_rows is not None:
+            for number, row in enumerate(self._hub_rows):
+                self._ahead.append((number, json.dumps(row, sort_keys=True, default=str).encode()))
+                yield number, _without_nulls(row)
+            return
+        number = 0
+        for file in self.chosen.files:
+            for row in _read_file(file):
+                yield number, row
+                number += 1
+
+    def count(self, row: int) -> None:
+        """Add the rows up to this one to the dataset's identity; rows that were only read ahead do not count."""
+        while self._ahead and self._ahead[0][0] <= row:
+            self._row_hash.update(self._ahead.popleft()[1])
+
+    def origin(self) -> dict[str, str] | None:
+        """Return what identifies the dataset without reading its rows; None where nothing does."""
+        if self._hub_rows is None:
+            return {"sha256": self._files_sha256}
+        if self.commit is None:
+            return None
+        return {
+            "id": self.name,
+            "config": self.config_name or "",
+            "split": str(self.chosen.split),
+            "commit": self.commit,
+        }
+
+    def identity(self) -> str:
+        """Return the sha256 of the files' names and bytes, or of the hub rows counted so far."""
+        return self._files_sha256 if self._hub_rows is None else self._row_hash.hexdigest()
+
+    @cached_property
+    def _files_sha256(self) -> str:
+        digest = hashlib.sha256()
+        for file in self.chosen.files:
+            # A lone file may be renamed or moved; in a folder the names fix the order.
+            name = str(file.relative_to(self._root)) if len(self.chosen.files) > 1 else ""
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as stream:
+                while block := stream.read(_HASH_BYTES):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+def _load_hub(dataset: str, config_name: str | None, split: str, revision: str | None) -> Any:
+    if dataset.startswith((".", "/", "~")) or dataset.endswith(SUFFIXES) or dataset.count("/") > 1:
+        raise DatasetError(f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name).")
+    import datasets  # slow to import, and only a hub id needs it
+
+    try:
+        return datasets.load_dataset(dataset, config_name, split=split, revision=revision, trust_remote_code=False)
+    except ValueError as error:
+        raise DatasetError(
+            f"Dataset {dataset}, split {split!r}: {first_line(error)} Choose another --split, or a --dataset-config."
+        ) from error
+    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DatasetError(
+            f"Dataset {dataset} is neither a local file or folder nor loadable from the hub ({first_line(error)}). "
+            "Check the name and the network, or give a local path."
+        ) from error
+
+
+def _commit_of(hub_rows: Any) -> str | None:
+    """Return the commit of a dataset that `datasets` has loaded: the name of the folder in its cache."""
+    names = {Path(file["filename"]).parent.name for file in hub_rows.cache_files}
+    commit = names.pop() if len(names) == 1 else ""
+    return commit if _COMMIT.fullmatch(commit) else None
+
+
+def _count_rows(path: Path) -> int:
+    if path.suffix.lower() == ".parquet":
+        try:
+            return int(pq.ParquetFile(path).metadata.num_rows)
+        except (pa.ArrowException, OSError):
+            return 0  # reading it says what is wrong
+    if path.suffix.lower() != ".jsonl":
+        return 0
+    with path.open("rb") as stream:
+        return sum(block.count(b"\n") for block in iter(lambda: stream.read(_HASH_BYTES), b""))
+
+
+def _read_file(path: Path) -> Iterator[Any]:
+    suffix = path.suffix.lower()
+    readers: dict[str, Callable[[Path], Iterator[Any]]] = {
+        ".parquet": _read_parquet, ".arrow": _read_arrow, ".feather": _read_arrow, ".json": _read_json,
+        ".csv": _read_table, ".tsv": _read_table,
+    }  # fmt: skip
+    try:
+        yield from readers.get(suffix, _read_jsonl)(path)
+    except pa.ArrowMemoryError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DatasetError(f"{path} cannot be read ({error.strerror}). Check the disk and the rights.") from error
+        raise DatasetError(
+            f"{path} is no readable {suffix[1:]} file ({first_line(error)}). Restore or convert it."
+        ) from error
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    with pq.ParquetFile(path) as file:
+        metadata = file.metadata
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            columns = [group.column(index) for index in range(group.num_columns)]
+            n_bytes = sum(column.total_uncompressed_size for column in columns)
+            n_stored = sum(column.total_compressed_size for column in columns)
+            # A few kilobytes may blow up to gigabytes.
+            if n_bytes > MAX_ROW_BYTES * max(group.num_rows, 1) or n_bytes > max(
+                MAX_ROW_BYTES, MAX_EXPANSION * n_stored
+            ):
+                raise DatasetError(
+                    f"{path} holds {format_bytes(n_bytes)} of {group.num_rows:,} rows in {format_bytes(n_stored)}; no "
+                    f"row may have more than {format_bytes(MAX_ROW_BYTES)}. Leave such rows out."
+                )
+        for batch in file.iter_batches(batch_size=_READ_ROWS):
+            yield from _arrow_rows(batch)
+
+
+def _read_arrow(path: Path) -> Iterator[Any]:
+    with pa.memory_map(str(path)) as source:
+        try:
+            file = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:
+            source.seek(0)  # `datasets` writes the stream format, feather is the file format
+            for batch in pa.ipc.open_stream(source):
+                yield from _arrow_rows(batch)
+            return
+        for index in range(file.num_record_batches):
+            yield from _arrow_rows(file.get_batch(index))
+
+
+def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Yield the rows of a batch; one that Python cannot hold is an UnreadableRow, the others are as they are."""
+    try:
+        batch.validate(full=True)  # raises ArrowInvalid also where the batch points outside its data
+        rows: Iterable[Any] = batch.to_pylist()
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        if isinstance(error, pa.ArrowInvalid) and "UTF8" not in str(error):
+            raise
+        rows = (_arrow_row(batch.slice(index, 1)) for index in range(batch.num_rows))
+    for row in rows:
+        yield row if isinstance(row, UnreadableRow) else _without_nulls(row)
+
+
+def _arrow_row(batch: pa.RecordBatch) -> Any:
+    try:
+        return batch.to_pylist()[0]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # no UTF-8, a date beyond Python's, depth
+        return UnreadableRow(first_line(error))
+
+
+def _without_nulls(row: Any) -> Any:
+    """Drop keys that Arrow added: its structs have the keys of all rows, and a null where a row lacks one."""
+    found = [name for name in _CHAT_COLUMNS if isinstance(row.get(name), (list, Mapping))]
+    return row | {name: _drop_nulls(row[name]) for name in found} if found else row
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Read one JSON value; an UnreadableRow where it is none, or none that Python can hold."""
+    try:
+        return json.loads(text)
+    except ValueError as error:  # also UnicodeDecodeError, and whole numbers of thousands of digits
+        return UnreadableRow(f"no JSON: {first_line(error)}")
+    except RecursionError:
+        return UnreadableRow("JSON that is nested too deeply")
+
+
+def _read_json(path: Path) -> Iterator[Any]:
+    """Read a list of rows, an object whose `data` is one, or JSON lines under the wrong suffix."""
+    text = path.read_bytes()
+    content = parse_json(text)
+    if isinstance(content, UnreadableRow):
+        # One row may be at fault in a long list; anything else is lines, or no list at all.
+        items = _list_items(path, text)
+        yield from _read_jsonl(path) if items is None else map(parse_json, items)
+        return
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        content = content["data"]
+    yield from content if isinstance(content, list) else [content]
+
+
+def _list_items(path: Path, text: bytes) -> list[bytes] | None:
+    """Cut a JSON list at its own commas, without reading what is between them; None where the text is no list."""
+    if not text.lstrip().startswith(b"["):
+        return None
+    items: list[bytes] = []
+    depth = start = 0
+    for match in _STRUCTURE.finditer(text):
+        sign = match[0]
+        depth += (sign in b"[{") - (sign in b"]}")
+        if depth == 1 and sign == b"[" and not items and not start:
+            start = match.end()
+        elif (depth == 1 and sign == b",") or not depth:
+            items.append(text[start : match.start()])
+            start = match.end()
+        if not depth:
+            return None if text[match.end() :].strip() else items
+    raise DatasetError(f"{path} is no readable json file (its list does not end). Restore or convert it.")
+
+
+def _read_jsonl(path: Path) -> Iterator[Any]:
+    with path.open("rb") as stream:
+        while line := stream.readline(MAX_ROW_BYTES):
+            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+                while (rest := stream.readline(_HASH_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield UnreadableRow(f"a line of more than {MAX_ROW_BYTES:,} bytes")
+            elif line.strip():
+                yield parse_json(line)
+
+
+def _read_table(path: Path) -> Iterator[Any]:
+    """Yield the rows of a csv or tsv file as texts by column; its first line names the columns."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        lines = csv.reader(stream, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        names: list[str] | None = None
+        while True:
+            try:
+                line = next((line for line in lines if line), None)
+                if line is None:
+                    return
+                is_whole = names is None or len(line) == len(names)
+                problem = "" if is_whole else f"{len(line)} fields for {len(names or ())} columns"
+            except csv.Error as error:
+                line, problem = [], f"no csv: {error}"
+            if names is None:
+                if problem or len(set(line)) < len(line):
+                    raise DatasetError(
+                        f"{path} does not begin with a line of column names, each of them once. Add one."
+                    )
+                names = line
+            else:
+                yield UnreadableRow(problem) if problem else dict(zip(names, line, strict=True))
+
+
+FORMATS = {
+    "alpaca": ("user=instruction+input", "assistant=output"),
+    "prompt-completion": ("user=prompt", "assistant=completion"),
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a row make its chat, where questions and answers have columns of their own.
+
+    ``--columns`` names them, a role at a time and in the order of the chat, or by a format::
+
+        alpaca              {"instruction": "Add.", "input": "1, 2", "output": "3"}
+        prompt-completion   {"prompt": "Add 1 and 2.", "completion": "3"}
+        messages=chat       {"chat": [{"role": "user", "content": "Add 1 and 2."}, ...]}
+
+    Attributes:
+        turns: role of each message and its columns, whose texts are joined by an empty line; empty ones are left out.
+        renamed: messages, tools or system -> the column that holds it.
+    """
+
+    turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> Columns:
+        """Read ``role=column[+column]`` texts, or the name of a format; nothing for rows that are chats.
+
+        Raises:
+            OptionInvalid: something else, or neither messages nor both a user and an assistant are named.
+        """
+        turns: list[tuple[str, tuple[str, ...]]] = []
+        renamed: dict[str, str] = {}
+        for text in [part for item in texts for part in FORMATS.get(item, (item,))]:
+            role, equals, names = text.partition("=")
+            role, columns = ROLES.get(role.strip(), role.strip()), tuple(name.strip() for name in names.split("+"))
+            if not equals or not all(columns) or role not in ("messages", "tools", *ROLES.values()) or role == "tool":
+                raise OptionInvalid(
+                    f"columns has {text!r}, expected ROLE=COLUMN such as user=instruction+input,assistant=output with "
+                    f"the roles messages, tools, system, user and assistant, or one of {', '.join(FORMATS)}"
+                )
+            if role in ("user", "assistant"):
+                turns.append((role, columns))
+            elif len(columns) > 1 or role in renamed:
+                raise OptionInvalid(f"columns has {text!r}, but {role} can only be one column")
+            else:
+                renamed[role] = columns[0]
+        roles = {role for role, _ in turns}
+        if texts and (bool(roles) == ("messages" in renamed) or (roles and roles != {"user", "assistant"})):
+            raise OptionInvalid(
+                f"columns is {','.join(texts)}, expected either messages=COLUMN, or columns for both user and assistant"
+            )
+        return cls(tuple(turns), tuple(renamed.items()))
+
+    def describe(self) -> dict[str, str]:
+        """Return role -> columns, joined by +, as store.json records them; empty for rows that are chats."""
+        # Roles may come twice; their order is that of the chat.
+        turns = {f"{index}.{role}": "+".join(columns) for index, (role, columns) in enumerate(self.turns)}
+        return turns | dict(self.renamed)
+
+    def apply(self, row: Any) -> Any | Rejection:
+        """Return a row with the columns of a chat; one that lacks a column is rejected, anything else as it is."""
+        if not (self.turns or self.renamed) or not isinstance(row, Mapping):
+            return row
+        wanted = [name for _, columns in self.turns for name in columns] + [name for _, name in self.renamed]
+        if missing := [name for name in wanted if name not in row]:
+            return Rejection(RejectReason.NO_COLUMN, f"{missing[0]}; columns: " + ", ".join(map(str, list(row)[:8])))
+        chat = {key: value for key, value in row.items() if key not in ("messages", "conversations")}
+        chat |= {name: row[column] for name, column in self.renamed}
+        if self.turns:
+            chat["messages"] = [message for turn in self.turns for message in _messages(*turn, row)]
+        return chat
+
+
+def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list[Any]:
+    """Return the message of one turn, or the messages that its column holds, as in TRL's conversational prompts."""
+    values = [row[name] for name in columns if row[name] not in (None, "")]
+    if len(values) == 1 and not isinstance(values[0], str):
+        is_chat = isinstance(values[0], list | tuple) and all(isinstance(item, Mapping) for item in values[0])
+        return list(values[0]) if is_chat else [{"role": role, "content": values[0]}]
+    texts = [value if isinstance(value, str) else None for value in values]
+    return [{"role": role, "content": None if None in texts else "\n\n".join(map(str, texts))}]
