@@ -89,7 +89,7 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only 
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "StorePath":
         """Return the store's place."""
-        from ..storage.disk.files import open_path
+        from ..storage.backend import open_path
 
         return open_path(value)
 

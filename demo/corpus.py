@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OptionInvalid
-from ..storage.disk.durable import write_atomic
+from ..files import write_atomic
 
 Chat = list[dict[str, str]]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..storage.disk.durable import PARTIAL_SUFFIX
+from ..files import PARTIAL_SUFFIX
 from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import DatasetError, OptionInvalid
+from ..files import parse_object
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.chat_tokens import TokenizedChat, check_template
 from ..moa.targets.live import Target, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, asked_the_time
-from ..storage.disk.files import names_in
-from ..storage.documents import parse_object, read_bounded
+from ..storage.backend import names_in, read_file
 from ..storage.dtypes import to_float32
 from ..storage.names import RUNS_NAME
 from ..storage.paths import StorePath
@@ -167,7 +167,7 @@ def _tokenize_again(
     runs = [name for name in names_in(stored.path / RUNS_NAME) if name.endswith(".json")]
     config: Any = None
     with contextlib.suppress(FileNotFoundError, ValueError):
-        config = parse_object(read_bounded(stored.path / RUNS_NAME / runs[-1])).get("config") if runs else None
+        config = parse_object(read_file(stored.path / RUNS_NAME / runs[-1])).get("config") if runs else None
     dataset = config.get("dataset") if isinstance(config, dict) else None
     if not isinstance(dataset, str) or "max_length" not in stored.manifest.extraction:
         return {}, "no run record names the dataset; tokens and masks were checked by their content hash only"

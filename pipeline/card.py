@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..storage.backend import put
 from ..storage.care.summary import FieldSummary, StoreSummary, summarize_store
-from ..storage.disk.durable import write_atomic
 from ..storage.names import CARD_NAME, below
 from ..storage.paths import AnyPath, StorePath
-from ..storage.write.links import refuse_links
 from .config import ExtractConfig
 
 _SIZE_CATEGORIES = (
@@ -50,9 +49,8 @@ class CardOrigin:
 
 def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
     """Write README.md into a store's root, or replace it."""
-    refuse_links(store, folders=())
     path = below(store, CARD_NAME)
-    write_atomic(path, card_text(store, origin).encode())
+    put(path, card_text(store, origin).encode())
     return path
 
 

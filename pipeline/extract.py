@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Interrupted, OptionInvalid, StoreMismatch
+from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
+from ..storage.backend import open_path
 from ..storage.care.repair import RepairPlan, retract_damage
-from ..storage.disk.durable import PARTIAL_SUFFIX, check_room
-from ..storage.disk.files import open_path
 from ..storage.names import TEXTS_NAME, commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.paths import StorePath
-from ..storage.write.lock import CARD_SLOT, TEXTS_SLOT
+from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 from .add import refuse_addition
@@ -192,7 +192,7 @@ def extract(
         timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
         stored = sum(read_part_commit(commit_path(store.path, part)).stored_bytes for part in range(store.n_parts))
         report = ExtractReport(plan, store.path, config.scale.n_workers, lost, stored, timings)
-        with store.publishing(CARD_SLOT):
+        with store.publishing(CARD_BYTE):
             write_card(store.path, CardOrigin.of(config))
         store.record_run(report.record(provenance or {}))
         store.sweep()
@@ -242,7 +242,7 @@ def _with_texts(plan: ExtractPlan, store: StoreWriter) -> ExtractPlan:
     """Return the plan with its sequences mapped from the store's own file, which frees this process's memory."""
     if plan.keeps_texts:
         return plan
-    with store.publishing(TEXTS_SLOT):
+    with store.publishing(TEXTS_BYTE):
         sequences = keep_texts(store.path, plan.sequences, plan.texts_origin)
     return dataclasses.replace(plan, sequences=sequences)
 

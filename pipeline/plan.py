@@ -21,9 +21,9 @@ from ..moa.targets.bundle import load_target_config, target_sizes
 from ..moa.targets.chat_tokens import check_template
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, parse_template_arguments
+from ..storage.backend import open_path
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import StoreCodec
-from ..storage.disk.files import open_path
 from ..storage.parts.commit import committed_bytes
 from ..storage.parts.plan import plan_counts, plan_parts
 from ..storage.paths import RemotePath, StorePath

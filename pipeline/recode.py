@@ -14,13 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CodecUnknown, Interrupted, OptionInvalid
+from ..files import check_room, walk
 from ..machine import fix_sums
 from ..moa.targets.bundle import FrozenTarget, load_target_config
+from ..storage.backend import exists, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
-from ..storage.disk.checking import exists
-from ..storage.disk.durable import check_room, walk
-from ..storage.disk.files import open_path
 from ..storage.dtypes import to_float32
 from ..storage.names import TARGET_NAME, commit_path
 from ..storage.parts.commit import read_part_commit

@@ -33,6 +33,7 @@ import torch
 
 from .. import __version__
 from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, TemplateError
+from ..files import disk_full_guard, write_all, write_atomic
 from ..moa.decoding.loop import Generation, generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import Shape
@@ -41,7 +42,6 @@ from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import check_template, prompt_tokens, tokenize_chat
 from ..moa.targets.live import Target
 from ..moa.targets.template import choose_template_arguments, parse_template_arguments
-from ..storage.disk.durable import disk_full_guard, write_all, write_atomic
 from ..text import Progress, counted, first_line, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns

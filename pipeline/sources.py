@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import StorageUnavailable, StoreError, StoreMismatch, TargetError, WorkerError
+from ..files import parse_object
 from ..moa.targets.bundle import hash_target, weight_files
 from ..moa.targets.template import template_text
-from ..storage.disk.files import names_in
-from ..storage.documents import parse_object, read_bounded
+from ..storage.backend import names_in, read_file
 from ..storage.names import RUNS_NAME
 from ..storage.paths import StorePath
 from ..storage.read.store import read_manifest
@@ -184,7 +184,7 @@ def recorded_config(store: StorePath) -> ExtractConfig:
     records = [name for name in names_in(runs) if name.endswith(".json")]
     for path in (runs / name for name in sorted(records, reverse=True)):
         try:
-            settings = parse_object(read_bounded(path))["config"]
+            settings = parse_object(read_file(path))["config"]
             settings = settings | {"split": known_split(settings)}
             return ExtractConfig.of(**{name: value for name, value in settings.items() if name in names})
         except (KeyError, TypeError, ValueError, AttributeError):

@@ -16,9 +16,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..files import replacing
 from ..moa.targets.template import parse_template_arguments
-from ..storage.disk.durable import replacing
-from ..storage.disk.files import download
+from ..storage.backend import download
 from ..storage.names import TEXTS_NAME
 from ..storage.paths import StorePath
 from .config import ExtractConfig
@@ -94,7 +94,7 @@ def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any]
         return write_texts(path, sequences, origin)
     with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
         kept = write_texts(Path(folder) / TEXTS_NAME, sequences, origin)
-        path.bucket.put(path.key, Path(folder) / TEXTS_NAME)
+        path.backend.upload(path.key, Path(folder) / TEXTS_NAME)
     return kept
 
 

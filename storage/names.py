@@ -39,12 +39,6 @@ def part_name(part: int) -> str:
     return f"part-{part:05d}"
 
 
-def part_folder(store: AnyPath, part: int, schema_version: int) -> AnyPath:
-    """Return the folder that the names in a part's commit start from: of all parts, in version 1 of the part's own."""
-    own = (f"{part_name(part)}.zarr",) if schema_version == 1 else ()
-    return below(store, PARTS_NAME, *own)
-
-
 def commit_path(store: AnyPath, part: int) -> AnyPath:
     """Return the path of a part's commit."""
     return below(store, COMMITS_NAME, f"{part_name(part)}.json")

@@ -1,16 +1,24 @@
-"""Where a store lies: in a folder of this machine (``Path``), or below a prefix of a bucket (:class:`RemotePath`).
+"""Paths of stores: in a folder (``Path``) or below a prefix of an object store (:class:`RemotePath`).
 
-Both name files and folders in one way, so that the rest of ``storage`` does not tell them apart; what is done to the
-files behind the names goes through the functions of ``disk``.
+Both name files in one way, so that the rest of ``storage`` does not tell them apart. :class:`Backend` is what is asked
+of either; ``backend`` and ``object_store`` implement it.
 """
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol, TypeVar
+
+REQUEST_BYTES = 8 << 20
+"""Longest range of one request to a server, and size of the blocks in which a file is uploaded."""
+MAX_REQUESTS = 32
+"""Requests that one process has under way at the same time: with 20 ms to the first byte and 8 MiB each, more than a
+link of 100 Gbit/s carries."""
 
 
 class Entry(NamedTuple):
@@ -20,17 +28,15 @@ class Entry(NamedTuple):
     modified: datetime | None
 
 
-class Bucket(Protocol):
-    """All that is asked of an object store; names are relative to the store's URL.
+class Backend(Protocol):
+    """All that is asked of the place of a store.
 
-    Every method raises FileNotFoundError for a file that is not there, and StorageUnavailable where the server cannot
-    be asked, or refuses.
+    Every method raises FileNotFoundError for a file that is not there; StorageUnavailable, or another OSError, where it
+    cannot be told.
     """
 
-    url: str
-
-    def find(self, folder: str = "") -> dict[str, Entry]:
-        """Return all files at or below a folder, which may lag behind what was written."""
+    def list_files(self, folder: str) -> dict[str, Entry]:
+        """Return all files at or below a folder by their names; a server's list may lag behind what was written."""
         ...
 
     def size(self, name: str) -> int:
@@ -42,30 +48,37 @@ class Bucket(Protocol):
         ...
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return bytes [start, stop) of files, all requests under way together; ranges may end behind a file's end."""
+        """Return bytes [start, stop) of files; a range that reaches beyond a file's end gives what there is."""
         ...
 
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist; returns whether this call made it.
-
-        An answer that was lost on the way is asked for: where the file holds ``data``, this call made it.
-        """
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Write a file that must not exist; returns whether it holds ``data`` now, whoever wrote it."""
         ...
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:
-        """Write a file that must hold ``old``; returns whether it held it, as for :meth:`create`."""
+        """Write a file that must hold ``old``; returns whether it holds ``new`` now."""
         ...
 
-    def put(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:
-        """Write a file, or replace it, in one step; a file's content or an iterable goes up in pieces as it comes."""
-        ...
-
-    def copy(self, source: str, target: str, n_bytes: int) -> None:
-        """Write a file, or replace it, in one step with the content of another one, which has ``n_bytes``."""
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, or replace it, in one step."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; those that are not there are passed over."""
+        ...
+
+
+class RemoteBackend(Backend, Protocol):
+    """An object store, which has no renames: files are uploaded in blocks, and copied by the server."""
+
+    url: str
+
+    def upload(self, name: str, data: Path | Iterable[bytes]) -> None:
+        """Write a file, or replace it, in one step, in blocks as they come."""
+        ...
+
+    def copy(self, source: str, target: str, n_bytes: int) -> None:
+        """Write a file, or replace it, in one step with the content of another one, which has ``n_bytes``."""
         ...
 
 
@@ -77,16 +90,16 @@ class Stat(NamedTuple):
 
 
 class RemotePath:
-    """A file or folder of a remote store, named in the way of ``Path``; the store itself has an empty key."""
+    """A file or folder in an object store, named in the way of ``Path``; the store itself has an empty key."""
 
-    def __init__(self, bucket: Bucket, key: str = "") -> None:
-        self.bucket, self.key = bucket, key
+    def __init__(self, backend: RemoteBackend, key: str = "") -> None:
+        self.backend, self.key = backend, key
 
     def __truediv__(self, name: str | PurePosixPath) -> RemotePath:
-        return RemotePath(self.bucket, f"{self.key}/{name}".strip("/"))
+        return RemotePath(self.backend, f"{self.key}/{name}".strip("/"))
 
     def __str__(self) -> str:
-        return f"{self.bucket.url}/{self.key}".rstrip("/")
+        return f"{self.backend.url}/{self.key}".rstrip("/")
 
     __repr__ = __str__
 
@@ -104,37 +117,32 @@ class RemotePath:
     @property
     def parent(self) -> RemotePath:
         """The folder around it; of the store itself, the store."""
-        return RemotePath(self.bucket, self.key.rpartition("/")[0])
+        return RemotePath(self.backend, self.key.rpartition("/")[0])
 
     def stat(self) -> Stat:
         """Return the size; FileNotFoundError where there is no such file."""
-        return Stat(self.bucket.size(self.key))
+        return Stat(self.backend.size(self.key))
 
     def exists(self) -> bool:
         """Whether there is such a file, or a file below it."""
         try:
             self.stat()
         except FileNotFoundError:
-            return self.is_dir()
+            return bool(self.backend.list_files(self.key))
         return True
-
-    def is_dir(self) -> bool:
-        """Whether there is a file below it."""
-        return bool(self.bucket.find(self.key))
 
     def names(self) -> list[str]:
         """Return the names of all files below it, relative to it."""
         start = f"{self.key}/" if self.key else ""
-        return [name[len(start) :] for name in sorted(self.bucket.find(self.key)) if name.startswith(start)]
+        return [name[len(start) :] for name in sorted(self.backend.list_files(self.key)) if name.startswith(start)]
 
-    def read_bytes(self, max_bytes: int | None = None) -> bytes:
-        """Return the file's content; ValueError, with nothing read, where it is longer than ``max_bytes``."""
-        return self.bucket.read(self.key, max_bytes)
+    def read_bytes(self) -> bytes:
+        """Return the file's content."""
+        return self.backend.read(self.key)
 
 
 StorePath = Path | RemotePath
 """A store, or a file or folder of one."""
-
 AnyPath = TypeVar("AnyPath", bound=StorePath)
 """The type of a path of which another one of the same kind is made."""
 
@@ -142,3 +150,14 @@ AnyPath = TypeVar("AnyPath", bound=StorePath)
 def name_below(folder: StorePath, path: StorePath) -> str:
     """Return the name of a file below a folder, relative to it; ValueError where it lies elsewhere."""
     return PurePosixPath(str(path)).relative_to(str(folder)).as_posix()
+
+
+_pool: tuple[int, ThreadPoolExecutor] | None = None
+
+
+def requests() -> ThreadPoolExecutor:
+    """Return this process's threads that wait for servers."""
+    global _pool
+    if _pool is None or _pool[0] != os.getpid():
+        _pool = (os.getpid(), ThreadPoolExecutor(MAX_REQUESTS, "object-store"))
+    return _pool[1]

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SchemaVersionError, StoreDamaged
-from .documents import mapping, parse_object, relative_name, whole_number, whole_numbers
+from ..files import mapping, parse_object, relative_name, whole_number, whole_numbers
 from .dtypes import FLOAT_DTYPES, storage_dtype
 
 ALIGNMENT_TOKENS = 64

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = {"tests", "benchmarks", "build", "docs"}
 
-LEAVES = {"errors", "text", "machine"}
-STORAGE = {"storage", "storage.disk", "storage.parts", "storage.codecs", "storage.read", "storage.write"}
+LEAVES = {"errors", "text", "machine", "files"}
+STORAGE = {"storage", "storage.parts", "storage.codecs", "storage.read", "storage.write"}
 TARGETS = {"moa", "moa.nn", "moa.targets"}
 MOA = TARGETS | {"moa.drafters"}
 PIPELINE = {"pipeline", "pipeline.forwards"}
@@ -24,12 +24,12 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
     "machine": set(),
+    "files": {"errors", "text"},
     "config": {"errors"},
     "storage": LEAVES,
-    "storage.disk": LEAVES | {"storage"},
-    "storage.parts": LEAVES | {"storage", "storage.disk"},
-    "storage.codecs": LEAVES | {"storage", "storage.disk", "storage.parts"},
-    "storage.read": LEAVES | {"storage", "storage.disk", "storage.parts", "storage.codecs"},
+    "storage.parts": LEAVES | {"storage"},
+    "storage.codecs": LEAVES | {"storage", "storage.parts"},
+    "storage.read": LEAVES | {"storage", "storage.parts", "storage.codecs"},
     "storage.write": LEAVES | STORAGE,
     "storage.care": LEAVES | STORAGE,
     "moa": LEAVES,
@@ -63,6 +63,7 @@ OUTSIDE: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
     "machine": set(),
+    "files": set(),
     "config": {"pydantic", "pydantic_core", "yaml"},
     "storage": {
         "numpy",
@@ -73,7 +74,6 @@ OUTSIDE: dict[str, set[str]] = {
         "zstandard",
         "array_api_compat",
         "safetensors",
-        "fsspec",
         "obstore",
         "typing_extensions",
     },

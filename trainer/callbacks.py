@@ -16,8 +16,8 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch import Tensor
 
 from ..errors import Interrupted, RunWarning
+from ..files import write_atomic
 from ..machine import free_memory
-from ..storage.disk.durable import write_atomic
 from ..text import Progress
 from .batches import Batch
 from .checkpoints import write_drafter

@@ -30,14 +30,13 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import CheckpointError, Interrupted, MoaDataError, OutputOccupied, TrainingError
+from ..files import PARTIAL_SUFFIX, LockHeld, check_room, disk_full_guard, lock_file, write_atomic
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.registry import drafter_class
 from ..moa.targets.bundle import FrozenTarget, target_sizes
-from ..storage.disk.durable import PARTIAL_SUFFIX, check_room, disk_full_guard, write_atomic
-from ..storage.disk.locking import LockHeld, lock_file
-from ..storage.disk.read_cache import cache_at
 from ..storage.parts.manifest_commit import check_target_bundle
 from ..storage.read.store import ActivationStore
+from ..storage.read_cache import cache_at
 from ..text import Progress, first_line
 from . import callbacks
 from .batches import BatchReader, sequence_bytes

@@ -13,8 +13,8 @@ import matplotlib
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from ..errors import TrainingError
+from ..files import write_atomic
 from ..machine import is_first_process
-from ..storage.disk.durable import write_atomic
 from ..text import first_line
 from .config import METRICS_FILE, TRACKER_FILE, TrainConfig
 

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from benchmarks.kit.records import add_out_option, settings_of, write_record
-from moa_data.storage.disk.object_bucket import ObjectBucket
+from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.object_stores import Seaweed, copy_up, empty_place, use
 from moa_data.trainer.config import TrainConfig
@@ -53,9 +53,9 @@ class Link:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the link before every request of this process."""
-        real = ObjectBucket._asked
+        real = ObjectStore._asked
 
-        def asked(bucket: ObjectBucket, name: str, request: Callable[[], Any]) -> Any:
+        def asked(bucket: ObjectStore, name: str, request: Callable[[], Any]) -> Any:
             time.sleep(self.latency_s)
             answer = real(bucket, name, request)
             n_bytes = len(answer) if isinstance(answer, bytes | memoryview) else 0
@@ -68,7 +68,7 @@ class Link:
             return answer
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ObjectBucket, "_asked", asked)
+            patch.setattr(ObjectStore, "_asked", asked)
             yield
 
 

@@ -12,7 +12,6 @@ from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import (
-    SCHEMA_VERSION,
     FieldSpec,
     StoreManifest,
     hidden_field,
@@ -88,7 +87,7 @@ def draw(shape: str, n_bytes: int) -> Data:
     return Data(values(n_layers, n_heads, 2, head_dim), values(width), lengths)
 
 
-def write_store(data: Data, path: Path, schema_version: int = SCHEMA_VERSION) -> None:
+def write_store(data: Data, path: Path) -> None:
     """Writes the sequences as a store, which keeps their order: they are sorted by length, and fill one part."""
     n = len(data.lengths)
     columns = {
@@ -108,7 +107,6 @@ def write_store(data: Data, path: Path, schema_version: int = SCHEMA_VERSION) ->
         n_parts=1,
         n_tokens=int(data.lengths.sum()),
         codec=StoreCodec("lossless", fields).describe(),
-        schema_version=schema_version,
     )
     with StoreWriter.create_or_resume(path, manifest, plan) as writer, writer.part(0) as out:
         for row, start in zip(out.sequences.to_pylist(), data.starts.tolist(), strict=True):

@@ -213,11 +213,6 @@ def write_ours(data: Data, folder: Path) -> None:
     write_store(data, folder / "store")
 
 
-def write_ours_1(data: Data, folder: Path) -> None:
-    """The store in the layout of schema version 1."""
-    write_store(data, folder / "store", schema_version=1)
-
-
 def part_and_starts(folder: Path) -> tuple[Path, np.ndarray, np.ndarray]:
     """The one part of the store, and where its sequences begin and how long they are."""
     with ActivationStore(folder / "store") as store:
@@ -300,5 +295,4 @@ FORMATS = [
     Format("tensorstore", write_ours, open_tensorstore, shares="store", needs="tensorstore"),
     Format("read_batch, 1 thread", write_ours, open_ours(1), shares="store"),
     Format("read_batch, 2 threads", write_ours, open_ours(2), shares="store"),
-    Format("read_batch, 1 thread, version 1", write_ours_1, open_ours(1), shares="store-1"),
 ]

@@ -1,9 +1,9 @@
 """Measures how long it takes to open a store of many parts, for writing and for reading, and counts files and folders.
 
 The parts have the files of Llama-3-8B in parts of 65,536 tokens, with commits that say their sizes; the files hold next
-to nothing, for opening a store does not read them. Both schema versions are made and opened in turns.
+to nothing, for opening a store does not read them.
 
-    python -m benchmarks.store.start [--parts 3772] [--parts-1 377] [--turns 3] [--out FOLDER]
+    python -m benchmarks.store.start [--parts 3772] [--turns 3] [--out FOLDER]
 """
 
 import argparse
@@ -19,9 +19,9 @@ import pyarrow as pa
 from benchmarks.kit.records import add_out_option, settings_of, write_record
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.names import commit_path, part_folder
+from moa_data.storage.names import PARTS_NAME, commit_path
 from moa_data.storage.parts.commit import PartCommit
-from moa_data.storage.parts.grid import array_grid, array_grid_1, zarr_metadata
+from moa_data.storage.parts.grid import array_grid
 from moa_data.storage.parts.plan import plan_counts, plan_parts
 from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
@@ -33,7 +33,7 @@ SEQUENCES_PER_PART = 64
 FIELDS = (tokens_field(), response_mask_field(), kv_field(32, 8, 128), hidden_field("last", 4096))
 
 
-def recipe(n_parts: int, version: int) -> tuple[StoreManifest, pa.Table]:
+def recipe(n_parts: int) -> tuple[StoreManifest, pa.Table]:
     """Manifest and plan of parts that are filled to the brim by equal sequences."""
     n = n_parts * SEQUENCES_PER_PART
     columns = {
@@ -50,7 +50,6 @@ def recipe(n_parts: int, version: int) -> tuple[StoreManifest, pa.Table]:
         identities={},
         extraction={},
         codec=StoreCodec("lossless", FIELDS).describe(),
-        schema_version=version,
         n_sequences=counts["n_sequences"],
         n_parts=counts["n_parts"],
         n_tokens=counts["n_tokens"],
@@ -58,26 +57,25 @@ def recipe(n_parts: int, version: int) -> tuple[StoreManifest, pa.Table]:
     return manifest, plan
 
 
-def part_files(part: int, n_parts: int, version: int) -> dict[str, bytes]:
+def part_files(part: int, n_parts: int) -> dict[str, bytes]:
     """Name -> content of the files of a part; of shards a few bytes."""
     arrays = tuple(StoreCodec("lossless", FIELDS).arrays)
-    grids = [array_grid(a, n_parts, PART_TOKENS) if version > 1 else array_grid_1(a, PART_TOKENS) for a in arrays]
-    files = {} if version > 1 else zarr_metadata(zip(arrays, grids, strict=True))
-    for array, grid in zip(arrays, grids, strict=True):
-        n_shards = grid.shards_per_part or -(-grid.shape[0] // grid.shard_shape[0])
-        files |= {f"{array.name}/{grid.shard_key(part, number)}": b"shard" for number in range(n_shards)}
+    files = {}
+    for array in arrays:
+        grid = array_grid(array, n_parts, PART_TOKENS)
+        files |= {f"{array.name}/{grid.shard_key(part, number)}": b"shard" for number in range(grid.shards_per_part)}
     return files
 
 
-def make(store: Path, n_parts: int, version: int) -> dict[str, float]:
+def make(store: Path, n_parts: int) -> dict[str, float]:
     """Make a store whose parts are all committed; return what each part has in files and folders."""
-    manifest, plan = recipe(n_parts, version)
+    manifest, plan = recipe(n_parts)
     StoreWriter.create_or_resume(store, manifest, plan).close()
     before = count(store / "parts")
     for part in range(n_parts):
-        folder, records = part_folder(store, part, version), {}
-        for name, content in part_files(part, n_parts, version).items():
-            path = folder / name
+        records = {}
+        for name, content in part_files(part, n_parts).items():
+            path = store / PARTS_NAME / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
             records[name] = FileRecord(len(content), zlib.crc32(content))
@@ -94,9 +92,9 @@ def count(folder: Path) -> tuple[int, int]:
     return sum(files for files, _ in found), sum(folders for _, folders in found)
 
 
-def seconds(store: Path, n_parts: int, version: int) -> dict[str, float]:
+def seconds(store: Path, n_parts: int) -> dict[str, float]:
     """Seconds to start each of three commands on a store that nothing is missing of."""
-    manifest, plan = recipe(n_parts, version)
+    manifest, plan = recipe(n_parts)
     times = {}
     for name, action in (
         ("open for writing", lambda: StoreWriter.create_or_resume(store, manifest, plan).close()),
@@ -113,26 +111,19 @@ def main() -> None:
     """Make, open and tell."""
     parser = argparse.ArgumentParser(description="Measure starting on a store of many parts.")
     parser.add_argument("--parts", type=int, default=3772, help="parts of the store")
-    parser.add_argument("--parts-1", type=int, default=377, help="parts of the store of schema version 1")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="for the stores")
     add_out_option(parser)
     options = parser.parse_args()
-    figures = {}
     with tempfile.TemporaryDirectory(prefix="moa-data-start-", dir=options.folder) as folder:
-        stores = {1: options.parts_1, 2: options.parts}
-        layouts = {version: make(Path(folder) / str(version), n, version) for version, n in stores.items()}
-        turns = [
-            {version: seconds(Path(folder) / str(version), n, version) for version, n in stores.items()}
-            for _ in range(options.turns)
-        ]
-    for version, n_parts in stores.items():
-        medians = {name: statistics.median(turn[version][name] for turn in turns) for name in turns[0][version]}
-        figures[f"version {version}"] = (
-            {"n_parts": n_parts} | layouts[version] | {f"{name} s": round(value, 3) for name, value in medians.items()}
-        )
-        print(f"version {version}:", figures[f"version {version}"])
-    print(write_record(options.out, "start", {"figures": figures, "settings": settings_of(options, "folder")}))
+        store = Path(folder) / "store"
+        layout = make(store, options.parts)
+        turns = [seconds(store, options.parts) for _ in range(options.turns)]
+    medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    found = {"n_parts": options.parts} | layout | {f"{name} s": round(value, 3) for name, value in medians.items()}
+    print(found)
+    record = {"figures": {"version 2": found}, "settings": settings_of(options, "folder")}
+    print(write_record(options.out, "start", record))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import OutputOccupied
+from ...files import write_atomic
 from ...moa.targets.bundle import layer_windows, load_target_config
-from ...storage.disk.durable import write_atomic
 from ...storage.read.store import ActivationStore
 from ...text import Progress, counted
 from .config import ExportConfig

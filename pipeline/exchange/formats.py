@@ -61,8 +61,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...errors import DrafterError, InteropError, OptionInvalid, SelectionInvalid
+from ...files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
 from ...moa.files import MAX_CONFIG_BYTES, check_regular, load_pickled_tensors, parsing, read_header
-from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
 from ...text import add_command
 
 LAST = "hidden/last"

@@ -31,7 +31,7 @@ from ...moa.targets.live import DeviceClock, Mark, Target, load_target_model
 from ...storage.codecs.registry import StoreCodec
 from ...storage.parts.encoding import EncodePool
 from ...storage.write.addition import StoreAddition
-from ...storage.write.lock import BUNDLE_SLOT
+from ...storage.write.lock import BUNDLE_BYTE
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress
@@ -331,7 +331,7 @@ def load_target(
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
     """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
-    with store.publishing(BUNDLE_SLOT):
+    with store.publishing(BUNDLE_BYTE):
         if not store.has_target or n_layers_kept > held_layers(store.target_path):  # else another has written it
             _save_bundle(store, target, folder, n_layers_kept)
 

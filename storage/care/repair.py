@@ -9,9 +9,7 @@ from pathlib import Path
 
 from ...errors import StoreDamaged
 from ...text import Progress
-from ..disk.checking import check_guard
-from ..disk.durable import remove_file
-from ..disk.files import open_path
+from ..backend import check_guard, open_path, remove_file
 from ..names import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -25,7 +23,6 @@ from ..parts.manifest_commit import is_metadata
 from ..parts.plan import read_plan
 from ..paths import StorePath
 from ..read.store import read_manifest
-from ..write.links import refuse_links
 from ..write.store import StoreWriter
 from .verify import Finding, verify_store
 
@@ -148,7 +145,6 @@ def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
     """
     now = plan_repair(writer.path, parts=plan.parts)
     _check_droppable(now)
-    refuse_links(writer.path, folders=())
     for name in now.strays:
         remove_file(writer.path / name)
     if now.target or (plan.target and not writer.has_target):

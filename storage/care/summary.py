@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..backend import exists, open_path
 from ..codecs.registry import StoreCodec
-from ..disk.checking import exists
-from ..disk.files import open_path
 from ..names import PLAN_NAME, TARGET_NAME, target_commit_path
 from ..parts.commit import PartCommit, array_of, read_commits
 from ..parts.manifest_commit import check_manifest

@@ -16,11 +16,20 @@ import pyarrow as pa
 
 from ...errors import StoreDamaged, StoreError
 from ...text import Progress
+from ..backend import (
+    MISSING,
+    check_guard,
+    check_incomplete,
+    exists,
+    file_crc32,
+    names_in,
+    open_path,
+    reads_of,
+    reason,
+    sizes_of,
+)
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
-from ..disk.checking import MISSING, check_guard, check_incomplete, exists, reason
-from ..disk.durable import file_crc32
-from ..disk.files import names_in, open_path, reads_of, sizes_of
 from ..dtypes import FLOAT_DTYPES, is_finite
 from ..names import (
     CODEC_NAME,

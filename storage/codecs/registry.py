@@ -12,8 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from ...errors import CodecUnknown, StoreDamaged
-from ..disk.checking import MISSING, exists
-from ..documents import read_bounded
+from ..backend import MISSING, exists, read_file
 from ..dtypes import FLOAT_DTYPES
 from ..names import CODEC_NAME
 from ..parts.chunk import BYTE_CHAIN
@@ -237,7 +236,7 @@ class StoreCodec:
 def read_basis(path: StorePath) -> bytes:
     """Return the content of a file of ``codec/``; no bytes, which no hash fits, where it is too long to be one."""
     try:
-        return read_bounded(path, MAX_BASIS_BYTES)
+        return read_file(path, MAX_BASIS_BYTES)
     except ValueError:
         return b""
 

@@ -18,7 +18,7 @@ import numpy as np
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from ...errors import StoreDamaged
-from ..disk.durable import crc32c
+from ..backend import crc32c
 from .blosc_frame import encode_frame
 
 # Blosc's own threads would make the order of blocks depend on timing and do not survive a fork; callers run threads.

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import StoreDamaged, StoreError
-from ..disk.checking import MISSING
-from ..disk.files import names_in, reads_of
-from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
+from ...files import mapping, parse_object, relative_name, whole_number
+from ..backend import MISSING, names_in, read_file, reads_of
 from ..names import COMMITS_NAME, commit_path
 from ..paths import RemotePath, Stat, StorePath
 from .shard import FileRecord
@@ -52,7 +51,7 @@ def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -
         read: reads the file, where it is on its way already (``files.reads_of``).
     """
     try:
-        text = read() if read else read_bounded(path)
+        text = read() if read else read_file(path)
         document = parse_object(text)
         counts = {key: whole_number(document[key], key) for key in ("part", "n_sequences", "n_tokens")}
         allocated_tokens = whole_number(document["allocated_tokens"], "allocated_tokens")
@@ -109,7 +108,7 @@ def read_target_commit(path: StorePath) -> dict[str, FileRecord]:
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
     """Read a commit that lists files alone; raises StoreDamaged where it is damaged."""
     try:
-        text = read_bounded(path)
+        text = read_file(path)
         records = _records(parse_object(text))
     except (KeyError, TypeError, ValueError) as error:
         raise _invalid(path, error) from error

@@ -17,8 +17,7 @@ parts of 65,536 tokens, where four shards of 2 GiB make a part::
            +------------------------ part 0 -----------------------+---- part 1 ---...
 
 A shard spans all layers. It is large because each costs a file, a sync and, on object stores, a request; not larger,
-since a reader of one chunk reads the shard's whole index: 128 KiB for those 2 GiB. Stores of schema version 1 have one
-group of arrays for each part and shards of 128 MiB.
+since a reader of one chunk reads the shard's whole index: 128 KiB for those 2 GiB.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import zarr
 from zarr.storage import MemoryStore
 
 from ...errors import StoreDamaged
-from ..documents import parse_object, whole_number, whole_numbers
+from ...files import parse_object, whole_number, whole_numbers
 from ..schema import PIECE_AXIS, StoredArray
 from .chunk import zarr_codecs
 
@@ -45,8 +44,6 @@ MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30
 """Raw bytes of a shard, where a part has more than that in an array."""
-SHARD_BYTES_1 = 128 << 20
-"""Raw bytes of a shard in schema version 1."""
 PART_STEP_TOKENS = 8192
 """Parts have room for a multiple of so many tokens: the longest chunk that :func:`chunk_tokens` chooses."""
 MAX_READABLE_CHUNK_BYTES = 256 << 20
@@ -61,14 +58,13 @@ class ArrayGrid:
         shape: shape of the whole array.
         chunk_shape: shape of an inner chunk.
         shard_shape: shape of a shard, a multiple of ``chunk_shape`` along every axis.
-        part_rows: rows that each part owns, a multiple of a shard's; 0 in schema version 1, where each part has an
-            array of its own.
+        part_rows: rows that each part owns, a multiple of a shard's.
     """
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     shard_shape: tuple[int, ...]
-    part_rows: int = 0
+    part_rows: int
 
     @property
     def chunk_tokens(self) -> int:
@@ -101,13 +97,11 @@ class ArrayGrid:
             number: number of the shard within the part, from 0.
         """
         rest = ["0"] * (len(self.shape) - 1)
-        if not self.part_rows:
-            return "/".join(["c", str(number), *rest])
         return ".".join(["c", str(part * self.shards_per_part + number), *rest])
 
     @property
     def shards_per_part(self) -> int:
-        """Shards in the rows of one part; 0 in schema version 1, where it depends on the part."""
+        """Shards in the rows of one part."""
         return self.part_rows // self.shard_shape[0]
 
 
@@ -125,15 +119,6 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
     part_rows = n_chunk_rows * chunk_shape[0]
     shard_shape = (part_rows // shards, *array.row_shape)
     return ArrayGrid((n_parts * part_rows, *array.row_shape), chunk_shape, shard_shape, part_rows)
-
-
-def array_grid_1(array: StoredArray, n_tokens: int) -> ArrayGrid:
-    """Choose the grid of a stored array in one part of ``n_tokens``, padding included, in schema version 1."""
-    n_rows, chunk_shape = array.n_rows(n_tokens), _chunk_shape(array)
-    n_chunk_rows = max(1, math.ceil(n_rows / chunk_shape[0]))
-    most = max(1, SHARD_BYTES_1 // (chunk_shape[0] * array.row_bytes))
-    shard_shape = (min(most, n_chunk_rows) * chunk_shape[0], *array.row_shape)
-    return ArrayGrid((n_rows, *array.row_shape), chunk_shape, shard_shape)
 
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
@@ -195,17 +180,11 @@ def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, b
             compressors=zarr_codecs(array.storage_dtype),
             filters=None,
             fill_value=0,
-            chunk_key_encoding={"name": "default", "separator": _separator(grid)},
+            chunk_key_encoding={"name": "default", "separator": "."},
             dimension_names=array.axes,
-            attributes={"logical_dtype": array.logical_dtype}
-            | ({"part_rows": grid.part_rows} if grid.part_rows else {}),
+            attributes={"logical_dtype": array.logical_dtype, "part_rows": grid.part_rows},
         )
     return {path: bytes(buffer.to_bytes()) for path, buffer in sorted(documents.items())}
-
-
-def _separator(grid: ArrayGrid) -> str:
-    """Return the separator of a chunk key's numbers; only in schema version 1 each of them is a folder."""
-    return "." if grid.part_rows else "/"
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
@@ -221,7 +200,7 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
             shape=whole_numbers(document["shape"], "shape"),
             chunk_shape=whole_numbers(sharding["chunk_shape"], "the inner chunk's shape"),
             shard_shape=whole_numbers(document["chunk_grid"]["configuration"]["chunk_shape"], "the shard's shape"),
-            part_rows=whole_number(document["attributes"].get("part_rows", 0), "part_rows"),
+            part_rows=whole_number(document["attributes"]["part_rows"], "part_rows", 1),
         )
         key_encoding = document["chunk_key_encoding"]
         got = {
@@ -245,7 +224,7 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
         "codecs": ["sharding_indexed"],
         "inner codecs": chain + [item.to_dict() for item in zarr_codecs(array.storage_dtype)],
         "index_location": "end",
-        "chunk keys": ("default", _separator(grid)),
+        "chunk keys": ("default", "."),
     }
     for key, value in expected.items():
         if got[key] != value:
@@ -263,7 +242,8 @@ def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
         and shard[1:] == shape[1:]
         and chunk[2:] == shape[2:]
         and all(outer % inner == 0 for outer, inner in zip(shard, chunk, strict=True))
-        and (not grid.part_rows or (grid.part_rows % shard[0] == 0 and shape[0] % grid.part_rows == 0))
+        and grid.part_rows % shard[0] == 0
+        and shape[0] % grid.part_rows == 0
         and math.prod(chunk) * itemsize <= MAX_READABLE_CHUNK_BYTES
         and grid.rows_per_shard * grid.chunks_per_row <= MAX_SHARD_CHUNKS
     )

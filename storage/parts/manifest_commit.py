@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import PurePosixPath
 
 from ...errors import StoreDamaged, StoreError
-from ..disk.checking import MISSING, exists
-from ..disk.durable import file_crc32, make_folder, write_atomic
-from ..documents import MAX_DOCUMENT_BYTES, read_bounded
+from ...files import MAX_JSON_BYTES
+from ..backend import MISSING, exists, file_crc32, make_folder, put, read_file
 from ..names import (
     COMMITS_NAME,
     MANIFEST_NAME,
@@ -48,9 +47,9 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
     """Record store.json, plan.parquet, and the metadata of these names, as they are."""
     files = {}
     for name in (*_NAMES, *sorted(metadata)):
-        content = read_bounded(store / name, MAX_PLAN_BYTES)
+        content = read_file(store / name, MAX_PLAN_BYTES)
         files[name] = record_of(content).to_dict()
-    write_atomic(manifest_commit_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
+    put(manifest_commit_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
 
 
 def read_manifest_commit(store: StorePath) -> dict[str, FileRecord] | None:
@@ -110,15 +109,15 @@ def _holds(path: StorePath, record: FileRecord) -> bool:
     try:
         if path.stat().st_size != record.bytes:
             return False
-        return matches_record(read_bounded(path, MAX_PLAN_BYTES), record)
+        return matches_record(read_file(path, MAX_PLAN_BYTES), record)
     except (*MISSING, ValueError):  # gone, no regular file, or longer than any is
         return False
 
 
-def _content(path: StorePath, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+def _content(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     """Return a file's bytes, or None where there is no such file; no bytes of one that is longer or not regular."""
     try:
-        return read_bounded(path, max_bytes)
+        return read_file(path, max_bytes)
     except MISSING:
         return None
     except ValueError:
@@ -156,7 +155,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> list[str]:
         if not matches_record(contents[name], (records or {})[name]):
             raise error
         make_folder(path.parent)
-        write_atomic(path, contents[name])
+        put(path, contents[name])
         restored.append(name)
     return restored
 

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ...errors import StoreDamaged
+from ...files import MAX_WHOLE_NUMBER
 from ...text import first_line
-from ..disk.checking import MISSING
-from ..documents import MAX_WHOLE_NUMBER, read_bounded
+from ..backend import MISSING, read_file
 from ..paths import StorePath
 
 SEQUENCE_SCHEMA = pa.schema(
@@ -152,7 +152,7 @@ def read_plan(path: StorePath) -> pa.Table:
         OSError: it cannot be read, which says nothing about its bytes; likewise MemoryError.
     """
     try:
-        content = read_bounded(path, MAX_PLAN_BYTES)
+        content = read_file(path, MAX_PLAN_BYTES)
     except MISSING as error:
         raise StoreDamaged(f"{path} is missing. Restore it.") from error
     except ValueError as error:

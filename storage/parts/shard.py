@@ -31,7 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..disk.durable import PARTIAL_SUFFIX, crc32c, disk_full_guard, write_all
+from ...files import PARTIAL_SUFFIX, disk_full_guard, write_all
+from ..backend import crc32c
 from .chunk import CRC_BYTES
 from .encoding import EncodePool
 from .grid import ArrayGrid
@@ -68,7 +69,7 @@ def partial_name(name: str, attempt: str) -> str:
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
-Keep = Callable[[int, Path], None]
+MakeDurable = Callable[[int, Path], None]
 """Makes a finished file durable: called with its descriptor and path, on the thread that waits for the disk."""
 
 
@@ -82,13 +83,13 @@ class ShardWriter:
     """Writes one shard front to back; memory holds the index and the chunks that are being encoded.
 
     Args:
-        pool: encodes the chunks, and has the file kept.
-        keep: makes the finished file durable; by default a sync.
+        pool: encodes the chunks, and syncs the file.
+        make_durable: makes the finished file durable; by default a sync.
     """
 
-    def __init__(self, path: Path, grid: ArrayGrid, pool: EncodePool, keep: Keep = sync_file) -> None:
+    def __init__(self, path: Path, grid: ArrayGrid, pool: EncodePool, make_durable: MakeDurable = sync_file) -> None:
         self._path = path
-        self._keep = keep
+        self._make_durable = make_durable
         self._grid = grid
         self._pool = pool
         self._encoding: deque[Future[list[bytes]]] = deque()
@@ -137,7 +138,7 @@ class ShardWriter:
 
     def _sync(self) -> None:
         try:
-            self._keep(self._fd, self._path)
+            self._make_durable(self._fd, self._path)
         finally:
             self.abort()
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import StoreDamaged
-from ..disk.files import RemoteFile, fetch_ranges, scratch_bytes
+from ..backend import RemoteFile, fetch_ranges, scratch_bytes
 from ..schema import StoredArray
 from .shards import PartShards, ShardReader
 

@@ -9,16 +9,13 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ...errors import StoreDamaged
-from ..disk.checking import MISSING
-from ..disk.durable import crc32c
-from ..disk.files import CachedAs, LocalFile, RemoteFile, open_file, scratch_bytes
-from ..disk.read_cache import ReadCache
-from ..documents import read_bounded
+from ..backend import MISSING, CachedAs, LocalFile, RemoteFile, crc32c, open_file, read_file, scratch_bytes
 from ..names import PARTS_NAME, ZARR_NAME
 from ..parts.chunk import CRC_BYTES, decode_chunk
 from ..parts.commit import PartCommit
 from ..parts.grid import ArrayGrid, grid_from_metadata
 from ..paths import StorePath
+from ..read_cache import ReadCache
 from ..schema import StoredArray, StoreManifest
 
 MAX_SHARDS = 4096
@@ -157,7 +154,7 @@ class PartShards:
     def _read_grid(self, array: StoredArray) -> ArrayGrid:
         path = self._folder / array.name / ZARR_NAME
         try:
-            text = read_bounded(path)
+            text = read_file(path)
         except MISSING as error:
             raise StoreDamaged(f"{path} is missing. Run extract again: it writes what is missing.") from error
         except ValueError as error:

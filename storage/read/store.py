@@ -19,12 +19,9 @@ from ...errors import (
     StoreIncomplete,
     StoreNotFound,
 )
+from ..backend import download, exists, open_path, read_file, sizes_of
 from ..codecs.field import FieldCodec, LosslessCodec
 from ..codecs.registry import StoreCodec
-from ..disk.checking import exists
-from ..disk.files import download, open_path, sizes_of
-from ..disk.read_cache import ReadCache, cache_at
-from ..documents import read_bounded
 from ..dtypes import from_float32
 from ..names import (
     MANIFEST_NAME,
@@ -38,6 +35,7 @@ from ..parts.commit import find_size_damage, read_commits, read_target_commit
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..paths import StorePath
+from ..read_cache import ReadCache, cache_at
 from ..schema import TOKENS, FieldSpec, StoredArray, StoreManifest, tokens_field
 from .batch import RowRange, read_ranges, run_in_threads
 from .shards import PartShards
@@ -52,7 +50,7 @@ class ActivationStore:
     committed size; reading checks the checksum of each chunk. ``verify_store`` checks the rest.
 
     Args:
-        path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``; others by fsspec).
+        path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
         require_complete: refuse a store of which planned parts have no commit.
         parts: see only these parts; the others may be damaged. None for all.
         cache: keeps on a local disk what is read of a remote store; default: what ``MOA_DATA_CACHE_DIR`` names. None
@@ -171,7 +169,9 @@ class ActivationStore:
                 return folder
             self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
             commit = target_commit_path(self.path)
-            download(folder, Path(self._download.name), read_target_commit(commit) if exists(commit) else None)
+            download(
+                folder, Path(self._download.name), read_target_commit(commit) if exists(commit) else folder.names()
+            )
         return Path(self._download.name)
 
     @property
@@ -395,7 +395,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
     """Read a store's manifest."""
     path = store / MANIFEST_NAME
     try:
-        text = read_bounded(path)
+        text = read_file(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         reason = "there is no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
         raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error

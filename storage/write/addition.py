@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...errors import StoreError, StoreIncomplete, StoreLocked
+from ..backend import put_if_absent, replace_file
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
-from ..disk.durable import replace_file, write_new
 from ..names import CODEC_NAME, ZARR_NAME, commit_path
 from ..parts.commit import PartCommit, array_of, read_part_commit
 from ..parts.encoding import EncodePool
@@ -78,7 +78,7 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
                 raise changed_meanwhile(path)
     writer.remove_uncommitted()
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
-    if not write_new(path, codec.files()[BASIS_NAME]):
+    if not put_if_absent(path, codec.files()[BASIS_NAME]):
         raise StoreLocked(
             f"{path} is what an unfinished addition of other fields has learned. Finish that one first, or delete the "
             "file where nobody works on it any more."

@@ -35,17 +35,14 @@ import json
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
-from ..disk.checking import MISSING
-from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, walk
-from ..disk.files import download, names_in
-from ..disk.requests import requests
-from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
+from ...files import PARTIAL_SUFFIX, disk_full_guard, mapping, parse_object, relative_name, walk, whole_number
+from ..backend import MISSING, download, file_crc32, names_in, read_file
 from ..names import (
     COMMITS_NAME,
     PARTS_NAME,
@@ -55,10 +52,9 @@ from ..names import (
     target_commit_path,
 )
 from ..parts.commit import PartCommit, read_part_commit, read_target_commit, target_commit_json
-from ..parts.grid import ArrayGrid
-from ..parts.shard import FileRecord, Keep, new_attempt, partial_name
-from ..paths import RemotePath, StorePath
-from .site import Hold
+from ..parts.shard import FileRecord, MakeDurable, new_attempt, partial_name
+from ..paths import RemotePath, StorePath, requests
+from .lock import StoreLock
 
 COMMIT_WITHIN_S = 24 * 3600.0
 """Time from the first upload of a part in which it must be published."""
@@ -88,7 +84,7 @@ class Publication:
     def read(cls, commit: RemotePath) -> Publication | None:
         """Read the record beside a commit; None where there is none, or nothing that one could be."""
         try:
-            content = parse_object(read_bounded(publication_path(commit)))
+            content = parse_object(read_file(publication_path(commit)))
             files = {
                 relative_name(name): whole_number(n, "bytes") for name, n in mapping(content["files"], "files").items()
             }
@@ -96,7 +92,7 @@ class Publication:
         except MISSING:
             return None
         except (KeyError, TypeError, ValueError):
-            commit.bucket.delete([publication_path(commit).key])
+            commit.backend.delete([publication_path(commit).key])
             return None
         return cls(commit, str(attempt), files, None if old is None else str(old), str(new))
 
@@ -107,14 +103,14 @@ class Publication:
     def publish(self) -> bool:
         """Make the commit, unless another one was made first; returns whether it is this one."""
         path = publication_path(self.commit)
-        while not path.bucket.create(path.key, self.to_json()):
+        while not path.backend.put_if_absent(path.key, self.to_json()):
             if (other := Publication.read(self.commit)) is not None:
                 other.finish()
         return self.finish()
 
     def finish(self) -> bool:
         """Name the files and make the commit, as far as nobody has done it; delete uploads and record."""
-        bucket, store = self.commit.bucket, self.commit.parent.parent
+        bucket, store = self.commit.backend, self.commit.parent.parent
         uploads = {name: (store / partial_name(name, self.attempt)).key for name in self.files}
 
         def copy(name: str) -> None:
@@ -125,7 +121,9 @@ class Publication:
             try:
                 list(requests().map(copy, self.files))
                 key, new = self.commit.key, self.new.encode()
-                has_won = bucket.create(key, new) if self.old is None else bucket.replace(key, self.old.encode(), new)
+                has_won = (
+                    bucket.put_if_absent(key, new) if self.old is None else bucket.replace(key, self.old.encode(), new)
+                )
             except FileNotFoundError:
                 # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an upload, was deleted.
                 has_won = _content(self.commit) == self.new
@@ -135,45 +133,14 @@ class Publication:
 
 def _content(commit: RemotePath) -> str | None:
     try:
-        return read_bounded(commit).decode()
+        return read_file(commit).decode()
     except FileNotFoundError:
         return None
 
 
-class NoHold:
-    """The hold on a store that nobody needs to hold: others may always write, and commits decide between them.
-
-    Attributes:
-        joined: whether the store had been begun before, perhaps by somebody who still writes.
-    """
-
-    is_alone = False
-
-    def __init__(self) -> None:
-        self.joined = True
-
-    def share(self) -> None:  # noqa: D102  (site.Hold)
-        pass
-
-    def try_alone(self) -> bool:  # noqa: D102
-        return False
-
-    def publishing(self, slot: int) -> AbstractContextManager[None]:  # noqa: D102
-        return nullcontext()
-
-    def claim(self, part: int) -> int:  # noqa: D102
-        return -1
-
-    def is_claimed(self, part: int) -> bool:  # noqa: D102
-        return False
-
-    def close(self) -> None:  # noqa: D102
-        pass
-
-
 @dataclass
 class BucketPart:
-    """The place of a part in a bucket (``site.PartPlace``).
+    """A part that is written to a bucket.
 
     Attributes:
         scratch: local folder for shards on their way.
@@ -181,7 +148,6 @@ class BucketPart:
 
     store: RemotePath
     part: int
-    grids: Mapping[str, ArrayGrid]
     existing: Mapping[str, FileRecord]
     attempt: str
     scratch: Path
@@ -189,13 +155,10 @@ class BucketPart:
     _asked_for: PartCommit | None = field(default=None, init=False)
     _uploaded: list[RemotePath] = field(default_factory=list, init=False)
 
-    def write_documents(self) -> dict[str, FileRecord]:  # noqa: D102  (site.PartPlace)
-        return dict(self.existing)
-
-    def path_of(self, name: str) -> Path:  # noqa: D102
+    def path_of(self, name: str) -> Path:  # noqa: D102  (publish.PartPublisher)
         return self.scratch / partial_name(name, self.attempt)
 
-    def keep(self, name: str) -> Keep:  # noqa: D102
+    def make_durable(self, name: str) -> MakeDurable:  # noqa: D102
         target = self.store / PARTS_NAME / partial_name(name, self.attempt)
 
         def upload(fd: int, path: Path) -> None:
@@ -240,15 +203,15 @@ class BucketPart:
 
     def _delete_uploads(self) -> None:
         if self._uploaded:
-            self.store.bucket.delete([path.key for path in self._uploaded])
+            self.store.backend.delete([path.key for path in self._uploaded])
 
 
-class BucketSite:
-    """A prefix of a bucket that a store is written to (``site.Site``)."""
+class BucketPublisher:
+    """A prefix of a bucket that a store is written to."""
 
     def __init__(self, store: RemotePath, attempt: str) -> None:
         self.store, self.attempt = store, attempt
-        self.hold: Hold = NoHold()
+        self.lock: StoreLock | None = None  # a bucket has none: the record decides between writers
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._bundle: tuple[Mapping[str, FileRecord], Path] | None = None
 
@@ -259,7 +222,7 @@ class BucketSite:
         return Path(self._scratch.name)
 
     @property
-    def target_path(self) -> Path:  # noqa: D102  (site.Site)
+    def target_path(self) -> Path:  # noqa: D102  (publish.Publisher)
         files = self._target_files() or {}
         if self._bundle is None or self._bundle[0] != files:
             folder = Path(tempfile.mkdtemp(prefix=TARGET_NAME, dir=self.scratch_path))
@@ -267,18 +230,8 @@ class BucketSite:
             self._bundle = files, folder
         return self._bundle[1]
 
-    def part(  # noqa: D102
-        self,
-        part: int,
-        grids: Mapping[str, ArrayGrid],
-        existing: Mapping[str, FileRecord],
-        documents: Mapping[str, bytes],
-    ) -> BucketPart:
-        if documents:
-            raise StorageUnavailable(
-                f"{self.store} has schema version 1, which is written to disks only. Copy the store to one."
-            )
-        return BucketPart(self.store, part, grids, existing, new_attempt(), self.scratch_path)
+    def part(self, part: int, existing: Mapping[str, FileRecord]) -> BucketPart:  # noqa: D102
+        return BucketPart(self.store, part, existing, new_attempt(), self.scratch_path)
 
     @contextmanager
     def bundle(self) -> Iterator[Path]:  # noqa: D102
@@ -286,7 +239,7 @@ class BucketSite:
         try:
             old = self._target_files()
         except StoreDamaged:
-            self.store.bucket.delete([path.key])
+            self.store.backend.delete([path.key])
             old = None
         attempt = new_attempt()
         with tempfile.TemporaryDirectory(dir=self.scratch_path) as name:
@@ -312,14 +265,14 @@ class BucketSite:
             return None
 
     def _delete_from_bundle(self, names: Collection[str]) -> None:
-        self.store.bucket.delete([(self.store / TARGET_NAME / name).key for name in names])
+        self.store.backend.delete([(self.store / TARGET_NAME / name).key for name in names])
 
     def drop_bundle(self) -> None:  # noqa: D102
         try:
             files = self._target_files() or {}
         except StoreDamaged:
             files = {}
-        self.store.bucket.delete([target_commit_path(self.store).key])
+        self.store.backend.delete([target_commit_path(self.store).key])
         self._delete_from_bundle(files)
 
     def remove_unfinished(self) -> None:
@@ -336,8 +289,8 @@ class BucketSite:
 
         Nothing below its final name is deleted, for another process may be publishing it at this moment.
         """
-        bucket, now = self.store.bucket, datetime.now(UTC)
-        found = bucket.find((self.store / PARTS_NAME).key) | bucket.find((self.store / TARGET_NAME).key)
+        bucket, now = self.store.backend, datetime.now(UTC)
+        found = bucket.list_files((self.store / PARTS_NAME).key) | bucket.list_files((self.store / TARGET_NAME).key)
         bucket.delete(
             key
             for key, entry in found.items()
@@ -357,7 +310,7 @@ class BucketSite:
 
 def _upload(path: Path, target: RemotePath) -> None:
     """Upload a file, and compare its size with what the server has."""
-    target.bucket.put(target.key, path)
+    target.backend.upload(target.key, path)
     expected, got = path.stat().st_size, target.stat().st_size
     if got != expected:
         raise StorageUnavailable(f"{target} has {got} bytes after an upload of {expected}. Run the same command again.")

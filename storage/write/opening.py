@@ -1,23 +1,48 @@
-"""Opens a store for writing: checks that the folder holds a store of the same inputs, or nothing else."""
+"""Opens a store for writing: checks that the folder holds a store of the same inputs, or nothing, and begins one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreMismatch
-from ..disk.checking import exists
-from ..disk.durable import PARTIAL_SUFFIX
-from ..disk.files import names_in
-from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
+from ...files import PARTIAL_SUFFIX, disk_full_guard
+from ..backend import (
+    blocks_of,
+    check_guard,
+    exists,
+    make_folder,
+    names_in,
+    put,
+    put_if_absent,
+    read_file,
+    remove_file,
+    sync_names,
+)
+from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME
+from ..names import (
+    CODEC_NAME,
+    COMMITS_NAME,
+    KNOWN_NAMES,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    PARTS_NAME,
+    PLAN_NAME,
+    ZARR_NAME,
+    manifest_commit_path,
+)
+from ..parts.grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
 from ..parts.manifest_commit import find_manifest_damage, restore_files
 from ..parts.plan import plan_bytes, plan_counts, read_plan
 from ..paths import StorePath
 from ..read.store import read_manifest
-from ..schema import StoreManifest, flatten
+from ..schema import StoredArray, StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
@@ -112,3 +137,93 @@ def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
             was, now = (f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))
             return was, now
     return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
+
+
+def write_array_metadata(
+    store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longest_part: int
+) -> dict[str, ArrayGrid]:
+    """Write the metadata of arrays where it is missing, and return the grid of each by its name.
+
+    Existing metadata stays, also where another release chose another grid: later parts follow it.
+
+    Args:
+        longest_part: tokens of the longest part, padding included.
+
+    Raises:
+        StoreDamaged: metadata that is there is damaged, and not what this release would write.
+    """
+    wanted = {array.name: array for array in arrays}
+    documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in wanted.values())
+    contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
+    with check_guard(store):
+        if all(path != manifest_commit_path(store) for path, _ in find_manifest_damage(store)):
+            restore_files(store, contents)  # else no commit tells the original bytes, and readable metadata is taken
+    for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):  # groups before their members
+        path = store / name
+        with check_guard(store):
+            is_there = exists(path)
+        if not is_there:
+            with disk_full_guard(path):
+                make_folder(path.parent)
+                put_if_absent(path, content)
+                sync_names(path.parent.parent)
+    grids = {}
+    for name, array in wanted.items():
+        path = store / PARTS_NAME / name / ZARR_NAME
+        try:
+            with check_guard(store):
+                grids[name] = grid = grid_from_metadata(read_file(path), array, str(path))
+        except (ValueError, StoreDamaged) as error:
+            raise StoreDamaged(f"{error} Restore the file from a copy.") from error
+        if grid.shape[0] != n_parts * grid.part_rows or grid.part_rows < array.n_rows(longest_part):
+            raise StoreDamaged(
+                f"{path} has {grid.shape[0]} rows and {grid.part_rows} for each part, which is not what the plan's "
+                f"{n_parts} parts of up to {longest_part} tokens need. Restore the file from a copy."
+            )
+    return grids
+
+
+def begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]) -> None:
+    """Write what makes a folder or prefix a store, the manifest last.
+
+    In a bucket others may begin at the same moment, and what is there stays: it is compared before the next document is
+    written. A folder is locked, so that what is there was left by a kill.
+    """
+    if isinstance(store, Path):
+        for path in (store / PLAN_NAME, *(store / CODEC_NAME / name for name in codec_files)):
+            path.unlink(missing_ok=True)
+    for name, content in codec_files.items():
+        make_folder(store / CODEC_NAME)
+        if not put_if_absent(store / CODEC_NAME / name, content):
+            raise StoreMismatch(str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")})
+    if not put_if_absent(store / PLAN_NAME, plan_bytes(plan)):
+        check_same_plan(store, plan)
+    if not put_if_absent(store / MANIFEST_NAME, manifest.to_json().encode()):
+        check_same(store, manifest, plan)
+
+
+def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
+    """Rename the basis that was learned for added fields, once store.json names these fields."""
+    path = store / CODEC_NAME / NEXT_BASIS_NAME
+    if not exists(path):
+        return
+    digest = hashlib.sha256()
+    for block in blocks_of(path):
+        digest.update(block)
+    if digest.hexdigest() != manifest.codec.get("basis_sha256"):
+        return
+    if isinstance(path, Path):
+        os.replace(path, path.with_name(BASIS_NAME))
+        sync_names(path.parent)
+    else:  # readers that find another basis look at the next one too
+        put(path.parent / BASIS_NAME, path.read_bytes())
+        remove_file(path)
+
+
+def write_codec(store: StorePath, files: Mapping[str, bytes]) -> None:
+    """Write what the codec has learned, unless it is there; the manifest, written later, holds its hash."""
+    for name, content in files.items():
+        path = store / CODEC_NAME / name
+        make_folder(path.parent)
+        if not exists(path) or path.read_bytes() != content:
+            put(path, content)

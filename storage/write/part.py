@@ -10,16 +10,17 @@ import numpy as np
 import pyarrow as pa
 
 from ...errors import StoreError, StoreIncomplete
+from ...files import disk_full_guard
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
-from ..disk.durable import disk_full_guard
 from ..dtypes import to_float32
 from ..parts.commit import PartCommit
 from ..parts.encoding import EncodePool
+from ..parts.grid import ArrayGrid
 from ..parts.shard import FileRecord, ShardWriter
 from ..paths import StorePath
 from ..schema import StoredArray
-from .site import PartPlace
+from .publish import PartPublisher
 
 
 class ArrayWriter:
@@ -28,21 +29,27 @@ class ArrayWriter:
     Args:
         part: number of the part, which names the shards.
         allocated_tokens: tokens of the part, padding included.
-        place: says where a shard is written, and keeps it when it is full.
+        publisher: says where a shard is written, and makes it durable when it is full.
     """
 
     def __init__(
-        self, array: StoredArray, part: int, allocated_tokens: int, pool: EncodePool, place: PartPlace
+        self,
+        array: StoredArray,
+        part: int,
+        allocated_tokens: int,
+        grid: ArrayGrid,
+        pool: EncodePool,
+        publisher: PartPublisher,
     ) -> None:
         self.array = array
         self.files: dict[str, FileRecord] = {}
         self.written: list[list[int]] = []
         self._part = part
-        self._place = place
+        self._publisher = publisher
         self._pool = pool
         self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(allocated_tokens)
-        self._grid = place.grids[array.name]
+        self._grid = grid
         self._row = np.zeros((self._grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
@@ -112,7 +119,8 @@ class ArrayWriter:
         if self._shard is None:
             self._shard_index += 1
             name = self._shard_name(self._shard_index)
-            self._shard = ShardWriter(self._place.path_of(name), self._grid, self._pool, self._place.keep(name))
+            path, make_durable = self._publisher.path_of(name), self._publisher.make_durable(name)
+            self._shard = ShardWriter(path, self._grid, self._pool, make_durable)
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -149,7 +157,7 @@ class ArrayWriter:
             self._shard.abort()
             self._shard = None
         for index in range(self._shard_index + 1):
-            self._place.path_of(self._shard_name(index)).unlink(missing_ok=True)
+            self._publisher.path_of(self._shard_name(index)).unlink(missing_ok=True)
 
 
 class PartWriter:
@@ -158,6 +166,8 @@ class PartWriter:
     Not safe for several threads at once; different parts of one store may be written by different threads.
 
     Args:
+        grids: array name -> its grid.
+        existing: files that the part's commit lists already, where fields are added.
         on_commit: called with the part's number once it is committed.
         on_close: called with it once nothing more is written, committed or not.
         pool: encodes on threads of its own; values must then not change until :meth:`settle` or :meth:`commit`.
@@ -174,7 +184,9 @@ class PartWriter:
         sequences: pa.Table,
         allocated_tokens: int,
         codec: StoreCodec,
-        place: PartPlace,
+        grids: Mapping[str, ArrayGrid],
+        existing: Mapping[str, FileRecord],
+        publisher: PartPublisher,
         on_commit: Callable[[int], None],
         on_close: Callable[[int], None],
         pool: EncodePool | None = None,
@@ -183,7 +195,7 @@ class PartWriter:
         self.sequences = sequences
         self.allocated_tokens = allocated_tokens
         self._store = store
-        self._place = place
+        self._publisher = publisher
         self._codec = codec
         self._on_commit, self._on_close = on_commit, on_close
         self.was_first = True
@@ -192,14 +204,10 @@ class PartWriter:
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         self._arrays: dict[str, ArrayWriter] = {}
         pool = pool or EncodePool()
-        with disk_full_guard(store):
-            try:
-                self._files = place.write_documents()
-                for array in codec.arrays:
-                    self._arrays[array.name] = ArrayWriter(array, part, allocated_tokens, pool, place)
-            except BaseException:
-                self.discard()
-                raise
+        self._existing = existing
+        for array in codec.arrays:
+            writer = ArrayWriter(array, part, allocated_tokens, grids[array.name], pool, publisher)
+            self._arrays[array.name] = writer
 
     @property
     def is_open(self) -> bool:
@@ -294,9 +302,9 @@ class PartWriter:
                 n_sequences=self.sequences.num_rows,
                 n_tokens=int(self.sequences["n_tokens"].to_numpy().sum(dtype=np.int64)),
                 allocated_tokens=self.allocated_tokens,
-                files=dict(sorted({**self._files, **shards}.items())),
+                files=dict(sorted({**self._existing, **shards}.items())),
             )
-            commit, self.was_first = self._place.publish(commit, shards)
+            commit, self.was_first = self._publisher.publish(commit, shards)
         if not self.was_first:
             for array in self._arrays.values():
                 array.abort()
@@ -334,7 +342,7 @@ class PartWriter:
         for array in self._arrays.values():
             array.abort()
         self._on_close(self.part)
-        if self._place.withdraw(self._shards()):
+        if self._publisher.withdraw(self._shards()):
             self._on_commit(self.part)
 
     def __enter__(self) -> PartWriter:

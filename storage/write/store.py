@@ -4,35 +4,32 @@ Files become durable in this order (each is synced before its rename, and its fo
 
     1  store.lock                        locked; held until the process ends, however it ends (``lock``)
     2  codec/basis.safetensors           before the manifest, which holds its sha256
-    3  plan.parquet                      before the manifest, which a folder without is an unfinished start
+    3  plan.parquet                      before the manifest; a folder without a manifest is incomplete
     4  store.json                        now the folder is a store
     5  parts/kv/zarr.json, ...           Zarr metadata of the arrays of all parts
     6  commits/store.json                sizes and checksums of 3 to 5, which are equal to what the inputs give
     7  target.partial/ -> target/        commits/target.json after it, and taken away before a replacement
     8  parts/kv/c.K.0.0.0.0.A.partial    each shard of part K, synced when it is full; A tells the writer
-       parts/kv/c.K.0.0.0.0              renamed, and the array's folder synced: whole, but nobody's yet
+       parts/kv/c.K.0.0.0.0              renamed, and the array's folder synced: durable, not yet committed
        commits/part-K.json               now the part exists for readers; 8 again for each part, in any order
 
-In a store of schema version 1, which is continued in that version, 5 belongs to 8: each part has a group of its own.
-
-A commit is written after the files that it lists, and deleted before them: so at every moment what has a commit is
-whole. Files that a kill leaves without one are deleted by the next run, which redoes exactly the missing parts.
+A commit is written after the files that it lists, and deleted before them: at every moment what has a commit is whole.
+Files that a kill leaves without one are deleted by the next run, which writes exactly the missing parts.
 
 1 to 6 are done alone, 7 and 8 beside others: the renames and the commit of a part are one step to them, before which
-a writer looks for a commit once more. Who comes second leaves the part as it is and deletes its own files.
+a writer looks for a commit once more. The second writer of a part leaves it as it is and deletes its own files.
 
 In a bucket the order is the same, without 1 and without renames, and nothing is done alone: each document of 2 to 6 is
-created once, by whoever comes first, and all others compare it with their own (``bucket``).
+created once, by the first writer, and all others compare it with their own (``bucket``).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -41,21 +38,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ...errors import StoreDamaged, StoreError, StoreMismatch
-from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
-from ..disk.checking import MISSING, check_guard, exists
-from ..disk.durable import (
-    disk_full_guard,
-    fsync_directory,
+from ...errors import StoreDamaged, StoreError
+from ...files import disk_full_guard
+from ..backend import (
+    MISSING,
+    check_guard,
+    exists,
     make_folder,
+    names_in,
+    open_path,
+    put_if_absent,
+    reads_of,
     remove_file,
     replace_file,
-    write_atomic,
-    write_new,
+    sizes_of,
+    sync_names,
 )
-from ..disk.files import blocks_of, names_in, open_path, reads_of, sizes_of
+from ..codecs.registry import StoreCodec
 from ..names import (
-    CODEC_NAME,
     COMMITS_NAME,
     MANIFEST_NAME,
     PARTS_NAME,
@@ -64,32 +64,31 @@ from ..names import (
     TARGET_NAME,
     commit_path,
     manifest_commit_path,
-    part_folder,
     target_commit_path,
 )
-from ..parts.commit import (
-    PartCommit,
-    find_size_damage,
-    read_commits,
-    read_part_commit,
-    read_target_commit,
-)
+from ..parts.commit import PartCommit, find_size_damage, read_commits, read_part_commit, read_target_commit
 from ..parts.encoding import EncodePool
-from ..parts.grid import ArrayGrid, array_grid_1, zarr_metadata
+from ..parts.grid import ArrayGrid
 from ..parts.manifest_commit import find_manifest_damage, metadata_names, write_manifest_commit
-from ..parts.plan import check_plan, part_lengths, plan_bytes, read_plan
+from ..parts.plan import check_plan, part_lengths, read_plan
 from ..parts.shard import FileRecord, new_attempt
-from ..paths import RemotePath, StorePath, name_below
+from ..paths import RemotePath, StorePath
 from ..read.store import read_manifest
 from ..schema import StoreManifest
-from .arrays import lay_out
-from .bucket import BucketSite, changed_meanwhile
-from .folder import FolderSite, remove_folder
-from .links import refuse_linked_folders, refuse_links
+from .bucket import BucketPublisher, changed_meanwhile
 from .lock import StoreLock
-from .opening import check_counts, check_same, check_same_plan, check_unoccupied, restore
+from .opening import (
+    begin,
+    check_counts,
+    check_same,
+    check_unoccupied,
+    name_next_basis,
+    restore,
+    write_array_metadata,
+    write_codec,
+)
 from .part import PartWriter
-from .site import Site
+from .publish import FolderPublisher, Publisher, refuse_links
 
 _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
@@ -101,16 +100,19 @@ class StoreWriter:
         attempt: a name of this writer that no other has; its unfinished files bear it.
         manifest: settings that shape its data.
         plan: all sequences (see ``plan.PLAN_SCHEMA``).
+        joined: whether other processes wrote to the store when this one came.
         repaired_parts: parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
     """
 
-    def __init__(self, path: StorePath, manifest: StoreManifest, plan: pa.Table, site: Site) -> None:
-        self.attempt = site.attempt
+    def __init__(self, path: StorePath, manifest: StoreManifest, plan: pa.Table, publisher: Publisher) -> None:
+        self.attempt = publisher.attempt
         self.path = path
         self.manifest = manifest
         self.plan = plan
         self.repaired_parts: tuple[int, ...] = ()
-        self._site = site
+        self._publisher = publisher
+        self._lock = publisher.lock
+        self.joined = False
         self._lengths = part_lengths(plan, manifest.alignment_tokens)
         self.codec = StoreCodec.open(manifest, path)
         self._grids: dict[str, ArrayGrid] = {}
@@ -127,24 +129,22 @@ class StoreWriter:
         codec_files: Mapping[str, bytes] | None = None,
         shares: bool = False,
     ) -> StoreWriter:
-        """Start a store, or go on with one that was made from the same inputs, in the schema version that it has.
+        """Start a store, or continue one that was made from the same inputs.
 
         Args:
             path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
-            shares: whether others that share may write parts beside this process, and it beside them. A store of schema
-                version 1 is not shared, one in a bucket always.
+            shares: whether others that share may write parts beside this process, and it beside them, as in a bucket
+                they always may.
 
         Raises:
             OutputOccupied: the folder holds something else.
             StoreLocked: another process is writing to it, which does not share it.
-            StorageUnavailable: its file system has no locks.
-            StoreDamaged: a symbolic link stands inside it; nothing was changed.
-            StorageUnavailable: a file could not be read, so that damage is unknown; nothing was deleted.
             StoreMismatch: it was made from other inputs; names every key that changed.
-            StoreDamaged: the plan breaks a rule.
-            StoreDamaged: manifest and plan disagree, or the store's own files are damaged.
-            StorageUnavailable: no room for the plan.
+            StorageUnavailable: its file system is full, has no locks, or a file could not be read, so that damage is
+                unknown; nothing was deleted.
+            StoreDamaged: its own files are damaged, or a symbolic link stands inside it; nothing was changed.
+            StoreError: the plan breaks a rule, or contradicts the manifest.
         """
         store = open_path(path)
         check_plan(plan, manifest.alignment_tokens)
@@ -153,10 +153,10 @@ class StoreWriter:
             check_unoccupied(store)
         with disk_full_guard(store):
             make_folder(store)
-        site = _site(store, new_attempt(), shares)
+        publisher = _publisher(store, new_attempt(), shares)
         try:
-            if isinstance(store, Path) and not site.hold.is_alone:
-                return cls._beside_others(store, manifest, plan, site)
+            if publisher.lock is not None and not publisher.lock.is_alone:
+                return cls._beside_others(store, manifest, plan, publisher)
             with check_guard(store):
                 refuse_links(store)
                 is_begun = exists(manifest_commit_path(store)) or exists(store / MANIFEST_NAME)
@@ -164,31 +164,34 @@ class StoreWriter:
                 with check_guard(store):
                     restore(store, manifest, plan)
                     check_same(store, manifest, plan)
-                _write_codec(store, codec_files or {})
+                write_codec(store, codec_files or {})
             else:
-                site.hold.joined = False
-                _begin(store, manifest, plan, codec_files or {})
+                begin(store, manifest, plan, codec_files or {})
             with check_guard(store):
-                writer = cls(store, manifest, plan, site)
+                writer = cls(store, manifest, plan, publisher)
+            writer.joined = isinstance(store, RemotePath) and is_begun
             writer._clean()
             writer.lay_out(writer.codec)
             with check_guard(store):
                 is_recorded = exists(manifest_commit_path(store)) and not find_manifest_damage(store)
             if not is_recorded:
                 writer._record_manifest()  # all files were found equal to what the inputs give
-            if shares and not writer._has_part_groups:
-                site.hold.share()
+            if shares and publisher.lock is not None:
+                publisher.lock.share()
             return writer
         except BaseException:
-            site.close()
+            publisher.close()
             raise
 
     @classmethod
-    def _beside_others(cls, store: StorePath, manifest: StoreManifest, plan: pa.Table, site: Site) -> StoreWriter:
+    def _beside_others(
+        cls, store: StorePath, manifest: StoreManifest, plan: pa.Table, publisher: Publisher
+    ) -> StoreWriter:
         """Join those who write to a store that was made from the same inputs; they keep it in order."""
         with check_guard(store):
             check_same(store, manifest, plan)
-            writer = cls(store, manifest, plan, site)
+            writer = cls(store, manifest, plan, publisher)
+        writer.joined = True
         writer.lay_out(writer.codec)
         return writer
 
@@ -206,39 +209,35 @@ class StoreWriter:
         store = open_path(path)
         with check_guard(store):
             manifest = read_manifest(store)
-        site = _joined_site(store, attempt or new_attempt())
+        publisher = _publisher(store, attempt or new_attempt(), joins=True)
         try:
             with check_guard(store):
-                writer = cls(store, manifest, read_plan(store / PLAN_NAME), site)
+                writer = cls(store, manifest, read_plan(store / PLAN_NAME), publisher)
+            writer.joined = True
             writer.lay_out(writer.codec)
             return writer
         except BaseException:
-            site.close()
+            publisher.close()
             raise
 
     @property
     def is_shared(self) -> bool:
         """Whether other processes may write to the store too."""
-        return not self._site.hold.is_alone
+        return self._lock is None or not self._lock.is_alone
 
-    @property
-    def joined(self) -> bool:
-        """Whether other processes wrote to the store when this one came."""
-        return self._site.hold.joined
-
-    def publishing(self, slot: int) -> AbstractContextManager[None]:
-        """Keep others from publishing the same document meanwhile; see ``lock`` for the slots."""
-        return self._site.hold.publishing(slot)
+    def publishing(self, byte: int) -> AbstractContextManager[None]:
+        """Keep others from publishing the same document meanwhile; ``lock`` names the bytes."""
+        return nullcontext() if self._lock is None else self._lock.locked_byte(byte)
 
     @property
     def target_path(self) -> Path:
         """A local folder with the target bundle: the store's own, or a copy of what is in a bucket."""
-        return self._site.target_path
+        return self._publisher.target_path
 
     @property
     def scratch_path(self) -> Path:
         """A local folder for files that only this process and its workers need: the store's, or a temporary one."""
-        return self._site.scratch_path
+        return self._publisher.scratch_path
 
     @property
     def has_target(self) -> bool:
@@ -246,13 +245,8 @@ class StoreWriter:
         return exists(target_commit_path(self.path))
 
     def target(self) -> AbstractContextManager[Path]:
-        """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well.
-
-        Raises:
-            StorageUnavailable: no room; nothing of the bundle is left behind.
-            StoreDamaged: there is a symbolic link inside the store.
-        """
-        return self._site.bundle()
+        """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well."""
+        return self._publisher.bundle()
 
     @property
     def n_parts(self) -> int:
@@ -266,7 +260,7 @@ class StoreWriter:
                 names = map(_COMMIT_NAME.fullmatch, names_in(self.path / COMMITS_NAME))
                 found = {int(name[1]) for name in names if name is not None}
             # The list of a bucket may lack what was committed just now.
-            known = self._committed if isinstance(self.path, RemotePath) else set[int]()
+            known = self._committed if self._lock is None else set[int]()
             self._committed = (found | known) & set(range(self.n_parts))
         return sorted(self._committed - self._damaged)
 
@@ -283,22 +277,20 @@ class StoreWriter:
 
     def is_claimed(self, part: int) -> bool:
         """Whether a process, which may be this one, writes a part at this moment; only a hint."""
-        return self._site.hold.is_claimed(part)
+        return self._lock is not None and self._lock.is_claimed(part)
 
     def part_sequences(self, part: int) -> pa.Table:
-        """Return the plan's rows of one part."""
-        mask = self.plan["part"].to_numpy() == part
-        return self.plan.filter(pa.array(mask))
+        """Return the sequences of a part in the order in which they must be written."""
+        return self.plan.filter(pa.array(self.plan["part"].to_numpy() == part))
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
-        """Open a pending part for writing; use it in ``with``.
+        """Open a part for writing; use it in ``with``.
 
         Args:
             pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
 
         Raises:
             StoreError: no such part, or it is committed already.
-            StoreDamaged: there is a symbolic link inside the store.
         """
         if not 0 <= part < self.n_parts:
             raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
@@ -331,22 +323,18 @@ class StoreWriter:
         Raises:
             StoreError: the part is being written already.
         """
-        self._refuse_links(part, codec)
         if part in self._open_parts:
             raise StoreError(f"Part {part} is being written already; open each part once.")
-        length = int(self._lengths[part])
-        grids, documents = self._grids, dict[str, bytes]()
-        if self._has_part_groups:
-            grids = {array.name: array_grid_1(array, length) for array in codec.arrays}
-            documents = zarr_metadata((array, grids[array.name]) for array in codec.arrays)
-        self._open_parts[part] = self._site.hold.claim(part)
+        self._open_parts[part] = -1 if self._lock is None else self._lock.claim(part)
         return PartWriter(
             store=self.path,
             part=part,
             sequences=self.part_sequences(part),
-            allocated_tokens=length,
+            allocated_tokens=int(self._lengths[part]),
             codec=codec,
-            place=self._site.part(part, grids, existing, documents),
+            grids=self._grids,
+            existing=existing,
+            publisher=self._publisher.part(part, existing),
             on_commit=on_commit,
             on_close=self._on_close,
             pool=pool,
@@ -358,68 +346,50 @@ class StoreWriter:
             os.close(claim)
 
     def lay_out(self, codec: StoreCodec) -> None:
-        """Write the metadata of a codec's arrays where it is missing; in schema version 1 each part has its own.
-
-        Raises:
-            StoreDamaged: metadata that is there is damaged.
-            StoreDamaged: a symbolic link stands where it belongs.
-            StorageUnavailable: no room.
-        """
-        if not self._has_part_groups:
-            refuse_linked_folders(self.path, self.path / PARTS_NAME, (array.name for array in codec.arrays))
-            self._grids |= lay_out(self.path, codec.arrays, self.n_parts, int(self._lengths.max()))
+        """Write the metadata of a codec's arrays where it is missing."""
+        self._grids |= write_array_metadata(self.path, codec.arrays, self.n_parts, int(self._lengths.max()))
 
     def replace_parts(self, parts: Iterable[int]) -> None:
         """Make damaged parts pending; each is kept until :meth:`part` opens it, so that a stop loses at most that."""
         self._damaged |= self._committed & set(parts)
 
     def drop_part(self, part: int) -> None:
-        """Delete a part; it is pending again, and readers do not see it. Links inside the store are refused."""
-        self._refuse_links(part, self.codec)
+        """Delete a part; it is pending again, and readers do not see it."""
         try:
             files = set(read_part_commit(commit_path(self.path, part)).files)
         except (FileNotFoundError, StoreDamaged):
             files = set()
         self._retract(commit_path(self.path, part))
-        folder = self._folder(part)
-        if self._has_part_groups and isinstance(folder, Path):
-            remove_folder(folder)
-        for array in () if self._has_part_groups else self.codec.arrays:
+        for array in self.codec.arrays:
             grid = self._grids[array.name]
             files |= {f"{array.name}/{grid.shard_key(part, number)}" for number in range(grid.shards_per_part)}
         for name in files:
-            remove_file(folder / name)
+            remove_file(self.path / PARTS_NAME / name)
         self._committed.discard(part)
 
     def drop_target(self) -> None:
-        """Delete the target bundle: no training until it is written again. Links inside the store are refused."""
-        self._site.drop_bundle()
+        """Delete the target bundle: no training until it is written again."""
+        self._publisher.drop_bundle()
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
         """Replace store.json by one whose files all exist already.
 
-        The old one's commit is deleted first and the new one's written last: a store without a commit is read
-        unchecked, so that at every moment readers find the old manifest or the new one.
-
-        Raises:
-            StorageUnavailable: no room; the store is the old one, or the new one without its commit until it is
-                opened again.
+        Readers find the old manifest or the new one at every moment; where the disk is full it may be the new one
+        without its commit, until the store is opened again.
         """
-        if manifest != self.manifest:
-            refuse_links(self.path, folders=())
-            if isinstance(self.path, RemotePath) and read_manifest(self.path) != self.manifest:
-                raise changed_meanwhile(self.path / MANIFEST_NAME)
-            self._retract(manifest_commit_path(self.path))
-            self._swap_manifest(manifest)
-            self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
-            self.lay_out(self.codec)
-            self._record_manifest()
-            name_next_basis(self.path, manifest)
-
-    def _swap_manifest(self, manifest: StoreManifest) -> None:
+        # The old one's commit is deleted first and the new one's written last, as a store without it is read unchecked.
+        if manifest == self.manifest:
+            return
         path = self.path / MANIFEST_NAME
+        if isinstance(self.path, RemotePath) and read_manifest(self.path) != self.manifest:
+            raise changed_meanwhile(path)
+        self._retract(manifest_commit_path(self.path))
         if not replace_file(path, self.manifest.to_json().encode(), manifest.to_json().encode()):
-            raise changed_meanwhile(path)  # whose commit is written by the one who has changed it, or by the next one
+            raise changed_meanwhile(path)  # the process that changed it, or the next one, writes its commit
+        self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
+        self.lay_out(self.codec)
+        self._record_manifest()
+        name_next_basis(self.path, manifest)
 
     def record_run(self, record: Mapping[str, Any]) -> StorePath:
         """Write a record of this run (command, versions, timings) to ``runs/``.
@@ -430,17 +400,16 @@ class StoreWriter:
         Returns:
             The file's path, named after the time in UTC.
         """
-        refuse_links(self.path, folders=())
         folder = self.path / RUNS_NAME
         make_folder(folder)
         content = (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
-        while not write_new(path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content):
+        while not put_if_absent(path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content):
             pass  # another machine's run ended in the same microsecond
         return path
 
     def close(self) -> None:
         """Let other processes write to the store."""
-        self._site.close()
+        self._publisher.close()
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -451,48 +420,32 @@ class StoreWriter:
         self.close()
 
     def _record_manifest(self) -> None:
-        arrays = [] if self._has_part_groups else [array.name for array in self.codec.arrays]
-        write_manifest_commit(self.path, metadata_names(arrays) if arrays else ())
-
-    @property
-    def _has_part_groups(self) -> bool:
-        return self.manifest.schema_version == 1
-
-    def _folder(self, part: int) -> StorePath:
-        return part_folder(self.path, part, self.manifest.schema_version)
-
-    def _refuse_links(self, part: int, codec: StoreCodec) -> None:
-        """Refuse symbolic links where a part's files are written or deleted."""
-        if self._has_part_groups:
-            refuse_links(self.path, [self._folder(part)])
-        else:
-            refuse_linked_folders(self.path, self._folder(part), (array.name for array in codec.arrays))
+        write_manifest_commit(self.path, metadata_names(array.name for array in self.codec.arrays))
 
     def _retract(self, commit: StorePath) -> None:
         """Delete a commit durably, before the files that it lists change."""
         remove_file(commit)
-        fsync_directory(self.path / COMMITS_NAME)
+        sync_names(self.path / COMMITS_NAME)
 
     def _clean(self) -> None:
-        """Delete what a kill left behind; make parts with lost files pending again.
-
-        Everything is checked before the first deletion, so that a failed check deletes nothing.
-        """
+        """Delete what a kill left behind; make parts with lost files pending again."""
         with disk_full_guard(self.path):
             for name in (PARTS_NAME, COMMITS_NAME):
                 make_folder(self.path / name)
+        # Everything is checked before the first deletion, so that a failed check deletes nothing.
         with check_guard(self.path):
             has_damaged_target = not self._target_is_whole()
             commits = self._commits()
-        self._site.remove_unfinished()
+        self._publisher.remove_unfinished()
         if has_damaged_target:
             remove_file(target_commit_path(self.path))
         name_next_basis(self.path, self.manifest)
-        for part in (part for part, commit in commits.items() if commit is None):
-            remove_file(commit_path(self.path, part))
-        self._committed |= {part for part, commit in commits.items() if commit is not None}
-        self._remove_unlisted(commit for commit in commits.values() if commit is not None)
         self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
+        for part in self.repaired_parts:
+            remove_file(commit_path(self.path, part))
+        whole = {part: commit for part, commit in commits.items() if commit is not None}
+        self._committed |= whole.keys()
+        self._remove_unlisted(whole.values())
 
     def sweep(self) -> bool:
         """Stop sharing the store, and delete what writers that were killed or came second have left behind.
@@ -500,33 +453,28 @@ class StoreWriter:
         Returns:
             Whether it was done; not while others write, of whom the last one does it. Nothing may be written after it.
         """
-        if not self._site.hold.try_alone() and isinstance(self.path, Path):
+        if self._lock is not None and not self._lock.try_alone():
             return False
         with check_guard(self.path):
             commits = read_commits(self.path, range(self.n_parts))
         self._committed = set(commits)
-        self._site.remove_unfinished()
+        self._publisher.remove_unfinished()
         self._remove_unlisted(commits.values())
         return True
 
     def remove_attempt(self, attempt: str) -> None:
         """Delete the unfinished shards of a writer that is dead."""
-        self._site.remove_attempt(attempt)
+        self._publisher.remove_attempt(attempt)
 
     def remove_uncommitted(self) -> None:
         """Delete files of parts that no commit lists; call it while no part is being written."""
         self._remove_unlisted(read_part_commit(commit_path(self.path, part)) for part in self._committed)
 
     def _remove_unlisted(self, commits: Iterable[PartCommit]) -> None:
-        parts, kept = self.path / PARTS_NAME, set[str]()
-        for commit in commits:
-            folder = self._folder(commit.part)
-            names = commit.files.keys()
-            kept |= names if folder == parts else {name_below(parts, folder / name) for name in names}
+        kept = {name for commit in commits for name in commit.files}
         arrays = {name.rpartition("/")[0] for name in kept} | {array.name for array in self.codec.arrays}
-        if not self._has_part_groups:
-            kept |= {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
-        self._site.remove_unlisted(kept)
+        kept |= {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
+        self._publisher.remove_unlisted(kept)
 
     def _commits(self) -> dict[int, PartCommit | None]:
         """Return the commits of planned parts; None for one that is damaged, or does not match plan or files."""
@@ -545,7 +493,7 @@ class StoreWriter:
                 continue
             planned = (part, n_sequences[part], n_tokens[part], self._lengths[part])
             found = (commit.part, commit.n_sequences, commit.n_tokens, commit.allocated_tokens)
-            is_whole = found == planned and not find_size_damage(self._folder(part), commit.files, look)
+            is_whole = found == planned and not find_size_damage(self.path / PARTS_NAME, commit.files, look)
             commits[part] = commit if is_whole else None
         return commits
 
@@ -559,60 +507,11 @@ class StoreWriter:
             return False
 
 
-def _site(store: StorePath, attempt: str, shares: bool) -> Site:
-    """Take hold of a place to write a store to, alone if it can be."""
-    if isinstance(store, RemotePath):
-        site = BucketSite(store, attempt)
-        site.remove_unfinished()  # before anything is compared with commits that are about to be made
-        return site
-    return FolderSite(store, StoreLock.take(store, shares), attempt)
-
-
-def _joined_site(store: StorePath, attempt: str) -> Site:
-    """Take hold of a place that others write a store to."""
-    if isinstance(store, RemotePath):
-        return BucketSite(store, attempt)
-    return FolderSite(store, StoreLock.join(store), attempt)
-
-
-def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]) -> None:
-    """Write what makes a place a store.
-
-    The manifest comes last: without it a folder is an unfinished start, which is begun afresh. In a bucket others may
-    begin at the same moment, and what is there stays: it is compared before the next document is written.
-    """
-    for name, content in codec_files.items():
-        make_folder(store / CODEC_NAME)
-        if not write_new(store / CODEC_NAME / name, content):
-            raise StoreMismatch(str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")})
-    if not write_new(store / PLAN_NAME, plan_bytes(plan)):
-        check_same_plan(store, plan)
-    if not write_new(store / MANIFEST_NAME, manifest.to_json().encode()):
-        check_same(store, manifest, plan)
-
-
-def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
-    """Rename the basis that was learned for added fields, once store.json names these fields."""
-    path = store / CODEC_NAME / NEXT_BASIS_NAME
-    if not exists(path):
-        return
-    digest = hashlib.sha256()
-    for block in blocks_of(path):
-        digest.update(block)
-    if digest.hexdigest() != manifest.codec.get("basis_sha256"):
-        return
-    if isinstance(path, Path):
-        os.replace(path, path.with_name(BASIS_NAME))
-        fsync_directory(path.parent)
-    else:  # readers that find another basis look at the next one too
-        write_atomic(path.parent / BASIS_NAME, path.read_bytes())
-        remove_file(path)
-
-
-def _write_codec(store: StorePath, files: Mapping[str, bytes]) -> None:
-    """Write what the codec has learned, unless it is there; the manifest, written later, holds its hash."""
-    for name, content in files.items():
-        path = store / CODEC_NAME / name
-        make_folder(path.parent)
-        if not exists(path) or path.read_bytes() != content:
-            write_atomic(path, content)
+def _publisher(store: StorePath, attempt: str, shares: bool = False, joins: bool = False) -> Publisher:
+    """Lock a store, alone if it can be."""
+    if isinstance(store, Path):
+        return FolderPublisher(store, StoreLock(store, shares, joins), attempt)
+    publisher = BucketPublisher(store, attempt)
+    if not joins:
+        publisher.remove_unfinished()  # before anything is compared with commits that are about to be made
+    return publisher

@@ -1,13 +1,11 @@
 """`inspect` and `verify`: output that can be searched and fits a terminal; the stores that `train` takes."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.stores import make_recipe
 
 
@@ -19,12 +17,9 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def url(store: Path) -> Iterator[str]:
-    """The URL of a copy in fsspec's file system in memory."""
-    filesystem, bucket = fsspec.filesystem("memory"), f"memory://inspected-{os.getpid()}"
-    filesystem.put(str(store), f"{bucket}/store", recursive=True)
-    yield f"{bucket}/store"
-    filesystem.rm(bucket, recursive=True)
+def url(store: Path, s3: str) -> str:
+    """The URL of a copy in a bucket."""
+    return str(copy_up(store, f"{s3}/store"))
 
 
 def test_ids_are_whole_and_tables_fit_eighty_columns(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,20 +39,6 @@ def test_a_store_is_inspected_where_it_is(store: Path, url: str) -> None:
     assert any("committed" in line for line in shown[0])
 
 
-def test_what_cannot_be_written_says_so(store: Path, url: str) -> None:
-    assert run("verify", f"file://{store}").exit_code == 0
-    assert run("repair", url).exit_code == 0
-    refused(run("recode", url, "--codec", "int8", "--out", f"{url}-int8"), f"{url}-int8 can be read but not written")
-
-
-def test_files_without_sizes_are_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HTTP servers list names alone."""
-    filesystem = type(fsspec.filesystem("memory"))
-    real = filesystem.find
-
-    def find(self: object, *args: object, **kwargs: object) -> object:
-        return {name: item | {"size": None} for name, item in real(self, *args, **kwargs).items()}
-
-    monkeypatch.setattr(filesystem, "find", find)
-    for arguments in (("inspect", url), ("train", url, "--out", tmp_path / "run")):
-        refused(run(*arguments), f"{url} lists its files without their sizes")
+def test_a_url_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    for arguments in (("inspect", "hf://me/store"), ("train", "hf://me/store", "--out", tmp_path / "run")):
+        refused(run(*arguments), "hf://me/store cannot be opened as a store")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-CHANGING_CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+CHANGING_CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "link")
 
 
 def die() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_data.storage.disk.files import open_path
+from moa_data.storage.backend import open_path
 from moa_data.storage.paths import RemotePath
 
 ACCESS_KEY, SECRET_KEY = "tester", "secret-of-tester"
@@ -146,5 +146,5 @@ def copy_up(folder: Path, url: str) -> RemotePath:
     assert isinstance(target, RemotePath)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            target.bucket.put(path.relative_to(folder).as_posix(), path.read_bytes())
+            target.backend.put(path.relative_to(folder).as_posix(), path.read_bytes())
     return target

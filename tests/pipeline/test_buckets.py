@@ -16,10 +16,10 @@ from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.recode import recode
 from moa_data.pipeline.repair import repair
+from moa_data.storage.backend import open_path
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk.files import open_path
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
@@ -86,7 +86,7 @@ def test_readers_of_a_bucket(config: ExtractConfig, local: Path, remote: RemoteP
 
 def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Path) -> None:
     recode(local, "int8", tmp_path / "int8")
-    out = remote.bucket.url + "-int8"
+    out = remote.backend.url + "-int8"
     report = recode(remote, "int8", out)
     assert report.n_parts_done == report.n_parts
     written = open_path(out)
@@ -116,7 +116,7 @@ def test_add_writes_to_a_bucket(config: ExtractConfig, local: Path, remote: Remo
 def test_repair_mends_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath) -> None:
     shard = next(path for path in remote.names() if path.startswith("parts/hidden/last/c.1."))
     content = (remote / shard).read_bytes()
-    remote.bucket.put(shard, content[:30] + bytes([content[30] ^ 1]) + content[31:])
+    remote.backend.put(shard, content[:30] + bytes([content[30] ^ 1]) + content[31:])
     plan = plan_repair(remote)
     assert plan.parts == (1,)
     repair(plan, config.model, device="cpu")

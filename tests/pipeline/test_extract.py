@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from moa_data import files
 from moa_data.errors import Interrupted, OutputOccupied, StorageUnavailable, StoreMismatch, TargetError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
@@ -24,7 +25,6 @@ from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.forwards.parts import BackgroundWriter, batches
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk import durable
 from moa_data.storage.parts import encoding, shard
 from moa_data.storage.parts.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
@@ -252,7 +252,7 @@ def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
 ) -> None:
     extract(elsewhere(config))
     n_writes = 0
-    write_all = durable.write_all
+    write_all = files.write_all
 
     def full_after_some(fd: int, data: bytes) -> int:
         nonlocal n_writes

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moa_data import files
 from moa_data.errors import StorageUnavailable, StoreDamaged, StoreMismatch, WorkerError
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
@@ -16,7 +17,6 @@ from moa_data.pipeline.repair import repair
 from moa_data.pipeline.sources import recorded_config
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk import durable
 from moa_data.storage.parts import shard
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import write_target
@@ -63,7 +63,7 @@ def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pyt
     def full_after_some(fd: int, data: Any) -> int:
         if next(calls, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return durable.write_all(fd, data)
+        return files.write_all(fd, data)
 
     with monkeypatch.context() as patch:
         patch.setattr(shard, "write_all", full_after_some)

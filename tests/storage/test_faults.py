@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from moa_data.errors import StorageUnavailable
+from moa_data.storage.backend import open_path
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk.files import open_path
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.write.store import StoreWriter
@@ -72,7 +72,7 @@ def check(place: str, local: Path) -> None:
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values)
     # Uploads of writers that were killed, and records whose answer never came: in time `extract` deletes them.
-    store.bucket.delete(name for name in store.names() if name.endswith(".partial"))
+    store.backend.delete(name for name in store.names() if name.endswith(".partial"))
     assert read_remote_tree(store) == read_tree(local)
 
 

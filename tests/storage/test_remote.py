@@ -10,7 +10,7 @@ import zarr
 from moa_data.errors import StoreDamaged, StoreNotFound
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk.object_bucket import ObjectBucket
+from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
@@ -48,8 +48,8 @@ def test_a_copy_in_a_bucket_reads_the_same(local: Path, remote: RemotePath, monk
 
 
 def test_zarr_reads_it_through_obstore(local: Path, remote: RemotePath) -> None:
-    assert isinstance(remote.bucket, ObjectBucket)
-    group = zarr.open_group(zarr.storage.ObjectStore(remote.bucket.store, read_only=True), path="parts", mode="r")
+    assert isinstance(remote.backend, ObjectStore)
+    group = zarr.open_group(zarr.storage.ObjectStore(remote.backend.connection, read_only=True), path="parts", mode="r")
     array = group["kv"]
     assert isinstance(array, zarr.Array)
     expected = zarr.open_group(local / "parts", mode="r")["kv"]
@@ -61,17 +61,17 @@ def test_damage_is_named(remote: RemotePath) -> None:
     whole = (remote / KV_SHARD).read_bytes()
     reader = ActivationStore(remote)
     i = reader.sequences["part"].to_pylist().index(1)
-    remote.bucket.put(KV_SHARD, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    remote.backend.put(KV_SHARD, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     with pytest.raises(StoreDamaged, match=f"{KV_SHARD}: chunk checksum"):
         reader.read(i, "kv")
     assert [damage.path for damage in verify_store(remote, values=False).damages] == [KV_SHARD]
-    remote.bucket.put(KV_SHARD, whole[:-50])
+    remote.backend.put(KV_SHARD, whole[:-50])
     reader.close()
     with pytest.raises(StoreDamaged, match=f"{KV_SHARD} ends inside its index"):
         reader.read(i, "kv")
     with pytest.raises(StoreDamaged, match=rf"{KV_SHARD} has {len(whole) - 50} bytes, its commit says {len(whole)}"):
         ActivationStore(remote)
-    remote.bucket.delete([KV_SHARD])
+    remote.backend.delete([KV_SHARD])
     with pytest.raises(StoreDamaged, match=f"{remote}/{KV_SHARD} is missing although it was committed"):
         ActivationStore(remote)
     (damage,) = verify_store(remote).damages

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from moa_data.storage.disk.object_bucket import ObjectBucket
+from moa_data.storage.object_store import ObjectStore
 from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.config import TrainConfig
@@ -18,13 +18,13 @@ def test_training_from_a_bucket_with_a_cache(tmp_path: Path, s3: str, monkeypatc
     local = build_store(tmp_path / "store", ("hidden:last",), n_sequences=12)
     remote = copy_up(local, f"{s3}/store")
     asked: list[tuple[str, int, int]] = []
-    real = ObjectBucket.read_ranges
+    real = ObjectStore.read_ranges
 
-    def noting(bucket: ObjectBucket, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+    def noting(bucket: ObjectStore, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
         asked.extend(part for part in ranges if part[0].startswith("parts/"))
         return real(bucket, ranges)
 
-    monkeypatch.setattr(ObjectBucket, "read_ranges", noting)
+    monkeypatch.setattr(ObjectStore, "read_ranges", noting)
 
     def run(name: str, store: str, cache: Path | None) -> dict[str, bytes]:
         train(

@@ -233,7 +233,7 @@ def test_refusals(store_path: Path, tmp_path: Path) -> None:
 def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None:
     """Another process is refused while it lives; a killed one leaves its file and no lock."""
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
-    hold = "import sys, time; from moa_data.storage.disk.locking import lock_file; from pathlib import Path\n"
+    hold = "import sys, time; from moa_data.files import lock_file; from pathlib import Path\n"
     hold += "lock = lock_file(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     (tmp_path / "new").mkdir()
     for name, resume in (("run", True), ("new", False)):

@@ -1,26 +1,21 @@
 """A batch equals its sequences read one by one, and what zarr-python and tensorstore read, whatever is asked for."""
 
 import multiprocessing
-import os
-import pickle
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.errors import SelectionInvalid, StoreDamaged, StoreNotFound
+from moa_data.errors import SelectionInvalid, StoreDamaged
+from moa_data.storage.backend import LocalFile
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.disk.files import LocalFile
 from moa_data.storage.parts import grid
-from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.shards import ShardReader
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_by_zarr, rows_in_store
@@ -217,60 +212,3 @@ def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch: pyt
             child.join(30)
             assert child.exitcode == 0
             assert [job.result() for job in running] == [expected] * 12
-
-
-@pytest.fixture
-def remote_store(store: Path) -> Iterator[Any]:
-    """The store copied into fsspec's file system in memory."""
-    filesystem = fsspec.filesystem("memory")
-    url = f"memory://bucket-{os.getpid()}/store"
-    filesystem.put(str(store), url, recursive=True)
-    yield url
-    filesystem.rm(f"memory://bucket-{os.getpid()}", recursive=True)
-
-
-def test_a_remote_store_reads_the_same(store: Path, remote_store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_batch, "REMOTE_WINDOW_BYTES", 4000)  # several windows
-    with ActivationStore(store) as local, ActivationStore(remote_store) as remote:
-        assert remote.sequences.equals(local.sequences)
-        for n_threads in (1, 3):
-            rows = list(range(len(local)))
-            one, other = (
-                reader.read_batch(rows, NAMES, n_threads=n_threads)
-                for reader in (local, pickle.loads(pickle.dumps(remote)))
-            )
-            for name in NAMES:
-                np.testing.assert_array_equal(one[name], other[name])
-        np.testing.assert_array_equal(remote.read(2, "kv", [1], slice(3, 80)), local.read(2, "kv", [1], slice(3, 80)))
-    with ActivationStore(f"file://{store}") as by_url:
-        assert by_url.path == store
-        assert len(by_url) == len(local)
-
-
-def test_remote_damage_is_named(remote_store: str) -> None:
-    filesystem = fsspec.filesystem("memory")
-    reader = ActivationStore(remote_store)
-    data = bytearray(filesystem.cat_file(f"{remote_store}/{KV_SHARD}"))
-    data[100] ^= 1
-    filesystem.pipe_file(f"{remote_store}/{KV_SHARD}", bytes(data))
-    i = reader.sequences["part"].to_pylist().index(1)
-    with pytest.raises(StoreDamaged, match=f"{KV_SHARD}: chunk checksum"):
-        reader.read(i, "kv")
-    filesystem.rm_file(f"{remote_store}/{KV_SHARD}")
-    reader.close()
-    with pytest.raises(StoreDamaged, match=f"{remote_store}/{KV_SHARD} is missing"):
-        reader.read(i, "kv")
-    with pytest.raises(StoreDamaged, match=f"{KV_SHARD} is missing although it was committed"):
-        ActivationStore(remote_store)
-    with pytest.raises(StoreNotFound, match="memory://nowhere/store is not an activation store: there is no such"):
-        ActivationStore("memory://nowhere/store")
-    with pytest.raises(StoreNotFound, match="unheard-of://bucket/store cannot be opened as a store"):
-        ActivationStore("unheard-of://bucket/store")
-
-
-@pytest.mark.filterwarnings("ignore:Implicitly cleaning up")  # the copy lives as long as its reader
-def test_the_target_of_a_remote_store_is_copied(store: Path, remote_store: str) -> None:
-    fsspec.filesystem("memory").pipe_file(f"{remote_store}/target/sub/config.json", b"{}")
-    with ActivationStore(remote_store) as reader:
-        assert (reader.target_path / "sub" / "config.json").read_bytes() == b"{}"
-        assert reader.target_path == reader.target_path

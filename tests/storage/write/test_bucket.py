@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moa_data.storage.backend import open_path
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.disk.files import open_path
-from moa_data.storage.disk.object_bucket import ObjectBucket
 from moa_data.storage.names import commit_path, publication_path
+from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.parts.commit import read_part_commit
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.schema import hidden_field, tokens_field
@@ -75,8 +75,8 @@ def kill_after(monkeypatch: pytest.MonkeyPatch, n_calls: int) -> None:
 
         return call
 
-    for name in ("create", "replace", "put", "copy", "delete"):
-        monkeypatch.setattr(ObjectBucket, name, dies(getattr(ObjectBucket, name)))
+    for name in ("put_if_absent", "replace", "upload", "copy", "delete"):
+        monkeypatch.setattr(ObjectStore, name, dies(getattr(ObjectStore, name)))
 
 
 N_PUTS = 3
@@ -144,7 +144,7 @@ def test_a_record_that_comes_late_changes_nothing(place: RemotePath, recipe: Rec
 def test_a_record_whose_uploads_are_gone_comes_to_nothing(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
     with shared(place, recipe) as writer:
         record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, "{}")
-        place.bucket.create(publication_path(record.commit).key, record.to_json())
+        place.backend.put_if_absent(publication_path(record.commit).key, record.to_json())
         recipe.write_part(writer, 0, rounded(0))
     assert read_remote_tree(place) == trees(recipe, tmp_path, 1)[0]
 
@@ -158,7 +158,7 @@ def test_plain_libraries_read_a_bucket_as_a_folder(
     local = recipe.write(tmp_path / "local")
     recipe.write(place)
     assert read_remote_tree(place) == read_tree(local)
-    bucket, _, prefix = place.bucket.url.removeprefix("s3://").partition("/")
+    bucket, _, prefix = place.backend.url.removeprefix("s3://").partition("/")
     page = (Path(__file__).parents[3] / "docs" / "object-stores.md").read_text()
     found = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert found is not None

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from moa_data.errors import StoreDamaged
-from moa_data.pipeline.card import CardOrigin, write_card
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.parts.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
-from moa_data.storage.schema import hidden_field
-from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 
@@ -92,62 +89,6 @@ def test_writers_refuse_a_link(store: Path, recipe: Recipe, name: str) -> None:
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
         assert everything(store.parent) == before
-
-
-def test_a_link_to_nowhere_is_refused_too(store: Path, recipe: Recipe) -> None:
-    shutil.rmtree(store / "parts")
-    (store / "parts").symlink_to(store.parent / "unplugged")
-    with pytest.raises(StoreDamaged, match=r"parts is a symbolic link to '.*unplugged'.*move the whole store and link"):
-        recipe.write(store)
-    assert (store / "commits/part-00000.json").exists()
-
-
-def swap(path: Path) -> dict[str, object]:
-    """Put a link to a copy in a folder's place, as somebody might while a writer has the store open."""
-    elsewhere = Path(shutil.copytree(path, path.parent.parent / f"copy of {path.name}"))
-    shutil.rmtree(path)
-    path.symlink_to(elsewhere)
-    return everything(elsewhere)
-
-
-@pytest.mark.parametrize("name", ["parts", "commits", "target", "runs", "parts/hidden"])
-def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe: Recipe, name: str) -> None:
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-        writer.drop_part(1)
-        wanted = recipe.with_manifest(fields=(*recipe.manifest.fields, hidden_field("layer_1", 16)))
-        addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
-        inside = swap(store / name)
-
-        def write_bundle() -> None:
-            with writer.target() as folder:
-                (folder / "config.json").write_text("other")
-
-        attempts: list[Callable[[], object]] = [lambda: writer.drop_part(0), lambda: addition.part(0)]
-        if "/" not in name:
-            attempts += [lambda: writer.part(1), writer.drop_target, write_bundle, lambda: writer.record_run({})]
-            attempts += [lambda: writer.replace_manifest(wanted.manifest)]
-            attempts += [lambda: write_card(store, CardOrigin("a/model", "a/dataset"))]
-        for attempt in attempts:
-            with pytest.raises(StoreDamaged, match="is a symbolic link"):
-                attempt()
-        assert everything((store / name).resolve()) == inside
-        assert not list(store.rglob("*.partial"))
-
-
-def test_a_link_in_the_bundle_that_is_being_written(store: Path, recipe: Recipe) -> None:
-    (store.parent / "elsewhere").mkdir()
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-        shutil.rmtree(store / "target/more")
-
-        def write_bundle() -> None:
-            with writer.target() as folder:
-                (store / "target/more").symlink_to(store.parent / "elsewhere")
-                (folder / "more").mkdir()
-                (folder / "more/weights").write_text("other")
-
-        with pytest.raises(StoreDamaged, match="target/more is a symbolic link"):
-            write_bundle()
-    assert list((store.parent / "elsewhere").iterdir()) == []
 
 
 def test_a_linked_store_is_a_store(store: Path, recipe: Recipe) -> None:

@@ -1,5 +1,8 @@
 """Several writers of one store: each part is committed once, whoever writes it, and nobody's files are taken away."""
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -9,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_data.errors import StoreError, StoreLocked, StoreMismatch
+from moa_data.errors import StorageUnavailable, StoreDamaged, StoreError, StoreLocked, StoreMismatch
+from moa_data.files import LockHeld, lock_file
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk.locking import lock_slot
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts.commit import read_part_commit
 from moa_data.storage.write import lock as lock_module
@@ -120,8 +123,8 @@ def test_who_shares_waits_for_the_one_who_opens(
     path = tmp_path / "shared"
     path.mkdir()
     monkeypatch.setattr(lock_module, "_RETRY_S", 0.01)
-    opening, found = StoreLock.take(path, shares=True), list[bool]()
-    waiting = threading.Thread(target=lambda: found.append(StoreLock.take(path, shares=True).is_alone))
+    opening, found = StoreLock(path, shares=True), list[bool]()
+    waiting = threading.Thread(target=lambda: found.append(StoreLock(path, shares=True).is_alone))
     waiting.start()
     time.sleep(0.05)
     assert not found
@@ -148,17 +151,17 @@ def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, re
         assert not (path / "publish.lock").exists()
 
 
-def test_a_slot_keeps_out_threads_and_other_slots_do_not_matter(tmp_path: Path) -> None:
-    inside, order = threading.Event(), list[str]()
+def test_a_byte_keeps_out_threads_and_other_bytes_do_not_matter(tmp_path: Path) -> None:
+    inside, order, store_lock = threading.Event(), list[str](), StoreLock(tmp_path, joins=True)
 
     def other() -> None:
-        with lock_slot(tmp_path / "slots", 8):
+        with store_lock.locked_byte(8):
             pass
         inside.set()
-        with lock_slot(tmp_path / "slots", 7):
+        with store_lock.locked_byte(7):
             order.append("second")
 
-    with lock_slot(tmp_path / "slots", 7):
+    with store_lock.locked_byte(7):
         thread = threading.Thread(target=other)
         thread.start()
         assert inside.wait(10)
@@ -166,6 +169,55 @@ def test_a_slot_keeps_out_threads_and_other_slots_do_not_matter(tmp_path: Path) 
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
+
+
+def refuse_with(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Let flock fail once with a code, then work."""
+    left, real = [code], fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        if left:
+            raise OSError(left.pop(), "")
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("name", ["ENOLCK", "EOPNOTSUPP", "EIO"])
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for attempt in (lambda: recipe.write(tmp_path / "store"), lambda: lock_file(tmp_path / "run.lock")):
+        refuse_with(monkeypatch, getattr(errno, name))
+        with pytest.raises(StorageUnavailable, match="cannot be locked"):
+            attempt()
+    recipe.write(tmp_path / "store")
+
+
+@pytest.mark.parametrize("name", ["EWOULDBLOCK", "EACCES"])
+def test_a_held_lock_names_its_holder(store: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    refuse_with(monkeypatch, getattr(errno, name))
+    with pytest.raises(StoreLocked, match=f"process {os.getpid()} on "):
+        recipe.write(store)
+
+
+def test_a_lock_is_no_link_and_is_free_after_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "run.lock").symlink_to("mine.txt")
+    with pytest.raises(StoreDamaged):
+        lock_file(tmp_path / "run.lock")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    script = "import sys, time; from pathlib import Path; from moa_data.files import lock_file\n"
+    script += "lock_file(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", script, tmp_path / "held"], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(LockHeld) as caught:
+        lock_file(tmp_path / "held")
+    assert f"process {holder.pid} on" in caught.value.holder
+    holder.kill()
+    holder.wait()
+    os.close(lock_file(tmp_path / "held"))
 
 
 # Three forks write the parts of one store, each in an order of its own, and are killed at random instants again and

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreLocked, StoreMismatch
+from moa_data.storage.backend import names_in, open_path, put, remove_file
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk.durable import remove_file, write_atomic
-from moa_data.storage.disk.files import names_in, open_path
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts.commit import read_part_commit
 from moa_data.storage.parts.shard import partial_name
@@ -132,7 +131,7 @@ class PlaceContract:
     def test_a_place_with_something_else_is_left_alone(self, place: StorePath, recipe: Recipe) -> None:
         if isinstance(place, Path):
             place.mkdir()
-        write_atomic(place / "notes.txt", b"mine")
+        put(place / "notes.txt", b"mine")
         with pytest.raises(OutputOccupied, match=r"it holds notes\.txt"):
             recipe.write(place)
         assert self.names(place) == ["notes.txt"]
@@ -154,7 +153,7 @@ class PlaceContract:
         name = next(iter(read_part_commit(commit_path(place, 1)).files))
         path = place / "parts" / name
         content = path.read_bytes()
-        write_atomic(path, content[:20] + bytes([content[20] ^ 1]) + content[21:])
+        put(path, content[:20] + bytes([content[20] ^ 1]) + content[21:])
         plan = plan_repair(place)
         assert plan.parts == (1,)
         assert drop_damage(plan) == (1,)
@@ -243,11 +242,11 @@ class TestBucket(PlaceContract):
     ) -> None:
         dead = shared(place, recipe)
         recipe.fill(out := dead.part(0))
-        assert isinstance(out._place, BucketPart)
+        assert isinstance(out._publisher, BucketPart)
         for array in out._arrays.values():
             array.finish()  # as a kill before the commit leaves it
         recipe.write(place)
-        uploads = {f"parts/{partial_name(name, out._place.attempt)}" for name in out._shards()}
+        uploads = {f"parts/{partial_name(name, out._publisher.attempt)}" for name in out._shards()}
         assert tree_of(place).keys() - wanted.keys() == uploads
         monkeypatch.setattr(bucket_module, "LEFTOVER_S", -60.0)
         dead.close()

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from moa_data.errors import OptionInvalid
-from moa_data.storage.disk import read_cache
-from moa_data.storage.disk.files import Piece, open_path
-from moa_data.storage.disk.object_bucket import ObjectBucket
-from moa_data.storage.disk.read_cache import ReadCache, cache_at
+from moa_data.storage import read_cache
+from moa_data.storage.backend import ByteRange, open_path
+from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read_cache import ReadCache, cache_at
 from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.stores import flip, make_recipe
 
@@ -46,7 +46,7 @@ class Reader:
             self.fetched += [(pieces[i][0], start, stop) for i, start, stop in ranges]
             return [memoryview(FILES[pieces[i][0]][start:stop]) for i, start, stop in ranges]
 
-        found = self.cache.read([Piece(name, N_BYTES, start, stop) for name, start, stop in pieces], fetch)
+        found = self.cache.read([ByteRange(name, N_BYTES, start, stop) for name, start, stop in pieces], fetch)
         assert [bytes(each) for each in found] == [FILES[name][start:stop] for name, start, stop in pieces]
         return self.fetched[before:]
 
@@ -103,8 +103,8 @@ def test_threads_and_processes_share_a_folder(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from moa_data.storage.disk import read_cache
-        from moa_data.tests.storage.disk import test_read_cache as tests
+        from moa_data.storage import read_cache
+        from moa_data.tests.storage import test_read_cache as tests
         read_cache.BLOCK_BYTES = 100
         tests.FILES = {name: bytes([ord(name)]) * 1000 for name in "abc"}
         read = tests.Reader(read_cache.ReadCache(Path(sys.argv[1]), 1500))
@@ -124,13 +124,13 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(tmp_path: Path, s3: str, mon
     local = make_recipe((70, 3, 200, 64)).write(tmp_path / "local")
     remote = copy_up(local, f"{s3}/store")
     asked: list[tuple[str, int, int]] = []
-    real = ObjectBucket.read_ranges
+    real = ObjectStore.read_ranges
 
-    def noting(bucket: ObjectBucket, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+    def noting(bucket: ObjectStore, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
         asked.extend(ranges)
         return real(bucket, ranges)
 
-    monkeypatch.setattr(ObjectBucket, "read_ranges", noting)
+    monkeypatch.setattr(ObjectStore, "read_ranges", noting)
     monkeypatch.setenv("MOA_DATA_CACHE_DIR", str(tmp_path / "cache"))
     with ActivationStore(local) as store:
         expected = store.read_batch(range(len(store)), list(store.fields))
@@ -144,7 +144,7 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(tmp_path: Path, s3: str, mon
         asked.clear()
     # A store that is written anew under the same names has other checksums, and so other blocks.
     make_recipe((71, 3, 200, 64)).write(tmp_path / "other")
-    remote.bucket.delete(remote.names())
+    remote.backend.delete(remote.names())
     copy_up(tmp_path / "other", f"{s3}/store")
     with ActivationStore(open_path(str(remote))) as store, ActivationStore(tmp_path / "other") as other:
         np.testing.assert_array_equal(store.read(0, "kv"), other.read(0, "kv"))

@@ -1,4 +1,4 @@
-"""Object stores by obstore: S3 and whatever speaks it, Google Cloud Storage, Azure.
+"""The object-store backend, by obstore: S3 and whatever speaks it, Google Cloud Storage, Azure.
 
 Settings come from the environment alone, under the names that each provider's own tools have: ``AWS_ACCESS_KEY_ID``,
 ``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server that speaks S3), ``GOOGLE_APPLICATION_CREDENTIALS``,
@@ -13,24 +13,38 @@ got no clear answer the file itself tells the outcome.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import BaseError
-from obstore.store import ObjectStore, from_url
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    InvalidPathError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+    UnknownConfigurationKeyError,
+)
+from obstore.store import ObjectStore as Connection
+from obstore.store import from_url
 
-from ...errors import MoaDataError, StorageUnavailable, StoreNotFound
-from ...text import first_line
-from ..paths import Bucket, Entry
-from .requests import REQUEST_BYTES, answering, bounded, requests
+from ..errors import MoaDataError, StorageUnavailable, StoreNotFound
+from ..files import check_length
+from ..text import first_line
+from .paths import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
 """Ranges that lie at most so far apart are read by one request: fetching the gap costs less than asking twice."""
@@ -38,10 +52,15 @@ COPY_BYTES = 5 << 30
 """Longest file that S3 copies by one request; a longer one is read and written again."""
 UPLOADS_AT_ONCE = 8
 """Pieces of one file that are uploaded at the same time; each is held in memory."""
+NOTICE_S = 5.0
+"""Time without an answer after which a process logs, once, that it waits."""
+SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 180.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -50,41 +69,46 @@ class _Torn(Exception):
     """A file or range came with another length than was announced."""
 
 
-class ObjectBucket:
+class ObjectStore:
     """A prefix of a bucket behind obstore: connected anew in each process, pickled as its URL, safe in threads."""
 
     def __init__(self, url: str) -> None:
+        if urlsplit(url).scheme.lower() not in SCHEMES:
+            raise StoreNotFound(
+                f"{url} cannot be opened as a store: expected a folder, or an s3://, gs:// or az:// URL. Stores of the "
+                "Hub are downloaded first, by `moa-data pull`."
+            )
         self.url = url.rstrip("/")
-        self._connected: ObjectStore | None = None
+        self._connected: Connection | None = None
 
-    def __reduce__(self) -> tuple[type[Bucket], tuple[str]]:
-        return (ObjectBucket, (self.url,))
+    def __reduce__(self) -> tuple[type[ObjectStore], tuple[str]]:
+        return (ObjectStore, (self.url,))
 
     @property
-    def store(self) -> ObjectStore:
+    def connection(self) -> Connection:
         """The object of obstore, which zarr takes too (``zarr.storage.ObjectStore``)."""
         _refuse_fork(self.url)
         if self._connected is None:
             self._connected = _connect(self.url)
         return self._connected
 
-    def find(self, folder: str = "") -> dict[str, Entry]:  # noqa: D102  (paths.Bucket)
+    def list_files(self, folder: str = "") -> dict[str, Entry]:  # noqa: D102  (Backend)
         def all_pages() -> dict[str, Entry]:
-            pages = obstore.list(self.store, folder or None, chunk_size=1000)
+            pages = obstore.list(self.connection, folder or None, chunk_size=1000)
             return {item["path"]: Entry(item["size"], item["last_modified"]) for page in pages for item in page}
 
         return self._asked(folder, all_pages)
 
     def size(self, name: str) -> int:  # noqa: D102
-        return int(self._asked(name, lambda: obstore.head(self.store, name)["size"]))
+        return int(self._asked(name, lambda: obstore.head(self.connection, name)["size"]))
 
     def read(self, name: str, max_bytes: int | None = None) -> bytes:  # noqa: D102
         return self._asked(name, lambda: self._get(name, max_bytes))
 
     def _get(self, name: str, max_bytes: int | None = None) -> bytes:
-        found = obstore.get(self.store, name)
+        found = obstore.get(self.connection, name)
         n_bytes = found.meta["size"]
-        bounded(b"", n_bytes, max_bytes)
+        check_length(n_bytes, max_bytes)
         content = found.bytes().to_bytes()
         if len(content) != n_bytes:
             raise _Torn(f"{len(content)} bytes came of {n_bytes}")
@@ -107,26 +131,26 @@ class ObjectBucket:
     def _get_range(self, name: str, start: int, stop: int) -> memoryview:
         """Return bytes of a file by one request; not by ``obstore.get_ranges``, which panics where fewer come."""
         try:
-            data = memoryview(obstore.get_range(self.store, name, start=start, end=stop))
+            data = memoryview(obstore.get_range(self.connection, name, start=start, end=stop))
             if len(data) == stop - start:
                 return data
             failure: Exception = _Torn("fewer bytes came than were asked for")
         except BaseError as error:
             failure = error
-        n_bytes = obstore.head(self.store, name)["size"]
+        n_bytes = obstore.head(self.connection, name)["size"]
         if n_bytes >= stop:
             raise failure
         # The file is shorter than whoever asks believes, for which servers have answers of many kinds.
         if start >= n_bytes:
             return memoryview(b"")
-        return memoryview(obstore.get_range(self.store, name, start=start, end=n_bytes))
+        return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
 
-    def create(self, name: str, data: bytes) -> bool:  # noqa: D102
+    def put_if_absent(self, name: str, data: bytes) -> bool:  # noqa: D102
         return self._settled(name, data, "create")
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
         def found() -> tuple[bytes, Any]:
-            answer = obstore.get(self.store, name)
+            answer = obstore.get(self.connection, name)
             versions = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
             return answer.bytes().to_bytes(), {key: value for key, value in versions.items() if value is not None}
 
@@ -138,8 +162,8 @@ class ObjectBucket:
         pauses = _pauses()
         while True:
             try:
-                with answering(self.url):
-                    obstore.put(self.store, name, data, mode=mode)
+                with _answering(self.url):
+                    obstore.put(self.connection, name, data, mode=mode)
                 return True
             except (BaseError, OSError) as error:
                 _refuse_hopeless(self.url, name, error)
@@ -150,38 +174,44 @@ class ObjectBucket:
                 # S3 answers 409 to both of two that meet, and then neither may have won: then ask once more.
                 if found == data:
                     return True
-                is_conflict = type(error).__name__ in ("AlreadyExistsError", "PreconditionError")
+                is_conflict = isinstance(error, AlreadyExistsError | PreconditionError)
                 if found is not None and (is_conflict or mode == "create"):
                     return False
                 if not next(pauses):
                     raise _unavailable(self.url, name, error) from error
 
-    def put(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:  # noqa: D102
-        # What came of an iterable is gone; of bytes and of a file another try can be made.
+    def put(self, name: str, data: bytes) -> None:  # noqa: D102
+        self._upload(name, data)
+
+    def upload(self, name: str, data: Path | Iterable[bytes]) -> None:  # noqa: D102
+        self._upload(name, data)
+
+    def _upload(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:
+        # Of bytes and of a file another try can be made; what came of an iterable is gone.
         content, tries = (data, None) if isinstance(data, bytes | Path) else (iter(data), 1)
 
         def upload() -> None:
-            obstore.put(self.store, name, content, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
+            obstore.put(self.connection, name, content, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
 
         self._repeated(name, upload, tries)
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:  # noqa: D102
         def copy() -> None:
             if n_bytes <= COPY_BYTES:
-                obstore.copy(self.store, source, target)
+                obstore.copy(self.connection, source, target)
                 return
             # On a thread: obstore panics where a call of it is made while it takes the pieces of another one.
             with ThreadPoolExecutor(1) as reader:
                 ranges = ((at, min(at + REQUEST_BYTES, n_bytes)) for at in range(0, n_bytes, REQUEST_BYTES))
                 pieces = (reader.submit(self._get_range, source, *each).result() for each in ranges)
-                obstore.put(self.store, target, pieces, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
+                obstore.put(self.connection, target, pieces, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
 
         self._repeated(source, copy)
 
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102
         def delete(several: list[str]) -> None:
             try:
-                obstore.delete(self.store, several)
+                obstore.delete(self.connection, several)
             except FileNotFoundError:
                 for name in several if len(several) > 1 else ():
                     delete([name])
@@ -192,7 +222,7 @@ class ObjectBucket:
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
         """Make a short request, which a server that is there answers soon."""
-        with answering(self.url):
+        with _answering(self.url):
             return self._repeated(name, request)
 
     def _repeated(self, name: str, request: Callable[[], T], tries: int | None = None) -> T:
@@ -214,7 +244,7 @@ class ObjectBucket:
         raise AssertionError("unreachable")
 
 
-def _connect(url: str) -> ObjectStore:
+def _connect(url: str) -> Connection:
     timeout = timedelta(seconds=timeout_s())
     is_plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
     try:
@@ -272,13 +302,12 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
 
 def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
     """Raise for what another try cannot change."""
-    kind = type(error).__name__
-    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         raise StorageUnavailable(
             f"{url}/{name}: the server refuses ({_line(error)}). Put credentials that may do this into the "
             "environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         ) from error
-    if kind in ("InvalidPathError", "NotSupportedError", "UnknownConfigurationKeyError"):
+    if isinstance(error, InvalidPathError | NotSupportedError | UnknownConfigurationKeyError):
         raise _unavailable(url, name, error) from error
 
 
@@ -306,3 +335,32 @@ def _refuse_fork(url: str) -> None:
             f"{url} was opened before this process was forked, which the client of object stores does not survive. "
             "Start processes with the method 'spawn' or 'forkserver', or use threads."
         )
+
+
+_waiting: dict[object, tuple[float, str]] = {}
+_watcher: threading.Thread | None = None
+
+
+@contextmanager
+def _answering(url: str) -> Iterator[None]:
+    """Log that the bucket is waited for where the block, a short request and its repetitions, takes long."""
+    global _watcher
+    if _watcher is None:
+        # One thread for all requests: a timer for each would cost as much as some of them.
+        _watcher = threading.Thread(target=_watch, name="object-store-watch", daemon=True)
+        _watcher.start()
+    request = object()
+    _waiting[request] = time.monotonic(), url
+    try:
+        yield
+    finally:
+        del _waiting[request]
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(NOTICE_S / 10)
+        for began_s, url in list(_waiting.values()):
+            if time.monotonic() - began_s > NOTICE_S:
+                _log.warning("waiting for the bucket %s: no answer for %.0f s", url, NOTICE_S)
+                return

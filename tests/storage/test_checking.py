@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from moa_data.errors import StorageUnavailable, StoreError
+from moa_data.storage.backend import exists
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import VerifyReport, verify_store
-from moa_data.storage.disk.checking import exists
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 

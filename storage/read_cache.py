@@ -5,35 +5,31 @@ commit has them: so a block is never taken for one of another shard, and a store
 Each block ends in its own CRC-32C, and one that does not fit is fetched again::
 
     DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then its CRC-32C
-    DIR/usage                           bytes of all blocks; locked while blocks are counted or deleted
 
 Any number of processes may share a folder. A block appears by a rename, whole; nothing is synced, as a block that a
-crash has torn is not used. When the folder is full the blocks that were used longest ago go, a twentieth at a time.
+crash has torn is not used. When the folder is full the blocks that were used longest ago go, a twentieth at a time. A
+process counts the others' blocks each time it has written a twentieth of the folder, which may exceed its size by that.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from ...errors import OptionInvalid
-from .durable import crc32c
-from .files import Fetch, Piece
-from .locking import lock_waiting
-from .requests import requests
+from ..errors import OptionInvalid
+from .backend import ByteRange, Fetch, crc32c
+from .paths import requests
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "MOA_DATA_CACHE_DIR", "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
 BLOCK_BYTES = 1 << 20
 """A reader of a whole sequence asks for many times as much; smaller blocks only make more files."""
 _CRC = struct.Struct("<I")
-_USAGE = struct.Struct("<Q")
 _FREED_SHARE = 20
 
 
@@ -53,41 +49,41 @@ class ReadCache:
         self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
         self.n_hit_bytes = self.n_fetched_bytes = 0
         self._counting = threading.Lock()
-        self._is_counted = False
+        self._n_used, self._n_written = 0, max_bytes  # as if a count were due
 
     def __reduce__(self) -> tuple[type[ReadCache], tuple[Path, int]]:
         return (ReadCache, (self.folder, self.max_bytes))
 
-    def read(self, pieces: Sequence[Piece], fetch: Fetch) -> list[memoryview]:
-        """Return the bytes of pieces, from blocks that are kept and by fetching the others, which are kept then."""
-        wanted = {(i, block): b"" for i, piece in enumerate(pieces) for block in _blocks_of(piece)}
-        first: dict[tuple[str, int], tuple[int, int]] = {}  # several pieces may lie in one block
+    def read(self, ranges: Sequence[ByteRange], fetch: Fetch) -> list[memoryview]:
+        """Return the bytes of ranges, from blocks that are kept and by fetching the others, which are kept then."""
+        wanted = {(i, block): b"" for i, item in enumerate(ranges) for block in _blocks_of(item)}
+        first: dict[tuple[str, int], tuple[int, int]] = {}  # several ranges may lie in one block
         for i, block in wanted:
-            first.setdefault((pieces[i].identity, block), (i, block))
+            first.setdefault((ranges[i].identity, block), (i, block))
         missing = []
-        loads = requests().map(lambda key: self._load(pieces[key[0]], key[1]), first.values())
+        loads = requests().map(lambda key: self._load(ranges[key[0]], key[1]), first.values())
         for key, kept in zip(first.values(), loads, strict=True):
             if kept is None:
                 missing.append(key)
             else:
                 wanted[key] = kept
                 self.n_hit_bytes += len(kept)
-        ranges = [(i, *_span(pieces[i], block)) for i, block in missing]
-        for (i, block), data in zip(missing, fetch(ranges) if ranges else (), strict=True):
+        spans = [(i, *_span(ranges[i], block)) for i, block in missing]
+        for (i, block), data in zip(missing, fetch(spans) if spans else (), strict=True):
             wanted[i, block] = bytes(data)
             self.n_fetched_bytes += len(data)
-        for _ in requests().map(lambda key: self._keep(pieces[key[0]], key[1], wanted[key]), missing):
+        for _ in requests().map(lambda key: self._keep(ranges[key[0]], key[1], wanted[key]), missing):
             pass
-        return [_cut(piece, [wanted[first[piece.identity, block]] for block in _blocks_of(piece)]) for piece in pieces]
+        return [_cut(item, [wanted[first[item.identity, block]] for block in _blocks_of(item)]) for item in ranges]
 
-    def _path(self, piece: Piece, block: int) -> Path:
-        name = hashlib.sha256(f"{piece.identity} {piece.n_bytes}".encode()).hexdigest()[:32]
+    def _path(self, item: ByteRange, block: int) -> Path:
+        name = hashlib.sha256(f"{item.identity} {item.n_bytes}".encode()).hexdigest()[:32]
         return self.folder / "blocks" / name[:2] / f"{name}-{block:06d}"
 
-    def _load(self, piece: Piece, block: int) -> bytes | None:
+    def _load(self, item: ByteRange, block: int) -> bytes | None:
         """Return a block that is kept whole; None for none."""
-        path = self._path(piece, block)
-        start, stop = _span(piece, block)
+        path = self._path(item, block)
+        start, stop = _span(item, block)
         try:
             content = path.read_bytes()
             data, crc = content[: -_CRC.size], content[-_CRC.size :]
@@ -98,12 +94,12 @@ class ReadCache:
             return None
         return data
 
-    def _keep(self, piece: Piece, block: int, data: bytes) -> None:
+    def _keep(self, item: ByteRange, block: int, data: bytes) -> None:
         """Keep a block if there is room for it on the disk; that there is none is no reader's loss."""
-        start, stop = _span(piece, block)
+        start, stop = _span(item, block)
         if len(data) != stop - start:
             return  # the file is shorter than its commit says, which its reader will notice
-        path = self._path(piece, block)
+        path = self._path(item, block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
         n_bytes = len(data) + _CRC.size
         if n_bytes > self.max_bytes:
@@ -111,36 +107,26 @@ class ReadCache:
         with suppress(OSError):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                with self._counting:
+                    self._make_room(n_bytes)
                 partial.write_bytes(data + _CRC.pack(crc32c(data)))
-                # Written before and named inside, so that whoever counts the files meanwhile misses none.
-                with self._counting, self._usage() as (n_used, set_used):
-                    set_used(self._make_room(n_used, n_bytes, partial) + n_bytes)
-                    os.replace(partial, path)
+                os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
 
-    def _make_room(self, n_used: int, n_bytes: int, partial: Path) -> int:
-        """Delete old blocks where one that was just written does not fit; returns the bytes of the others."""
-        if self._is_counted and n_used + n_bytes <= self.max_bytes:
-            return n_used
-        self._is_counted = True
-        found = [block for block in self._found() if block[2] != str(partial)]
-        n_used = sum(size for _, size, _ in found)
-        if n_used + n_bytes > self.max_bytes:
-            n_used -= _delete_oldest(found, n_used + n_bytes - self.max_bytes + self.max_bytes // _FREED_SHARE)
-        return n_used
-
-    @contextmanager
-    def _usage(self) -> Iterator[tuple[int, Callable[[int], None]]]:
-        """Yield the bytes of all blocks as they were counted last, and what changes the count; others wait."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with lock_waiting(self.folder / "usage") as fd:
-            content = os.pread(fd, _USAGE.size, 0)
-            n_used = _USAGE.unpack(content)[0] if len(content) == _USAGE.size else self.max_bytes
-            yield n_used, lambda n: (os.pwrite(fd, _USAGE.pack(max(0, n)), 0), None)[1]
+    def _make_room(self, n_bytes: int) -> None:
+        """Count a new block, and delete old ones where it does not fit."""
+        share = self.max_bytes // _FREED_SHARE
+        if self._n_written > share or self._n_used + n_bytes > self.max_bytes:
+            found = list(self._found())
+            self._n_used, self._n_written = sum(size for _, size, _ in found), 0
+            if self._n_used + n_bytes > self.max_bytes:
+                self._n_used -= _delete_oldest(found, self._n_used + n_bytes - self.max_bytes + share)
+        self._n_used += n_bytes
+        self._n_written += n_bytes
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (time of the last use, bytes, path) of all blocks; what was being written an hour ago is rubbish."""
+        """Yield (time of the last use, bytes, path) of all blocks."""
         with suppress(FileNotFoundError):
             for folder in os.scandir(self.folder / "blocks"):
                 for entry in os.scandir(folder):
@@ -176,27 +162,24 @@ def _delete_oldest(found: list[tuple[float, int, str]], n_bytes: int) -> int:
     for _, size, path in sorted(found):
         if n_freed >= n_bytes:
             break
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(path)
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                continue
         n_freed += size
     return n_freed
 
 
-def _blocks_of(piece: Piece) -> range:
-    stop = min(piece.stop, piece.n_bytes)
-    return range(piece.start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if stop > piece.start else range(0)
+def _blocks_of(item: ByteRange) -> range:
+    stop = min(item.stop, item.n_bytes)
+    return range(item.start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if stop > item.start else range(0)
 
 
-def _span(piece: Piece, block: int) -> tuple[int, int]:
-    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, piece.n_bytes)
+def _span(item: ByteRange, block: int) -> tuple[int, int]:
+    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, item.n_bytes)
 
 
-def _cut(piece: Piece, blocks: Sequence[bytes]) -> memoryview:
-    """Cut a piece from its blocks, of which the last may be shorter than it should be."""
-    skipped, n_bytes = piece.start % BLOCK_BYTES, max(0, piece.stop - piece.start)
+def _cut(item: ByteRange, blocks: Sequence[bytes]) -> memoryview:
+    """Cut a item from its blocks, of which the last may be shorter than it should be."""
+    skipped, n_bytes = item.start % BLOCK_BYTES, max(0, item.stop - item.start)
     if len(blocks) == 1:
         return memoryview(blocks[0])[skipped : skipped + n_bytes]
     return memoryview(b"".join(blocks))[skipped : skipped + n_bytes]

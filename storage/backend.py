@@ -1,0 +1,496 @@
+"""Reads and writes the files of a store wherever it lies: whole files, and byte ranges of shards.
+
+:func:`locate` gives the backend behind a path: :class:`LocalBackend`, or an ``object_store.ObjectStore``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+import google_crc32c
+import numpy as np
+
+from ..errors import MoaDataError, StorageUnavailable
+from ..files import (
+    MAX_JSON_BYTES,
+    PARTIAL_SUFFIX,
+    disk_full_guard,
+    fsync_directory,
+    open_regular,
+    read_bounded,
+    relative_name,
+    walk,
+    write_atomic,
+    write_file,
+)
+from .paths import REQUEST_BYTES, Backend, Entry, RemotePath, Stat, StorePath, requests
+
+MISSING = (FileNotFoundError, NotADirectoryError)
+"""What the system raises where there is no such file. Any other refusal says nothing about the file."""
+MAX_OPEN_FILES = 128
+"""Files that readers hold open at once; half of the least that a process may open by default (macOS)."""
+_BLOCKS_AHEAD = 4
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
+
+
+class LocalBackend:
+    """The file system of this machine; names are absolute paths, or start from the working directory."""
+
+    def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Backend)
+        found = {}
+        for root, _, names in walk(Path(folder)) if Path(folder).is_dir() else ():
+            for name in names:
+                status = os.stat(root / name)
+                found[str(root / name)] = Entry(status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+        return found
+
+    def size(self, name: str) -> int:  # noqa: D102
+        return os.stat(name).st_size
+
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:  # noqa: D102
+        return read_bounded(Path(name), MAX_JSON_BYTES if max_bytes is None else max_bytes)
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:  # noqa: D102
+        found = []
+        for name, start, stop in ranges:
+            buffer = np.empty(stop - start, np.uint8)
+            found.append(buffer[: LocalFile(Path(name)).read_into(start, buffer)].data)
+        return found
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:  # noqa: D102
+        path = Path(name)
+        own = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+        with disk_full_guard(path):
+            try:
+                write_file(own, data)
+                _name_new(own, path)
+            except FileExistsError:
+                return self.size(name) == len(data) and read_bounded(path, len(data)) == data
+            finally:
+                own.unlink(missing_ok=True)
+            fsync_directory(path.parent)
+        return True
+
+    def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
+        # Not atomic against other writers, whom the store's lock keeps out.
+        if self.size(name) != len(old) or self.read(name, len(old)) != old:
+            return False
+        write_atomic(Path(name), new)
+        return True
+
+    def put(self, name: str, data: bytes) -> None:  # noqa: D102
+        write_atomic(Path(name), data)
+
+    def delete(self, names: Iterable[str]) -> None:  # noqa: D102
+        for name in names:
+            Path(name).unlink(missing_ok=True)
+
+
+def _name_new(source: Path, target: Path) -> None:
+    """Give a file a name that no file has; raises FileExistsError."""
+    try:
+        os.link(source, target)  # unlike a rename it never replaces a file
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links; the store's lock keeps other writers out
+        if target.exists():
+            raise FileExistsError(target) from None
+        os.replace(source, target)
+
+
+_LOCAL = LocalBackend()
+
+
+def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
+    """Return the path of a store given as a path, a ``file://`` URL, or an ``s3://``, ``gs://`` or ``az://`` URL."""
+    if isinstance(path_or_url, RemotePath):
+        return path_or_url
+    text = os.fspath(path_or_url)
+    if not _URL.match(text):
+        return Path(text).expanduser()
+    if text.startswith("file://"):
+        return Path(unquote(urlsplit(text).path))
+    # Loaded when there is such a store: obstore takes a tenth of a second.
+    from .object_store import ObjectStore
+
+    return RemotePath(ObjectStore(text))
+
+
+def locate(path: StorePath) -> tuple[Backend, str]:
+    """Return the backend behind a path and the name that the path has there."""
+    return (path.backend, path.key) if isinstance(path, RemotePath) else (_LOCAL, os.fspath(path))
+
+
+# Whole files
+
+
+def exists(path: StorePath) -> bool:
+    """Whether there is such a file or folder; OSError where it cannot be told (``Path.exists`` says no)."""
+    if isinstance(path, RemotePath):
+        return path.exists()
+    try:
+        path.stat()
+    except MISSING:
+        return False
+    return True
+
+
+def read_file(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return a file's content; ValueError, with nothing read, where it is longer or no regular file."""
+    backend, name = locate(path)
+    return backend.read(name, max_bytes)
+
+
+def put(path: StorePath, data: bytes) -> None:
+    """Replace a file: after a crash at any moment it is either as before or complete."""
+    backend, name = locate(path)
+    backend.put(name, data)
+
+
+def put_if_absent(path: StorePath, data: bytes) -> bool:
+    """Write a file that is not there; returns False where another one is there, which stays."""
+    backend, name = locate(path)
+    return backend.put_if_absent(name, data)
+
+
+def replace_file(path: StorePath, old: bytes, new: bytes) -> bool:
+    """Replace a file that holds ``old``; returns False where it holds something else, which stays."""
+    backend, name = locate(path)
+    return backend.replace(name, old, new)
+
+
+def remove_file(path: StorePath) -> None:
+    """Delete a file if it is there."""
+    backend, name = locate(path)
+    backend.delete([name])
+
+
+def make_folder(path: StorePath) -> None:
+    """Make a folder and those around it, where they are missing; an object store needs none."""
+    if isinstance(path, Path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def sync_names(folder: StorePath) -> None:
+    """Make new and deleted names inside a folder durable; in an object store they are."""
+    if isinstance(folder, Path):
+        fsync_directory(folder)
+
+
+def names_in(folder: StorePath) -> list[str]:
+    """Return the names of the files and folders in a folder, sorted; none where there is no such folder."""
+    if isinstance(folder, RemotePath):
+        return sorted({name.partition("/")[0] for name in folder.names()})
+    try:
+        return sorted(os.listdir(folder))
+    except MISSING:
+        return []
+
+
+def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:
+    """Yield documents with what reads each, as :func:`read_file` does; remote ones are read ahead, all at once."""
+    paths = list(paths)
+    ahead = [requests().submit(read_file, path) if isinstance(path, RemotePath) else None for path in paths]
+    for path, future in zip(paths, ahead, strict=True):
+        yield path, partial(read_file, path) if future is None else future.result
+
+
+def sizes_of(store: StorePath) -> Callable[[StorePath], Stat | os.stat_result]:
+    """Return what tells a file's size: of a remote store from one listing, and by asking for what that lacks."""
+    if not isinstance(store, RemotePath):
+        return lambda path: path.stat()
+    listing = store.backend.list_files(store.key)
+
+    def look(path: StorePath) -> Stat | os.stat_result:
+        known = listing.get(path.key) if isinstance(path, RemotePath) else None
+        return path.stat() if known is None else Stat(known.n_bytes)
+
+    return look
+
+
+def blocks_of(path: StorePath, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a whole file in order; of a remote one several blocks are on their way at a time."""
+    if not isinstance(path, RemotePath):
+        with open(open_regular(path), "rb", buffering=0) as file:
+            while block := file.read(block_bytes):
+                yield block
+        return
+    n_bytes, key = path.stat().st_size, path.key
+    blocks = [(key, at, min(at + block_bytes, n_bytes)) for at in range(0, n_bytes, block_bytes)]
+    for first in range(0, len(blocks), _BLOCKS_AHEAD):
+        yield from path.backend.read_ranges(blocks[first : first + _BLOCKS_AHEAD])
+
+
+def download(folder: StorePath, target: Path, names: Iterable[str]) -> None:
+    """Copy files below a folder into a local one; a name that leads out of it raises ValueError."""
+    for name in names:
+        local = target / relative_name(name)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with open(local, "wb") as file:
+            for block in blocks_of(folder / name):
+                file.write(block)
+
+
+def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> int:
+    """Extend a CRC-32C (Castagnoli) checksum by contiguous bytes; an array is taken as its bytes."""
+    # The C extension takes bytes and arrays but neither memoryview nor bytearray.
+    plain = data if isinstance(data, bytes | np.ndarray) else np.frombuffer(data, np.uint8)
+    return int(google_crc32c.extend(crc, plain))
+
+
+def file_crc32(path: StorePath) -> int:
+    """Return the CRC-32 of a whole file, as ``zlib.crc32`` computes it."""
+    # Not CRC-32C: the chunks of a shard end with their own CRC-32C, and a CRC of such chunks depends on their lengths
+    # alone. It would not notice a shard in the place of another.
+    crc = 0
+    for block in blocks_of(path):
+        crc = zlib.crc32(block, crc)
+    return crc
+
+
+# Errors of the machine are no damage: nothing may be deleted because of them.
+
+_ADVICE = {
+    errno.EMFILE: "Raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "Close programs that hold many files open",
+    errno.EACCES: "Give yourself the right to read it",
+    errno.EPERM: "Give yourself the right to read it",
+    errno.ELOOP: "Repair the symbolic link",
+    errno.ENOMEM: "Free some memory",
+}
+
+
+def reason(error: OSError | MemoryError) -> str:
+    """Return in words why something could not be checked."""
+    if isinstance(error, MemoryError):
+        return os.strerror(errno.ENOMEM)
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def check_incomplete(store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1) -> StorageUnavailable:
+    """Return the error for what could not be checked; ``path``, the first file, is absolute or in the store."""
+    code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0
+    advice = _ADVICE.get(code, "Check the disk, or the mount of the network file system")
+    what = path if n_files == 1 else f"{n_files} files, the first of them {path},"
+    return StorageUnavailable(
+        f"{store}: {what} could not be checked ({reason(error)}), which says nothing about damage, so nothing was "
+        f"deleted. {advice}, then run the same command again."
+    )
+
+
+@contextmanager
+def check_guard(store: StorePath) -> Iterator[None]:
+    """Turn an I/O error while a store is looked at into :class:`StorageUnavailable`."""
+    try:
+        yield
+    except MoaDataError:  # each says what to do
+        raise
+    except (OSError, MemoryError) as error:
+        named = None if isinstance(error, MemoryError) else error.filename
+        raise check_incomplete(store, str(named or "a file"), error) from error
+
+
+# Byte ranges of shards
+
+
+class OpenFile:
+    """A local file that is open only while there is room for it; a store may have thousands of shards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.n_users = 0
+
+    def take(self) -> int:
+        """Return the file's descriptor, which stays open until :meth:`give_back`; safe in threads and after a fork."""
+        with _fds_lock:
+            fd = _fds.get(self)
+            if fd is not None:
+                self.n_users += 1
+                return fd
+        opened = open_regular(self.path)
+        with _fds_lock:
+            fd = _fds.setdefault(self, opened)  # another thread may have been faster
+            self.n_users += 1
+            idle = [file for file in _fds if not file.n_users] if len(_fds) > MAX_OPEN_FILES else []
+            for file in idle[: len(_fds) - MAX_OPEN_FILES]:  # first those that were opened first
+                file.close()
+        if fd != opened:
+            os.close(opened)
+        return fd
+
+    def give_back(self) -> None:
+        """Say that the descriptor is not used any more."""
+        with _fds_lock:
+            self.n_users -= 1
+
+    def close(self) -> None:
+        """Close the file if it is open; no thread may be using it."""
+        # Without the lock: this runs in finalizers, at any moment. Whoever takes an entry out closes its descriptor.
+        fd = _fds.pop(self, -1)
+        if fd >= 0:
+            os.close(fd)
+
+
+_fds: dict[OpenFile, int] = {}
+"""Descriptors of the files that are open, in the order in which they were opened."""
+_fds_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _fds_lock
+    _fds_lock = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class LocalFile:
+    """A file of which byte ranges are read; safe in threads and after a fork, for ``pread`` shares no position.
+
+    It is opened when bytes are wanted, and closed when this object is garbage.
+    """
+
+    max_read_bytes = 512 << 10
+    """Longest useful read: what is read should still be in the core's cache when it is decoded."""
+    is_remote = False
+    # The kernel cuts one request for read-ahead at the device's largest transfer, and drops the rest.
+    _prefetch_bytes = 512 << 10
+
+    def __init__(self, path: Path) -> None:
+        self._file = OpenFile(path)
+        weakref.finalize(self, self._file.close)
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the file."""
+        fd = self._file.take()
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            self._file.give_back()
+
+    def read_into(self, offset: int, buffer: np.ndarray) -> int:
+        """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
+        n_read = 0
+        fd = self._file.take()
+        try:
+            while n_read < len(buffer) and (got := os.preadv(fd, [buffer[n_read:].data], offset + n_read)):
+                n_read += got
+        finally:
+            self._file.give_back()
+        return n_read
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Ask the kernel to read bytes [start, stop) ahead; returns at once."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        fd = self._file.take()
+        try:
+            for at in range(start, stop, self._prefetch_bytes):
+                os.posix_fadvise(fd, at, min(self._prefetch_bytes, stop - at), os.POSIX_FADV_WILLNEED)
+        finally:
+            self._file.give_back()
+
+
+class ByteRange(NamedTuple):
+    """Bytes [start, stop) of a file that has ``n_bytes``, known by an identity that no other content has."""
+
+    identity: str
+    n_bytes: int
+    start: int
+    stop: int
+
+
+Fetch = Callable[[Sequence[tuple[int, int, int]]], Sequence[memoryview]]
+"""Fetches byte ranges: (position among the ranges that are asked for, start, stop) each."""
+
+
+class RangeCache(Protocol):
+    """What keeps bytes of remote files (``read_cache``)."""
+
+    def read(self, ranges: Sequence[ByteRange], fetch: Fetch) -> list[memoryview]:
+        """Return the bytes of ranges, fetching what is not kept."""
+        ...
+
+
+class CachedAs(NamedTuple):
+    """A cache, and what identifies the content of a file in it."""
+
+    cache: RangeCache
+    identity: str
+
+
+class RemoteFile:
+    """A remote file of which byte ranges are read, one request each."""
+
+    max_read_bytes = REQUEST_BYTES
+    is_remote = True
+
+    def __init__(self, path: RemotePath, n_bytes: int | None = None, cached: CachedAs | None = None) -> None:
+        self.path = path
+        self.cached = cached
+        self._n_bytes = n_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the file, as it was given or as the server says."""
+        return self.path.stat().st_size if self._n_bytes is None else self._n_bytes
+
+    def read_into(self, offset: int, buffer: np.ndarray) -> int:
+        """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
+        data = fetch_ranges([(self, offset, offset + len(buffer))])[0]
+        buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        return len(data)
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Do nothing: a remote file has no page cache to fill."""
+
+
+def open_file(path: StorePath, n_bytes: int | None = None, cached: CachedAs | None = None) -> LocalFile | RemoteFile:
+    """Return a file of a store for reading by position; it need not exist before bytes of it are read.
+
+    Args:
+        n_bytes: its size, which a remote file is then not asked for.
+        cached: keeps on a disk what is read of a remote file.
+    """
+    return RemoteFile(path, n_bytes, cached) if isinstance(path, RemotePath) else LocalFile(path)
+
+
+def fetch_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[memoryview]:
+    """Fetch byte ranges [start, stop) of remote files of one store, all requests under way at the same time."""
+    backend = ranges[0][0].path.backend
+    cached = ranges[0][0].cached  # a store has one cache for all of its shards
+    if cached is None:
+        return backend.read_ranges([(file.path.key, start, stop) for file, start, stop in ranges])
+    wanted = [
+        ByteRange(file.cached.identity if file.cached else str(file.path), file.n_bytes, start, stop)
+        for file, start, stop in ranges
+    ]
+    return cached.cache.read(
+        wanted, lambda missing: backend.read_ranges([(ranges[i][0].path.key, a, b) for i, a, b in missing])
+    )
+
+
+_scratch = threading.local()
+
+
+def scratch_bytes(name: str, n_bytes: int) -> np.ndarray:
+    """Return this thread's reusable uint8 buffer of that name, cut to ``n_bytes``."""
+    buffer: np.ndarray | None = getattr(_scratch, name, None)
+    if buffer is None or len(buffer) < n_bytes:
+        buffer = np.empty(n_bytes, np.uint8)
+        setattr(_scratch, name, buffer)
+    return buffer[:n_bytes]

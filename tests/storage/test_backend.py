@@ -1,0 +1,161 @@
+"""Folders and object stores behind one contract; and what happens where a server refuses."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from moa_data.errors import StorageUnavailable, StoreNotFound
+from moa_data.storage import object_store
+from moa_data.storage.backend import download, open_path
+from moa_data.storage.object_store import ObjectStore
+from moa_data.storage.paths import REQUEST_BYTES, RemotePath
+from moa_data.tests.kit.object_stores import empty_place, environment, use
+
+from .contract import BackendContract
+
+
+class TestFolder(BackendContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Path:
+        return tmp_path
+
+    def test_a_file_system_without_hard_links(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*paths: object) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(os, "link", refuse)
+        self.test_a_file_is_replaced_where_it_holds_what_is_expected(place)
+        from moa_data.storage.backend import put_if_absent
+
+        assert put_if_absent(place / "once", b"first")
+        assert not put_if_absent(place / "once", b"second")
+
+
+class ObjectStoreContract(BackendContract):
+    """What object stores do besides."""
+
+    def test_one_of_many_replaces(self, place: RemotePath) -> None:
+        store = place.backend
+        store.put("document", b"new")
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda n: store.replace("document", b"new", b"by %d" % n), range(8)))
+        assert won.count(True) == 1
+        assert store.read("document") == b"by %d" % won.index(True)
+
+    def test_uploads_and_copies_in_blocks(self, place: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, data = place.backend, os.urandom(REQUEST_BYTES + 12345)
+        step = 1 << 20
+        store.upload("a b/c", (data[at : at + step] for at in range(0, len(data), step)))
+        ranges = [(REQUEST_BYTES - 7, REQUEST_BYTES + 7), (100, 100 + step)]
+        found = store.read_ranges([("a b/c", *each) for each in ranges])
+        assert [bytes(each) for each in found] == [data[start:stop] for start, stop in ranges]
+        store.put("target", b"old")
+        store.copy("a b/c", "target", len(data))
+        assert store.read("target") == data
+        monkeypatch.setattr(object_store, "COPY_BYTES", 1000)
+        store.copy("a b/c", "d/e f", len(data))
+        assert store.read("d/e f") == data
+        for n_bytes in (10, 2000):
+            with pytest.raises(FileNotFoundError):
+                store.copy("nothing", "target", n_bytes)
+
+    def test_an_upload_that_stops_leaves_nothing(self, place: RemotePath) -> None:
+        def blocks() -> Iterator[bytes]:
+            yield bytes(REQUEST_BYTES)
+            raise RuntimeError("the forward failed")
+
+        with pytest.raises(RuntimeError, match="the forward failed"):
+            place.backend.upload("torn", blocks())
+        assert not place.names()
+
+    def test_a_path_is_pickled_by_its_url(self, place: RemotePath, tmp_path: Path) -> None:
+        place.backend.put("parts/kv/c.1", b"shard")
+        again = pickle.loads(pickle.dumps(place / "parts"))
+        assert again == place / "parts"
+        assert again.names() == ["kv/c.1"]
+        download(again, tmp_path, again.names())
+        assert (tmp_path / "kv/c.1").read_bytes() == b"shard"
+
+
+class TestMoto(ObjectStoreContract):
+    @pytest.fixture
+    def place(self, moto_server: str) -> Iterator[RemotePath]:
+        with use(moto_server):
+            yield RemotePath(ObjectStore(f"{empty_place(moto_server)}/some/prefix"))
+
+    def test_a_bucket_that_does_not_exist_is_no_empty_one(self, place: RemotePath) -> None:
+        with pytest.raises(StorageUnavailable, match="no such bucket"):
+            ObjectStore("s3://nowhere/store").read("store.json")
+
+    def test_a_fork_of_a_process_that_has_connected_refuses(self, place: RemotePath) -> None:
+        place.backend.put("x", b"1")
+        child = os.fork()
+        if not child:
+            try:
+                place.backend.read("x")
+            except StorageUnavailable as error:
+                os._exit(7 if "spawn" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.slow
+class TestSeaweed(ObjectStoreContract):
+    @pytest.fixture
+    def place(self, seaweed_server: str) -> Iterator[RemotePath]:
+        with use(seaweed_server):
+            yield RemotePath(ObjectStore(f"{empty_place(seaweed_server)}/some/prefix"))
+
+
+def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOA_DATA_REMOTE_TIMEOUT_S", "0.3")
+    with use("http://127.0.0.1:9"):
+        store = ObjectStore("s3://bucket/store")
+        for ask in (store.read, store.size, store.list_files, lambda name: store.put_if_absent(name, b"")):
+            with pytest.raises(StorageUnavailable, match="AWS_ENDPOINT_URL") as caught:
+                ask("store.json")
+            assert "\n" not in str(caught.value)
+
+
+WAIT = """
+from moa_data.errors import StorageUnavailable
+from moa_data.storage import object_store
+
+object_store.NOTICE_S = 0.05
+for _ in range(2):
+    try:
+        object_store.ObjectStore("s3://bucket/store").size("store.json")
+    except StorageUnavailable:
+        pass
+"""
+
+
+def test_a_server_that_does_not_answer_is_logged_once() -> None:
+    variables = {**os.environ, **environment("http://127.0.0.1:9"), "MOA_DATA_REMOTE_TIMEOUT_S": "0.3"}
+    run = subprocess.run([sys.executable, "-c", WAIT], env=variables, capture_output=True, text=True, check=True)
+    assert run.stderr.count("s3://bucket/store") == 1
+
+
+def test_urls_of_all_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    for url in ("s3://bucket/a/store", "gs://bucket/a/store", "az://container/a/store"):
+        path = open_path(url + "/")
+        assert str(path) == url
+        assert isinstance(path, RemotePath)
+        assert isinstance(path.backend, ObjectStore)
+        assert getattr(path.backend.connection, "prefix", None) == "a/store"
+    with pytest.raises(StoreNotFound):
+        open_path("hf://datasets/me/store")
+
+
+def test_ranges_are_joined_where_they_lie_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "GAP_BYTES", 10)
+    monkeypatch.setattr(object_store, "REQUEST_BYTES", 100)
+    ranges = [("b", 0, 5), ("a", 50, 60), ("a", 0, 40), ("a", 75, 80), ("a", 85, 101)]
+    assert list(object_store._grouped(ranges)) == [[2, 1], [3, 4], [0]]
