@@ -1,5 +1,6 @@
 """What is written is what is read: by this reader, by zarr-python and by tensorstore, for any bits and any lengths."""
 
+import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from moa_data.storage.parts import grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
-from moa_data.tests.kit.stores import Recipe, make_recipe, read_by_zarr, rows_in_store, zarr_array
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_by_zarr, read_tree, rows_in_store, zarr_array
 
 # Signalling and quiet NaN, infinities, both zeros, the smallest subnormals, the largest finite numbers.
 SPECIAL_BITS = [0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F]
@@ -106,3 +107,16 @@ def test_our_reader_reads_a_shard_that_zarr_wrote(store: Path, recipe: Recipe) -
         for i in rows:
             row = reader.sequences.slice(i, 1).to_pylist()[0]
             np.testing.assert_array_equal(reader.read(i, "kv"), recipe.values(reader.fields["kv"], row))
+
+
+# Of the release before schema version 1 was dropped, with the versions of constraints.txt.
+BYTES_OF_A_TINY_STORE = "f4ad4856728584fb90522739f84f7b2805d90b1d1855a956ac5c3f7e03bc0d33"
+
+
+def test_the_bytes_of_a_tiny_store(tmp_path: Path) -> None:
+    """Whatever changes them changes the format: what earlier releases wrote must be read, verified and continued."""
+    tree = read_tree(make_recipe((70, 3, 130), part_tokens=192).write(tmp_path / "store"))
+    digest = hashlib.sha256()
+    for name, content in sorted(tree.items()):
+        digest.update(f"{name} {len(content)} {hashlib.sha256(content).hexdigest()}\n".encode())
+    assert digest.hexdigest() == BYTES_OF_A_TINY_STORE
