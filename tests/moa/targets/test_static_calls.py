@@ -12,7 +12,7 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import build_drafter, build_eagle3, build_glide
+from moa_data.tests.kit.drafters import build_drafter, build_glide
 from moa_data.tests.kit.models import build_model
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
@@ -111,29 +111,6 @@ def test_caches_that_live_at_once_share_nothing() -> None:
     assert not torch.equal(caches[0].packed([0], 3), caches[1].packed([0], 3))
 
 
-@pytest.mark.slow
-def test_layer_outputs_come_out_of_the_compiled_calls_too() -> None:
-    """Of whichever layers the drafter reads, and beside calls of which none are wanted."""
-    model = build_model(eos_token_id=None, num_hidden_layers=3)
-    target, counter = compiled(model)
-    chain, n_graphs = TreeShape(3), []
-    expected = [one.tokens for one in generate_batch(Target(model), PROMPTS, max_new_tokens=12)]
-    for layers in ((0, 1), (0, 2), (0, 1)):
-        drafter = build_eagle3(model, fused_layers=layers)
-        for prompt, tokens in zip(PROMPTS[:2], expected, strict=False):
-            one, other = (
-                generate_batch(each, [prompt], max_new_tokens=12, proposer=DrafterProposer(each, drafter), tree=chain)
-                for each in (target, Target(model))
-            )
-            assert one[0].tokens == tokens
-            assert one[0].stats.committed_per_call == other[0].stats.committed_per_call
-        n_graphs.append(counter.frame_count)
-        assert generate_batch(target, PROMPTS[:1], max_new_tokens=12)[0].tokens == expected[0]
-    assert 1 <= n_graphs[0] <= 3
-    assert n_graphs[2] == n_graphs[1]  # what was compiled serves again
-    assert not any(layer._forward_hooks for layer in model.model.layers)
-
-
 def test_layer_outputs_of_a_compiled_call_are_those_of_any_other() -> None:
     model = build_model()
     static, counter = compiled(model)
@@ -148,27 +125,6 @@ def test_layer_outputs_of_a_compiled_call_are_those_of_any_other() -> None:
     assert counter.frame_count == 1
     assert found[0].shape == (2, 3, 2 * 48)
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_text_of_the_given_length_fits_with_what_fills_up_its_calls() -> None:
-    model = build_model(eos_token_id=None, num_hidden_layers=1)
-    target, _ = compiled(model, n_slots=48)
-    capacity, proposer = target.new_cache()._initial_slots, DrafterProposer(target, build_drafter(model))
-    for shape in (TreeShape(3), TreeShape(2, 8, 40)):
-        generate_batch(target, [[5] * 8], max_new_tokens=40, proposer=proposer, tree=shape)
-        assert target._static is not None
-        assert [shape[4] for shape in target._static.buffers._free] == [capacity], "grown"
-    assert capacity < 2 * 48 + 64
-
-
-def test_a_buffer_is_known_to_stay_where_it_is_after_rows_have_left() -> None:
-    target, _ = compiled(build_model(num_hidden_layers=1))
-    cache = target.new_cache(3)
-    target.forward(torch.tensor([[5, 6], [7, 8], [9, 10]]), cache)
-    cache.commit([range(2)] * 3)
-    cache.select_rows([0, 2])
-    assert hasattr(cache._buffer, "_dynamo_static_input_type")
 
 
 def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
