@@ -33,6 +33,7 @@ from .template import (
     template_arguments,
     template_text,
     texts,
+    try_render,
 )
 
 Span = tuple[int, int]
@@ -145,11 +146,17 @@ def _template(tokenizer: Any) -> _Template:
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
         check_program(tokenizer)
-        marked = _mark_generation_tags(text) if _TAG.search(text) else None
-        known = _Template(
-            text, arguments, marked, _has_generation_prompt(tokenizer), _end_of_turn(tokenizer), _adds_bos(tokenizer)
+        user, bos = {"role": "user", "content": "a"}, tokenizer.bos_token_id
+        plain, prompt = try_render(tokenizer, [user]), try_render(tokenizer, [user], add_generation_prompt=True)
+        answered = try_render(tokenizer, [user, {"role": "assistant", "content": _PLACEHOLDER}]) or ""
+        known = _TEMPLATES[tokenizer] = _Template(
+            text,
+            arguments,
+            marked=_mark_generation_tags(text) if _TAG.search(text) else None,
+            has_generation_prompt=None not in (plain, prompt) and plain != prompt,
+            end_of_turn=answered.partition(_PLACEHOLDER)[2].rstrip(),
+            adds_bos=bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos],
         )
-        _TEMPLATES[tokenizer] = known
     return known
 
 
@@ -163,27 +170,6 @@ def _mark_generation_tags(template: str) -> str:
         return f"{{%{left} endif %}}{{{{ '{_CLOSE}' }}}}{{% endif {right}%}}"
 
     return _TAG.sub(replace, template)
-
-
-def _has_generation_prompt(tokenizer: Any) -> bool:
-    probe = [{"role": "user", "content": "a"}]
-    try:
-        return render(tokenizer, probe, add_generation_prompt=True) != render(tokenizer, probe)
-    except RENDER_ERRORS:
-        return False
-
-
-def _end_of_turn(tokenizer: Any) -> str:
-    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PLACEHOLDER}]
-    try:
-        return render(tokenizer, probe).partition(_PLACEHOLDER)[2].rstrip()
-    except RENDER_ERRORS:
-        return ""  # the template wants other chats; each is looked at by itself
-
-
-def _adds_bos(tokenizer: Any) -> bool:
-    bos = tokenizer.bos_token_id
-    return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 
 def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:

@@ -147,6 +147,14 @@ def render(
     return rendered
 
 
+def try_render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
+    """Render a chat; None where the template refuses it."""
+    try:
+        return render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    except RENDER_ERRORS:
+        return None
+
+
 @contextmanager
 def _bounded(compiled: Any, tokenizer: Any, limit: int) -> Iterator[None]:
     """Lend a compiled template, which transformers shares among its callers, our clock and bounds."""
@@ -254,23 +262,15 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
         return known[1]
     added = {str(token.content): bool(token.special) for token in tokenizer.added_tokens_decoder.values()}
     special = {*tokenizer.all_special_tokens, *(token for token, is_special in added.items() if is_special)}
-    written = source + "".join(_probes(tokenizer))  # a template may put a token together: '<|' + role + '|>'
+    turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+    probes = (try_render(tokenizer, chat, add_generation_prompt=True) for chat in (turns, turns[1:], turns[1:2]))
+    written = source + "".join(filter(None, probes))  # a template may put a token together: '<|' + role + '|>'
     others = {token for token in added if token in written} - special
     tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
     paired = {token for tag in tags for token in (f"<{tag}>", f"</{tag}>") if {f"<{tag}>", f"</{tag}>"} <= added.keys()}
     found = ControlTokens(_any_of(special | others - paired), _any_of(special | others))
     _CONTROL[tokenizer] = (origin, found)
     return found
-
-
-def _probes(tokenizer: Any) -> Iterator[str]:
-    """Yield the renderings of the shortest chats that the template accepts."""
-    turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
-    for messages in (turns, turns[1:], turns[1:2]):
-        try:
-            yield render(tokenizer, messages, add_generation_prompt=True)
-        except RENDER_ERRORS:
-            continue
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
