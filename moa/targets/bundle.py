@@ -12,9 +12,9 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -44,7 +44,6 @@ _LARGEST = {
 }
 """Upper limits of the sizes in a config.json, far above those of the largest models."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_BLOCK_BYTES = 8 << 20
 _SETTLED_S = 2.0
 """A file that changed less than this before it was hashed could change again within one tick of its clock."""
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
@@ -214,7 +213,7 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
     """Compute the content hashes that identify a target.
 
     Args:
-        progress: called with (bytes done, bytes of all weight files, message).
+        progress: called with (bytes done, bytes of all weight files, message) after each file.
 
     Returns:
         ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
@@ -227,31 +226,23 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     digest = hashlib.sha256()
-    n_bytes, n_before = sum(file.stat().st_size for file in weights), 0
+    n_bytes, n_done = sum(file.stat().st_size for file in weights), 0
     for number, file in enumerate(weights, start=1):
-
-        def tell(n_read: int, before: int = n_before, number: int = number) -> None:
-            if progress:
-                progress(before + n_read, n_bytes, f"hash weights, file {number}/{len(weights)}")
-
         read_header(file, TargetError)  # refuses a damaged file
-        digest.update(file.name.encode())
-        digest.update(bytes.fromhex(file_sha256(file, tell)))
-        n_before += file.stat().st_size
-        tell(file.stat().st_size)
+        digest.update(file.name.encode() + bytes.fromhex(file_sha256(file)))
+        n_done += file.stat().st_size
+        if progress:
+            progress(n_done, n_bytes, f"hash weights, file {number}/{len(weights)}")
     config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return {"weights_sha256": digest.hexdigest(), "config_sha256": config_digest}
 
 
-def file_sha256(path: Path, on_read: Callable[[int], object] | None = None) -> str:
+def file_sha256(path: Path) -> str:
     """Return the sha256 of a file's bytes in hex; a file that has not changed is read once in all.
 
     A digest is kept under the file's path, size, times and inode in the user's cache folder. Whatever changes a file
     changes one of them; the time of the last status change cannot be set by hand. A file of the Hub's cache is a link
     to a blob that is named by its sha256, so that nothing is read.
-
-    Args:
-        on_read: called with the bytes that have been read so far.
     """
     real = path.resolve()
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
@@ -263,36 +254,22 @@ def file_sha256(path: Path, on_read: Callable[[int], object] | None = None) -> s
         if _SHA256.fullmatch(known := kept.read_text()):
             return known
     with real.open("rb") as stream:
-        digest = _sha256_of(stream, on_read)
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
         after = os.fstat(stream.fileno())
     is_unchanged = (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == state[1:4]
     if is_unchanged and time.time() - max(after.st_mtime, after.st_ctime) > _SETTLED_S:
-        _keep(kept, digest)
+        partial = kept.with_name(f"{kept.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # without room or rights it is computed again next time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(digest)
+            partial.replace(kept)
     return digest
-
-
-def _sha256_of(stream: BinaryIO, on_read: Callable[[int], object] | None) -> str:
-    digest = hashlib.sha256()
-    while block := stream.read(_BLOCK_BYTES):
-        digest.update(block)
-        if on_read:
-            on_read(stream.tell())
-    return digest.hexdigest()
 
 
 def cache_folder() -> Path:
     """Return the folder that holds the digests; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "moa-data" / "sha256"
-
-
-def _keep(path: Path, digest: str) -> None:
-    """Write a digest in one step; without room or rights it is computed again next time."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(digest)
-        partial.replace(path)
 
 
 def save_target_bundle(

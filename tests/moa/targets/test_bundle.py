@@ -23,12 +23,12 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(bundle, "_SETTLED_S", -1.0)
     names: list[str] = []
 
-    def counted(stream: Any, on_read: Any) -> str:
+    def counted(stream: Any, algorithm: str) -> Any:
         names.append(Path(stream.name).name)
-        return sha256_of(stream, on_read)
+        return file_digest(stream, algorithm)
 
-    sha256_of = bundle._sha256_of
-    monkeypatch.setattr(bundle, "_sha256_of", counted)
+    file_digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", counted)
     return names
 
 
