@@ -1,4 +1,4 @@
-"""Draft-shape policies: one shape for all rounds, or ``auto``, a chain that gives way to plain decoding where it fails.
+"""Draft-shape policies: one shape for all rounds, or ``auto``, a chain, or plain decoding where chains fail.
 
 ``auto`` drafts chains that end where the drafter itself is unsure. Rounds are measured in plain steps, the time of a
 target call over one token, so that a temporarily slow machine changes nothing:

@@ -3,7 +3,7 @@
 | device | mask | kernel |
 |---|---|---|
 | CPU | none, many short sequences | products over the heads of a group, :func:`attend_many_short` |
-| CUDA, training in half precision | a :class:`.masks.Mask` | FlexAttention, which skips blocks that nobody sees |
+| CUDA, training in half precision | a :class:`.masks.Mask` | FlexAttention, which skips masked blocks |
 | CUDA | any other | the memory-efficient kernel, which wants as many key heads as query heads |
 | else | any | PyTorch's fused kernel, which takes groups of heads and masks |
 

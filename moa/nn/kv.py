@@ -96,7 +96,7 @@ class KVBuffer:
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Add keys and values [B, H_kv, n, d] behind each row of the only layer; returns :meth:`view`.
+        """Add keys and values [B, H_kv, n, d] after each row of the only layer; returns :meth:`view`.
 
         Args:
             counts: how many of the n tokens of each row are real; None for all.
@@ -113,14 +113,14 @@ class KVBuffer:
         return self.layer_view(0, max(self.lengths))
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to behind the lengths."""
+        """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to after the lengths."""
         if n_slots > self.capacity or self._buffer is None:
             self.reserve(n_slots, self.buffer[0, 0])
         keys, values = self._layers[layer]
         return keys[:, :, :n_slots], values[:, :, :n_slots]
 
     def next_slots(self, n_tokens: int, device: torch.device, offset: int = 0) -> int | Tensor:
-        """Find the slots of n tokens behind each row: the first where all rows are alike, else all, [B, n] int64."""
+        """Find the slots of n tokens after each row: the first where all rows are alike, else all, [B, n] int64."""
         if len(set(self.lengths)) == 1:
             return self.lengths[0] + offset
         starts = torch.tensor(self.lengths, device=device) + offset
@@ -140,7 +140,7 @@ class KVBuffer:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep some of the tokens behind each row, given by ascending indices; the others are forgotten."""
+        """Keep some of the tokens after each row, given by ascending indices; the others are forgotten."""
         for row, indices in enumerate(kept):
             start = self.lengths[row]
             if list(indices) != list(range(len(indices))):
@@ -180,7 +180,7 @@ class KVBuffer:
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
-        """Append the rows of another buffer of the same heads behind its own."""
+        """Append the rows of another buffer of the same heads after its own."""
         sides = (self, other)
         full = next((side._buffer for side in sides if side._buffer is not None), None)
         if full is not None:

@@ -1,9 +1,9 @@
-"""The target's KV while decoding: rows of different lengths, drafts behind the committed part.
+"""The target's KV while decoding: rows of different lengths, drafts after the committed part.
 
 Shapes: B rows, L target layers, N layers that are kept, H_kv key/value heads, d head dim, D = 2 * H_kv * d, n tokens of
 one call, S slots, K watched layers.
 
-A call writes its tokens behind the committed part of each row (they are *pending*); ``commit`` moves the accepted ones
+A call writes its tokens after the committed part of each row (they are *pending*); ``commit`` moves the accepted ones
 next to it and forgets the rest, which costs nothing proportional to the context. Two rows of 5 and 3 committed tokens
 verify a root r and three drafts x, y, z, of which the first row accepts x and z, the second one none::
 
@@ -44,7 +44,7 @@ class KVSource(Protocol):
         ...
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """View a layer, which may be written to behind the lengths: keys and values [B, H_kv, n_slots, d]."""
+        """View a layer, which may be written to after the lengths: keys and values [B, H_kv, n_slots, d]."""
         ...
 
 
@@ -110,7 +110,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._slots, self._is_static = self.next_slots(n_tokens, device, self._n_before), False
 
     def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
-        """Reserve slots as :meth:`begin_call`, behind a prompt, for a graph that serves rows of any length."""
+        """Reserve slots as :meth:`begin_call`, after a prompt, for a graph that serves rows of any length."""
         self._n_before, self.n_pending, self._is_static = 0, n_tokens, True
         self._layer_outputs = []
         self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
@@ -240,7 +240,7 @@ class ContextCache(KVBuffer):
         if stop > self.lengths[0] or first_layer not in self._kept:
             raise DrafterError(
                 f"the contexts of positions {self.lengths[0]} to {stop - 1} have not arrived; begin the round at token "
-                f"{self.lengths[0]}, and feed the known tokens behind it as levels."
+                f"{self.lengths[0]}, and feed the known tokens after it as levels."
             )
         return super().packed(starts, n_tokens, self._kept.index(first_layer))
 

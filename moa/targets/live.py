@@ -1,4 +1,4 @@
-"""The live target: a transformers causal LM with its cache, behind the few calls that decoding needs.
+"""The live target: a transformers causal LM with its cache, in the few calls that decoding needs.
 
 Shapes: B rows, n tokens of a call, P tokens of a padded call, S slots of the cache, E width.
 """
@@ -341,7 +341,7 @@ class StaticCalls:
         as_mask: Callable[[Callable[[int | None], Tensor]], Any],
         outputs: dict[int, Tensor],
     ) -> Tensor:
-        """Run tokens behind the committed part of each row.
+        """Run tokens after the committed part of each row.
 
         Args:
             tokens: [B, n] int64.
@@ -404,7 +404,7 @@ Mark = float | torch.cuda.Event
 class DeviceClock:
     """Marks moments on a device without waiting for it; waits when their distance is asked for.
 
-    A CUDA device runs behind the CPU that queues its work: a CPU clock read between draft and verification would count
+    A CUDA device lags the CPU that queues its work: a CPU clock read between draft and verification would count
     most of the drafting as verification, and waiting for the device there would make decoding slower.
 
     Args:
@@ -415,7 +415,7 @@ class DeviceClock:
         self._device = device
 
     def mark(self) -> Mark:
-        """Mark this moment, on the device behind all work queued so far."""
+        """Mark this moment, on the device after all work queued so far."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

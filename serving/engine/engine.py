@@ -276,7 +276,7 @@ class Engine:
                 if groups[name]:
                     speculation.draft(groups[name])
             except Exception:  # noqa: BLE001 - a text does not depend on drafts: without them it is the same
-                _LOG.exception("drafting with %s failed; %d texts go on without drafts", name, len(groups[name]))
+                _LOG.exception("drafting with %s failed; %d texts continue without drafts", name, len(groups[name]))
                 speculation.abandon(groups.pop(name))
         return groups
 
@@ -375,7 +375,7 @@ class Engine:
             try:
                 speculation.observe(own)
             except Exception:  # noqa: BLE001 - as in _draft
-                _LOG.exception("the drafter %s failed; %d texts go on without drafts", name, len(own))
+                _LOG.exception("the drafter %s failed; %d texts continue without drafts", name, len(own))
                 speculation.abandon([one.sequence for one in own])
                 continue
             rounds = [one for one in own if one.sequence in drafting.get(name, ())]

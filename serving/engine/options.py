@@ -16,7 +16,7 @@ class EngineOptions(Config):
 
     kv_tokens: Count = 16384
     """Positions whose keys and values are kept, of all texts together. Texts without work lose theirs first and are
-    read again when they go on."""
+    read again when they continue."""
     most_sequences: Count = 32
     """Texts that share a target call."""
     most_waiting: Count = 256

@@ -509,7 +509,7 @@ def test_a_drafter_that_fails_costs_speed_alone(
     for prompt, reader in zip(PROMPTS, readers, strict=False):
         assert not reader.errors
         assert reader.tokens == plain(target, prompt)
-    assert "go on without drafts" in caplog.text
+    assert "continue without drafts" in caplog.text
     late = add(engine, PROMPTS[4], work=Work.SPECULATE, drafter="it")
     n_before = engine.snapshot().n_drafted
     run(engine)
