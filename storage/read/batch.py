@@ -4,7 +4,7 @@ Reading a batch has three steps. *Plan*: which inner chunks are wanted, each onc
 which of them lie next to each other in a file. *Fetch*: the kernel is asked to read all of it ahead before the first
 chunk is decoded (a remote file system gets all requests of a window at once). *Decode*: threads take reads from one
 queue, check the checksum of each chunk and decode it, straight into the caller's array wherever the chunk's values lie
-there in one piece. Reading and decoding run outside Python's interpreter lock.
+there contiguously. Reading and decoding run outside Python's interpreter lock.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RowRange:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """The part of a range that lies in one shard: rows [low, high) of the shard go to ``out[: high - low]``."""
+class _Destination:
+    """Where rows [low, high) of a shard go: to ``out[: high - low]``."""
 
     low: int
     high: int
@@ -61,13 +61,13 @@ class _Piece:
 
 @dataclass
 class _ShardPlan:
-    """What is wanted of one shard: row of inner chunks -> pieces that it holds rows of."""
+    """What is wanted of one shard: row of inner chunks -> destinations of its rows."""
 
     part: int
     array: StoredArray
     number: int
     layers: tuple[int, ...] | None
-    wanted: dict[int, list[_Piece]] = field(default_factory=dict)
+    wanted: dict[int, list[_Destination]] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,14 +89,14 @@ class _Read:
     """Neighbouring inner chunks of one shard, fetched by one read.
 
     Attributes:
-        chunks: (bytes from ``offset`` on, bytes, row, column, pieces) of each.
+        chunks: (bytes from ``offset`` on, bytes, row, column, destinations) of each.
         data: the bytes, where they were fetched before.
     """
 
     reader: ShardReader
     offset: int
     n_bytes: int
-    chunks: list[tuple[int, int, int, _Column, list[_Piece]]]
+    chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
     data: np.ndarray | None = None
 
 
@@ -178,9 +178,9 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> Iterator[_Sh
             plan = plans.get(key)
             if plan is None:
                 plan = plans[key] = _ShardPlan(item.part, item.array, number, item.layers)
-            piece = _Piece(at - base, until - base, item.out[at - item.start :])
-            for row in range(piece.low // chunk_rows, -(-piece.high // chunk_rows)):
-                plan.wanted.setdefault(row, []).append(piece)
+            destination = _Destination(at - base, until - base, item.out[at - item.start :])
+            for row in range(destination.low // chunk_rows, -(-destination.high // chunk_rows)):
+                plan.wanted.setdefault(row, []).append(destination)
             at = until
     return iter(plans.values())
 
@@ -210,15 +210,15 @@ def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
     places = reader.index[np.ix_(rows, [column.number for column in columns])].tolist()
     read: _Read | None = None
     for row, row_places in zip(rows, places, strict=True):
-        pieces = plan.wanted[row]
+        destinations = plan.wanted[row]
         for column, (offset, n_bytes) in zip(columns, row_places, strict=True):
             if read and offset == read.offset + read.n_bytes and read.n_bytes + n_bytes <= reader.file.max_read_bytes:
-                read.chunks.append((read.n_bytes, n_bytes, row, column, pieces))
+                read.chunks.append((read.n_bytes, n_bytes, row, column, destinations))
                 read.n_bytes += n_bytes
                 continue
             if read:
                 yield read
-            read = _Read(reader, offset, n_bytes, [(0, n_bytes, row, column, pieces)])
+            read = _Read(reader, offset, n_bytes, [(0, n_bytes, row, column, destinations)])
     if read:
         yield read
 
@@ -264,27 +264,27 @@ class _Decode:
     def __call__(self) -> None:
         read = self._read
         raw = read.reader.read_bytes(read.offset, read.n_bytes) if read.data is None else read.data
-        for at, n_bytes, row, column, pieces in read.chunks:
-            self._place(raw[at : at + n_bytes], row, column, pieces)
+        for at, n_bytes, row, column, destinations in read.chunks:
+            self._place(raw[at : at + n_bytes], row, column, destinations)
         read.data = None
 
-    def _place(self, data: np.ndarray, row: int, column: _Column, pieces: list[_Piece]) -> None:
+    def _place(self, data: np.ndarray, row: int, column: _Column, destinations: list[_Destination]) -> None:
         reader, grid = self._read.reader, self._read.reader.grid
         row_start, chunk_rows = row * grid.chunk_tokens, grid.chunk_tokens
-        if len(pieces) == 1 and column.span is not None and pieces[0].low <= row_start:
-            at = row_start - pieces[0].low
-            target = pieces[0].out[at : at + chunk_rows]
+        if len(destinations) == 1 and column.span is not None and destinations[0].low <= row_start:
+            at = row_start - destinations[0].low
+            target = destinations[0].out[at : at + chunk_rows]
             if grid.chunks_per_row > 1 or target.ndim > 1:
                 target = target[:, column.span[0] : column.span[1]]
             if target.shape == grid.chunk_shape and target.flags.c_contiguous:
                 reader.decode(data, row, column.number, target)
                 return
-        dtype = pieces[0].out.dtype
+        dtype = destinations[0].out.dtype
         chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(grid.chunk_shape)
         reader.decode(data, row, column.number, chunk)
-        for piece in pieces:
-            low, high = max(piece.low, row_start), min(piece.high, row_start + chunk_rows)
-            target = piece.out[low - piece.low : high - piece.low]
+        for destination in destinations:
+            low, high = max(destination.low, row_start), min(destination.high, row_start + chunk_rows)
+            target = destination.out[low - destination.low : high - destination.low]
             values = chunk[low - row_start : high - row_start]
             if column.span is not None:
                 target = target if target.ndim == 1 else target[:, column.span[0] : column.span[1]]

@@ -64,10 +64,8 @@ class ActivationStore:
     Raises:
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
-        StoreDamaged: damaged manifest, plan or commit, or one that contradicts another.
-        StoreDamaged: the plan breaks a rule.
-        StoreDamaged: a committed file is gone.
-        StoreDamaged: a committed file has another size.
+        StoreDamaged: manifest, plan or commit are damaged or contradict each other, or a committed file is gone or has
+            another size.
         StoreIncomplete: with ``require_complete``.
 
     Example::
@@ -229,27 +227,28 @@ class ActivationStore:
             that these layers need. Where the field is predicted from tokens, they are there too.
 
         Raises:
-            SelectionInvalid: no such field, or it has no layers.
-            SelectionInvalid: no such sequence or layer, or a step other than 1.
-            StoreDamaged: a checksum is wrong, or a token id is none of the target's.
-            StoreDamaged: a file vanished since the store was opened.
+            SelectionInvalid: no such field, sequence or layer, or a step other than 1.
+            StoreDamaged: a checksum is wrong, a file is gone, or a token id is none of the target's.
         """
-        spec = self._field(field)
+        spec, codec = self._field(field), self.codec.fields[field]
         i = self._sequence(i)
         chosen = layer_indices(spec, layers)
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[i]))
         if step != 1:
             raise SelectionInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
         stop = max(start, stop)
-        codec = self.codec.fields[field]
+        # Codecs decode from positions that are multiples of 64; what is stored as it is can be read from any.
+        base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
+        codes = empty_codes(codec, base, stop, chosen)
+        read_ranges(self._shards, self._ranges(i, codec, base, stop, codes, chosen))
+        self._check_tokens([i], codes)
         if not decoded:
-            base = 0 if codec.is_identity else start % self.manifest.alignment_tokens
-            codes = empty_codes(codec, start - base, stop, chosen)
-            read_ranges(self._shards, self._ranges(i, codec, start - base, stop, codes, chosen))
-            self._check_tokens([i], codes)
             return codes
+        if codec.is_identity:
+            return codes[codec.arrays[0].name]
         out = np.empty((stop - start, *token_shape(spec, chosen)), spec.storage_dtype)
-        self._read(i, codec, start, stop, chosen, out)
+        if stop > start:
+            decode_tokens(codec, codes, base, start, stop, chosen, out)
         return out
 
     def read_batch(
@@ -277,10 +276,8 @@ class ActivationStore:
             Field -> array. Sequence b lies in ``[b, :n_tokens]``; what follows is zero.
 
         Raises:
-            SelectionInvalid: no such field, or none of them has layers.
-            SelectionInvalid: no such sequence or layer, or an array of ``out`` is missing or does not fit.
-            StoreDamaged: a checksum is wrong, or a token id is none of the target's.
-            StoreDamaged: a file vanished since the store was opened.
+            SelectionInvalid: no such field, sequence or layer, or an array of ``out`` is missing or does not fit.
+            StoreDamaged: a checksum is wrong, a file is gone, or a token id is none of the target's.
         """
         rows = [self._sequence(int(i)) for i in sequences]
         lengths = [int(self._n_tokens[i]) for i in rows]
@@ -321,11 +318,8 @@ class ActivationStore:
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
 
     def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        """Refuse token ids that the target does not have: looking them up would end a process, or a whole CUDA device.
-
-        Args:
-            arrays: name -> what was read; of the tokens [n_tokens] of one sequence, or [n_sequences, n_tokens].
-        """
+        """Raise StoreDamaged for token ids that the target does not have."""
+        # Looking them up would end a process, or a whole CUDA device.
         tokens = arrays.get(TOKENS)
         vocab_size = self.manifest.target.get("vocab_size", np.iinfo(np.int32).max)
         if tokens is None or not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
@@ -355,20 +349,6 @@ class ActivationStore:
             raise SelectionInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
         return i % len(self)
 
-    def _read(
-        self, i: int, codec: FieldCodec, start: int, stop: int, layers: list[int] | None, out: np.ndarray
-    ) -> None:
-        """Fill ``out`` with the decoded tokens [start, stop) of a sequence."""
-        if codec.is_identity:
-            arrays = {codec.arrays[0].name: out}
-            read_ranges(self._shards, self._ranges(i, codec, start, stop, arrays, layers))
-            self._check_tokens([i], arrays)
-        elif stop > start:
-            base = start - start % self.manifest.alignment_tokens
-            codes = empty_codes(codec, base, stop, layers)
-            read_ranges(self._shards, self._ranges(i, codec, base, stop, codes, layers))
-            decode_tokens(codec, codes, base, start, stop, layers, out)
-
     def _ranges(
         self,
         i: int,
@@ -378,7 +358,6 @@ class ActivationStore:
         out: Mapping[str, np.ndarray],
         layers: list[int] | None,
     ) -> Iterator[RowRange]:
-        """Yield what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
         for array in (array for array in decoding_arrays(codec) if array.name in out):
             yield self._range(i, array, codec.indices_of(array, layers), start, stop, out[array.name])
 

