@@ -1,4 +1,4 @@
-"""Looking after a store: what it holds, what of it is damaged, and how to mend that.
+"""Maintenance of stores: what one holds, what of it is damaged, and how that is repaired.
 
 Nothing here runs a model.
 """

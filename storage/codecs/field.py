@@ -11,7 +11,6 @@ import numpy as np
 from typing_extensions import override
 
 from ...text import Progress
-from ..dtypes import to_float32
 from ..schema import Array, FieldSpec, StoredArray
 
 
@@ -118,7 +117,7 @@ _STORED_FRACTION = {"bfloat16": 0.70, "float16": 0.90, "float32": 0.90, "int32":
 
 
 class LosslessCodec(FieldCodec):
-    """Stores a field in its storage dtype: the stored array is the field itself."""
+    """Stores a field in its storage dtype: the stored array is the field itself, which nothing encodes or decodes."""
 
     is_identity = True
 
@@ -129,29 +128,8 @@ class LosslessCodec(FieldCodec):
         )
 
     @override
-    def describe(self) -> dict[str, Any]:
-        return {"name": "lossless"}
-
-    @override
     def expected_bits(self) -> float:
         return 8.0 * self.spec.storage_dtype.itemsize * _STORED_FRACTION[self.spec.dtype]
-
-    @override
-    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
-        """Return the values themselves, which must be in the storage dtype already."""
-        return {self.spec.name: values}
-
-    @override
-    def decode(
-        self,
-        codes: Mapping[str, Array],
-        first_position: int,
-        n_tokens: int,
-        layers: list[int] | None = None,
-        features: Array | None = None,
-    ) -> Array:
-        rows = codes[self.spec.name][:n_tokens]
-        return to_float32(rows, self.spec.dtype) if isinstance(rows, np.ndarray) else rows.float()
 
 
 @dataclass(frozen=True)

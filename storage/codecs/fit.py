@@ -221,7 +221,7 @@ def allocate(options: Options, budget_bits: float) -> np.ndarray:
 
 
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
-    """Cut a row of bytes into runs that are stored apart, each with a Huffman code of its own.
+    """Cut a row of bytes into runs with a Huffman code each.
 
     Args:
         counts: [n_bytes, 256], how often each byte takes each value per token; neighbours should be alike.
@@ -407,7 +407,7 @@ def _place_codes(
         sample: float32 [n_tokens, n_components].
         component: [n_components], index among all components of the group, part after part.
     """
-    if (quantisers.levels == DROPPED).all():  # every group stores something, or readers could not tell its device
+    if (quantisers.levels == DROPPED).all():  # every group stores something, from which readers know the device
         quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))
     limits = (quantisers.levels - 1) // 2
     codes = quantise(sample / quantisers.step, quantisers.rounding, limits)
@@ -516,8 +516,8 @@ def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[f
     """
 
     def spent(error: float) -> list[float]:
-        alone = [np.log2(np.maximum(variances[0] / error, 1))]
-        return [float(bits.sum() / 2) for bits in alone + [np.log2(1 + own / error) for own in variances[1:]]]
+        lowest = [np.log2(np.maximum(variances[0] / error, 1))]
+        return [float(bits.sum() / 2) for bits in lowest + [np.log2(1 + own / error) for own in variances[1:]]]
 
     low, high = 1e-12, max(float(own.max(initial=0)) for own in variances) + 1e-9
     for _ in range(_SPLIT_ROUNDS):

