@@ -183,6 +183,7 @@ class _Verification:
         if report.damages:
             return report  # nothing can be held against a manifest or plan that may never have been written
         manifest = read_manifest(store)
+        # From here on, what the manifest and the plan say is what was written; parts are compared with it.
         try:
             StoreCodec.open(manifest, store)
         except StoreDamaged as error:
@@ -299,7 +300,7 @@ class _Verification:
                 for _, wrong in find_size_damage(folder, {name: record}):
                     return [self._damage(part, path, wrong)]
                 got = file_crc32(path)
-            except (StoreError, *MISSING) as error:
+            except (StoreError, *MISSING) as error:  # a missing file is damage; any other refusal says nothing about it
                 return [self._damage(part, path, error)]
             except (OSError, MemoryError) as error:
                 return [self._unchecked(part, path, error)]

@@ -214,7 +214,9 @@ class GroupTransform:
             (values - xp.take(mean, rows, axis=0)) @ analysis
             for values, mean, analysis in zip(parts, constants["mean"], constants["analysis"], strict=True)
         ]
+        # Parts lie one after the other so far; the stored order puts codes of like statistics together.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
+        # Rounding below 0.5 widens the zone around zero, whose code is the cheapest.
         codes = xp.sign(columns) * xp.floor(xp.abs(columns) + constants["rounding"])
         codes = xp.minimum(xp.maximum(codes, -constants["limit"]), constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
@@ -255,6 +257,7 @@ class GroupTransform:
             product = xp.take(columns, own, axis=1) @ matrices[1]
             if constants["regression"]:
                 product = product + features @ matrices[2]
+            # Most reads begin after the early positions: one row for all tokens then costs no gather.
             late = mean[EARLY_POSITIONS, :] if first_position >= EARLY_POSITIONS else xp.take(mean, early, axis=0)
             decoded.append(product + late)
         return decoded
@@ -280,6 +283,7 @@ class GroupTransform:
         xp = array_namespace(packed[0])
         constants = self._on(packed[0])
         looked_up = []
+        # One table look-up undoes packing, shift and step at once: a row of the table is a value of a byte.
         for rows, run, table, offsets in zip(
             packed, self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -309,6 +313,7 @@ class GroupTransform:
         to_stored[np.concatenate(own)] = np.arange(len(columns.part), dtype=np.int32)
         return {
             "mean": [basis.mean for basis in bases],
+            # Steps are divided out here and multiplied in by the tables, so that a product ends in codes.
             "analysis": [
                 np.ascontiguousarray(basis.analysis[:, c] / columns.step[ids])
                 for basis, c, ids in zip(bases, component, own, strict=True)

@@ -142,6 +142,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
         levels, step, rounding, bits, error, shift_one, shift_more: arrays [1 + len(LEVELS) * steps * roundings].
     """
     n = len(magnitude)
+    # Magnitudes in order, with running sums, give the moments of every interval of every option by two look-ups.
     ordered = np.sort(magnitude).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     squares = np.concatenate([[0.0], np.cumsum(ordered**2)])
@@ -208,6 +209,7 @@ def allocate(options: Options, budget_bits: float) -> np.ndarray:
     Returns:
         int64 [n_components], index of the chosen option. The bits spent are at most the budget.
     """
+    # More bits never cost error, so the bits spent fall with the multiplier: bisection, on a logarithmic scale.
     low, high = 1e-30, 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
     for _ in range(120):
@@ -308,6 +310,7 @@ def fit_groups(
         for parts, own in zip(fitted, part_weights, strict=True)
     ]
     variances = [np.concatenate([p.variances for p in parts]) * w for parts, w in zip(fitted, weights, strict=True)]
+    # Reverse water-filling says which components can be worth bits; only their options are measured.
     level = water_level(np.concatenate(variances), bits_per_token)
     hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
     kept = [_hopeful_components(sample.scratch, parts, h) for parts, h in zip(fitted, hopeful, strict=True)]
@@ -317,6 +320,7 @@ def fit_groups(
     ]
     options = _concatenated(measured)
     ends = np.cumsum([len(h) for h in hopeful])[:-1]
+    # Estimated bits differ from stored ones by some percent, so the budget is scaled until the stored ones fit.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(sum(groups) + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
@@ -364,7 +368,7 @@ def _fit_part(
         for i, values in zip(most, rows.sequences, strict=True):
             values -= features[i] @ regression
     basis = learn_basis(rows, metric, place)
-    del rows  # before the next ones are read
+    del rows  # before the next ones are read: only one part is in memory
     rows = sample.rows(group, part, others)
     energy = float(sum(np.square(s, dtype=np.float64).sum() for s in rows.sequences) / len(rows.values))
     for i, values in zip(others, rows.sequences, strict=True):
@@ -409,7 +413,7 @@ def _place_codes(
     """
     if (quantisers.levels == DROPPED).all():  # every group stores something, from which readers know the device
         quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))
-    limits = (quantisers.levels - 1) // 2
+    limits = (quantisers.levels - 1) // 2  # codes are symmetric around zero
     codes = quantise(sample / quantisers.step, quantisers.rounding, limits)
     low, high = split_wide(codes)
     is_wide = quantisers.levels == WIDE_LEVELS
@@ -429,6 +433,7 @@ def _place_codes(
         packed = pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
         counts = np.stack([np.bincount(packed[:, i], minlength=256) for i in range(packed.shape[1])]) / len(packed)
         start = 0
+        # Each run of bytes with statistics of its own gets its own Huffman code, and so its own array or pieces.
         for end in split_by_statistics(counts, CHUNK_TOKENS):
             first, last = start * CODES_PER_BYTE[levels], min(end * CODES_PER_BYTE[levels], len(ids))
             arrays += [n_arrays] * (last - first)
@@ -439,7 +444,7 @@ def _place_codes(
         highs += high_flags.tolist()
         levels_of += [levels] * len(ids)
     chosen = np.array(order, np.int64)
-    firsts = np.concatenate([[0], np.cumsum(part_sizes)])
+    firsts = np.concatenate([[0], np.cumsum(part_sizes)])  # components of all parts are numbered in one row
     part = np.searchsorted(firsts, component[chosen], side="right") - 1
     columns_table = Columns(
         part=part.astype(np.int32),

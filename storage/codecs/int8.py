@@ -135,10 +135,10 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
     # Where the scale is zero, so is every code: the values are too small for any scale.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
-    codes = xp.astype(xp.round(scaled), xp.int8)
+    codes = xp.astype(xp.round(scaled), xp.int8)  # to nearest, ties to even, in NumPy and torch alike
     if part.is_per_channel:
         codes = xp.reshape(codes, (-1, *values.shape[1:]))[:n_tokens, ...]
-    bits = xp.astype(scale.view(xp.int32) >> 16, xp.uint16)
+    bits = xp.astype(scale.view(xp.int32) >> 16, xp.uint16)  # the upper half of a float32 is a bfloat16
     return {part.codes.name: codes, part.scale.name: xp.squeeze(bits, axis=axis)}
 
 

@@ -160,6 +160,7 @@ class StoreCodec:
         """Return the record of the codec in ``store.json``; a change of any value changes the bytes."""
         settings = {name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity}
         document = {"name": self.name, "transform": settings or "identity", "bytes": list(BYTE_CHAIN)}
+        # The hash ties the parts to the basis that they were encoded with.
         if self.learned and all(codec.arrays for codec in self.learned.values()):
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
@@ -173,6 +174,7 @@ class StoreCodec:
             for name, codec in self.learned.items()
             for key, value in codec.state().items()
         }
+        # Sorted, so that equal states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
     def load(self, content: bytes) -> None:
@@ -181,6 +183,7 @@ class StoreCodec:
             arrays = safetensors.numpy.load(content)
         except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
             raise ValueError(f"not a safetensors file: {error}") from error
+        # Sources first: how many features they have decides the shapes of what is predicted from them.
         for name in (name for name in self.in_order if name in self.learned):
             prefix = f"{name}:"
             self.learned[name].load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})

@@ -210,6 +210,7 @@ class Rope:
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
             scaling = scaling[layers] if scaling.ndim == 1 else scaling
+        # In float64: angles of late positions have too few digits in float32.
         positions = np.arange(first_position, first_position + keys.shape[0], dtype=np.float64)
         angles = positions[:, None, None] * np.atleast_2d(frequencies).astype(np.float64)
         factor = scaling.astype(np.float64).reshape(-1, 1) ** sign
@@ -368,6 +369,7 @@ class TransformCodec(FieldCodec):
         """Load what :meth:`state` returned, after the sources; raises ValueError where it does not fit the field."""
         try:
             if self.is_kv and "rope/inv_freq" in state:
+                # A scaling that all layers share is stored as an array of one number.
                 scaling = np.asarray(state["rope/scaling"]).reshape(-1)
                 self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
                 self.rope.check_fits(self._n_layers, self.spec.token_shape[-1])
@@ -469,6 +471,7 @@ class TransformCodec(FieldCodec):
         codes = self._split(codes, layers)
         if not self.is_kv:
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
+        # Group after group, since a group has one basis; the layers are put in the order wanted at the end.
         chosen = list(range(self._n_layers)) if layers is None else layers
         decoded, order = [], []
         for transform, members in zip(groups, self.groups, strict=True):
@@ -558,7 +561,7 @@ class TransformCodec(FieldCodec):
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = xp.asarray(self._features, device=device(like))
-        ids = xp.asarray(tokens[:n_tokens], device=device(like))
+        ids = xp.asarray(tokens[:n_tokens], device=device(like))  # the table stays on the device, ids are small
         # An id outside the vocabulary would stop a whole CUDA device.
         ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
@@ -568,7 +571,7 @@ class TransformCodec(FieldCodec):
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # A batch that several fields share holds all pieces, even where fewer would do.
+        # A batch that several fields share holds all pieces, even where this field needs fewer.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
@@ -650,6 +653,7 @@ class Observation:
             ]
             tokens = sample.tokens[i] if sample.tokens else None
             features = None if self._features is None else place(self._features[i])
+            # Decoded codes and not the exact values, since those are what a reader will have.
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
             found.append(on_host(codec.as_features(codes, 0, n_tokens, features)))

@@ -304,6 +304,7 @@ class ActivationStore:
             shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
             buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
             ranges += [self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)]
+        # All fields in one plan, so that the disk sees all requests at once; codecs follow when the bytes are there.
         read_ranges(self._shards, ranges, n_threads)
         run_in_threads(undone, n_threads)
         self._clear_padding(batch, lengths)
