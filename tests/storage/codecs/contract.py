@@ -2,7 +2,7 @@
 
 ::
 
-    class TestInt8(CodecContract):
+    class TestInt8(LossyContract):
         name = "int8"
         error = 0.01
         unknown = ("int7", "int8:4")
@@ -57,8 +57,6 @@ class CodecContract:
     """Largest relative error (L2) of a sequence."""
     unknown: tuple[str, ...]
     """Names like the codec's that are refused."""
-    torch_differs: float = 0.0
-    """Share of codes that torch may round to another neighbour than NumPy does."""
     slice_atol: float = 0.0
     """Largest difference between a slice and the slice of the whole: matrix products of other sizes round otherwise."""
 
@@ -82,53 +80,6 @@ class CodecContract:
     def write(cls, path: Path, codec: StoreCodec) -> Path:
         recipe = RECIPE.with_manifest(codec=codec.describe())
         return recipe.write(path, lambda name, row, _: SEQUENCES[ROWS.index(row)][name], codec.files())
-
-    @pytest.mark.parametrize("field", _ACTIVATIONS)
-    @pytest.mark.parametrize("n_tokens", [0, 1, 64, 150])
-    def test_rows_have_the_promised_sizes_and_decode_within_the_error(
-        self, codec: StoreCodec, field: str, n_tokens: int
-    ) -> None:
-        one, tokens = codec.fields[field], LONG[TOKENS][:n_tokens]
-        exact = to_float32(LONG[field][:n_tokens], "bfloat16")
-        if one.is_identity:
-            return
-        codes = one.encode(exact, tokens)
-        assert list(codes) == [array.name for array in one.arrays]
-        for array in one.arrays:
-            assert codes[array.name].shape == (array.n_rows(n_tokens), *array.row_shape)
-            assert codes[array.name].dtype == array.storage_dtype
-        decoded = one.decode(codes | {TOKENS: tokens}, 0, n_tokens)
-        assert decoded.dtype == np.float32
-        assert decoded.shape == exact.shape
-        assert np.linalg.norm(decoded - exact) <= self.error * np.linalg.norm(exact)
-        again = one.encode(exact, tokens)
-        assert all(np.array_equal(again[name], rows) for name, rows in codes.items())
-
-    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-    @pytest.mark.parametrize("field", _ACTIVATIONS)
-    def test_torch_gives_what_numpy_gives(self, codec: StoreCodec, field: str, device: str) -> None:
-        one, stored, tokens = codec.fields[field], LONG[field], LONG[TOKENS]
-        if one.is_identity:
-            return
-        tensor, ids = torch.from_numpy(stored).view(torch.bfloat16).to(device), torch.from_numpy(tokens).to(device)
-        codes = one.encode(to_float32(stored, "bfloat16"), tokens)
-        on_device = one.encode(tensor, ids) | {TOKENS: ids}
-        expected = one.decode(codes | {TOKENS: tokens}, 0, len(tokens))
-        differing = [np.mean(on_device[name].cpu().numpy() != rows) for name, rows in codes.items()]
-        assert np.mean(differing) <= self.torch_differs
-        on_device |= {name: torch.from_numpy(rows).to(device) for name, rows in codes.items()}
-        got = one.decode(on_device, 0, len(tokens)).cpu().numpy()
-        np.testing.assert_allclose(got, expected, rtol=0, atol=self.slice_atol)
-
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_values_that_are_not_finite_are_refused(self, codec: StoreCodec, bad: float) -> None:
-        for field in _ACTIVATIONS:
-            one, tokens = codec.fields[field], LONG[TOKENS]
-            values = to_float32(LONG[field], "bfloat16")
-            values.reshape(-1)[7] = bad
-            for given in () if one.is_identity else (values, torch.from_numpy(values)):
-                with pytest.raises(StoreError, match=f"'{field}'"):
-                    one.encode(given, tokens)
 
     def test_settings_and_what_was_learned_survive_the_store(self, codec: StoreCodec, written: Path) -> None:
         manifest = StoreManifest.from_json((written / "store.json").read_bytes())
@@ -168,23 +119,6 @@ class CodecContract:
         a, b = to_float32(got, "bfloat16"), to_float32(expected, "bfloat16")
         np.testing.assert_allclose(a, b, rtol=2**-7 if self.slice_atol else 0, atol=10 * self.slice_atol)
 
-    def test_what_comes_undecoded_can_be_decoded(self, written: Path) -> None:
-        with ActivationStore(written) as store:
-            codec = store.codec.fields["kv"]
-            if codec.is_identity:
-                return
-            needed = {TOKENS} if codec.needs_tokens else set()
-            codes = store.read(2, "kv", tokens=slice(70, 100), decoded=False)
-            assert codes.keys() == needed | {array.name for array in codec.arrays}
-            values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
-            self.equal(values, store.read(2, "kv", tokens=slice(70, 100)))
-            batch = store.read_batch([2, 0], "kv", layers=[-1], decoded=False)
-            for row, i in enumerate([2, 0]):
-                n_tokens = int(store.lengths[i])
-                rows = {name: array[row] for name, array in batch.items()} | {TOKENS: store.read(i, TOKENS)}
-                values = from_float32(codec.decode(rows, 0, n_tokens, [3]), "bfloat16")
-                self.equal(values, store.read(i, "kv", layers=[-1]))
-
     def test_verify_and_summary_see_every_stored_array(self, codec: StoreCodec, written: Path) -> None:
         assert verify_store(written).ok
         summary = summarize_store(written)
@@ -199,3 +133,68 @@ class CodecContract:
         for name in self.unknown:
             with pytest.raises(CodecUnknown, match=r"Use one of: lossless|is not transform:|outside 0\.05 to 10"):
                 StoreCodec(name, RECIPE.manifest.fields)
+
+
+class LossyContract(CodecContract):
+    """Tests of one codec that encodes what it stores."""
+
+    torch_differs: float = 0.0
+    """Share of codes that torch may round to another neighbour than NumPy does."""
+
+    @pytest.mark.parametrize("field", _ACTIVATIONS)
+    @pytest.mark.parametrize("n_tokens", [0, 1, 64, 150])
+    def test_rows_have_the_promised_sizes_and_decode_within_the_error(
+        self, codec: StoreCodec, field: str, n_tokens: int
+    ) -> None:
+        one, tokens = codec.fields[field], LONG[TOKENS][:n_tokens]
+        exact = to_float32(LONG[field][:n_tokens], "bfloat16")
+        codes = one.encode(exact, tokens)
+        assert list(codes) == [array.name for array in one.arrays]
+        for array in one.arrays:
+            assert codes[array.name].shape == (array.n_rows(n_tokens), *array.row_shape)
+            assert codes[array.name].dtype == array.storage_dtype
+        decoded = one.decode(codes | {TOKENS: tokens}, 0, n_tokens)
+        assert decoded.dtype == np.float32
+        assert decoded.shape == exact.shape
+        assert np.linalg.norm(decoded - exact) <= self.error * np.linalg.norm(exact)
+        again = one.encode(exact, tokens)
+        assert all(np.array_equal(again[name], rows) for name, rows in codes.items())
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    @pytest.mark.parametrize("field", _ACTIVATIONS)
+    def test_torch_gives_what_numpy_gives(self, codec: StoreCodec, field: str, device: str) -> None:
+        one, stored, tokens = codec.fields[field], LONG[field], LONG[TOKENS]
+        tensor, ids = torch.from_numpy(stored).view(torch.bfloat16).to(device), torch.from_numpy(tokens).to(device)
+        codes = one.encode(to_float32(stored, "bfloat16"), tokens)
+        on_device = one.encode(tensor, ids) | {TOKENS: ids}
+        expected = one.decode(codes | {TOKENS: tokens}, 0, len(tokens))
+        differing = [np.mean(on_device[name].cpu().numpy() != rows) for name, rows in codes.items()]
+        assert np.mean(differing) <= self.torch_differs
+        on_device |= {name: torch.from_numpy(rows).to(device) for name, rows in codes.items()}
+        got = one.decode(on_device, 0, len(tokens)).cpu().numpy()
+        np.testing.assert_allclose(got, expected, rtol=0, atol=self.slice_atol)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_values_that_are_not_finite_are_refused(self, codec: StoreCodec, bad: float) -> None:
+        for field in _ACTIVATIONS:
+            one, tokens = codec.fields[field], LONG[TOKENS]
+            values = to_float32(LONG[field], "bfloat16")
+            values.reshape(-1)[7] = bad
+            for given in (values, torch.from_numpy(values)):
+                with pytest.raises(StoreError, match=f"'{field}'"):
+                    one.encode(given, tokens)
+
+    def test_what_comes_undecoded_can_be_decoded(self, written: Path) -> None:
+        with ActivationStore(written) as store:
+            codec = store.codec.fields["kv"]
+            needed = {TOKENS} if codec.needs_tokens else set()
+            codes = store.read(2, "kv", tokens=slice(70, 100), decoded=False)
+            assert codes.keys() == needed | {array.name for array in codec.arrays}
+            values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
+            self.equal(values, store.read(2, "kv", tokens=slice(70, 100)))
+            batch = store.read_batch([2, 0], "kv", layers=[-1], decoded=False)
+            for row, i in enumerate([2, 0]):
+                n_tokens = int(store.lengths[i])
+                rows = {name: array[row] for name, array in batch.items()} | {TOKENS: store.read(i, TOKENS)}
+                values = from_float32(codec.decode(rows, 0, n_tokens, [3]), "bfloat16")
+                self.equal(values, store.read(i, "kv", layers=[-1]))

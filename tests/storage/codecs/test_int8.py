@@ -19,7 +19,7 @@ from moa_data.storage.schema import FieldSpec, hidden_field, kv_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, read_by_zarr
 
-from .contract import CodecContract
+from .contract import CodecContract, LossyContract
 
 KV, HIDDEN = kv_field(3, 2, 8), hidden_field("last", 16)
 
@@ -30,7 +30,7 @@ def activations(spec: FieldSpec, n_tokens: int, seed: int = 0, spread: float = 1
     return (rng.normal(size=(n_tokens, *spec.token_shape)) * scale).astype(np.float32)
 
 
-class TestInt8(CodecContract):
+class TestInt8(LossyContract):
     name = "int8"
     error = 0.01
     unknown = ("int6", "int8:4", "fp8")

@@ -28,7 +28,7 @@ from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip
 
 from . import contract
-from .contract import RECIPE, CodecContract
+from .contract import RECIPE, LossyContract
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
 # One object: Rope holds arrays, so that the cache below goes by its identity.
@@ -55,7 +55,7 @@ def make_sequences(n_sequences: int, seed: int) -> list[np.ndarray]:
 CALIBRATION, TEST = make_sequences(14, 0), make_sequences(6, 1)
 
 
-class TestTransform(CodecContract):
+class TestTransform(LossyContract):
     """The contract, for a codec that learns from the contract's own sequences and predicts from tokens."""
 
     name = "transform:2,tokens@group2"
