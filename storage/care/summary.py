@@ -140,7 +140,7 @@ class StoreSummary:
         return _ratio(self.stored_bytes, self.n_tokens)
 
 
-def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) -> StoreSummary:
+def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     """Summarise a store: its folder, or its URL.
 
     Raises:
@@ -183,7 +183,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) 
         n_sequences=len(lengths),
         n_tokens=n_tokens,
         n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
-        lengths=length_histogram(lengths, n_bins),
+        lengths=length_histogram(lengths),
         has_target=any(exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")),
         missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),
         unfinished=unfinished_fields(commits.values(), codec),
@@ -200,7 +200,7 @@ def _array_bytes(commits: Iterable[PartCommit]) -> dict[str, int]:
     return n_bytes
 
 
-def length_histogram(lengths: np.ndarray, n_bins: int) -> LengthHistogram:
+def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> LengthHistogram:
     """Count lengths (int [n_sequences], may be empty) in bins of equal, whole width."""
     longest = int(lengths.max(initial=0))
     width = max(1, -(-longest // n_bins))
