@@ -189,6 +189,7 @@ def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
         )
     rng = random.Random(seed)
     seen: set[str] = set()
+    # Held-out chats first, so that the number of training chats does not change them.
     held_out = list(_rows(rng, n_held_out, seen))
     train = list(_rows(rng, n_train, seen))
     rng.shuffle(train)

@@ -157,7 +157,7 @@ def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
     from ..trainer.fit import train
 
     out, every = folder / "drafter", max(1, config.drafter_steps // 4)
-    can_resume = (out / LAST).is_file()
+    can_resume = (out / LAST).is_file()  # an interrupted phase has left it
     if out.exists() and not can_resume:
         shutil.rmtree(out)  # stopped before its first checkpoint: nothing to keep
     own = {
@@ -202,6 +202,7 @@ def _serve(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
     """Serve the target, and answer a held-out prompt through a network that is cut on the way."""
     from .serving import answer_through_a_cut
 
+    # The client needs no more than the store's frozen weights, and the server no more than the target.
     rows: list[dict[str, Any]] = read_jsonl(_held_out(folder))[: config.n_eval_prompts]
     progress(0, 1, "serve, and cut the network")
     return answer_through_a_cut(

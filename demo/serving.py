@@ -160,6 +160,7 @@ def answer_through_a_cut(
         plain_generate(live, prompt_tokens(live.tokenizer, messages), max_new_tokens=max_new_tokens).tokens
         for messages in prompts
     ]
+    # The longest answer: a cut must fall into it.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (
         _served(target, drafter) as port,
@@ -183,7 +184,7 @@ def answer_through_a_cut(
 @contextmanager
 def _served(target: Path, drafter: Path) -> Iterator[int]:
     """Run ``moa-data serve`` for as long as the context is open; yields its gRPC port."""
-    http_port, grpc_port = _free_port(), _free_port()
+    http_port, grpc_port = _free_port(), _free_port()  # another process could take them meanwhile; none here does
     command = [
         sys.executable, "-m", "moa_data", "serve", "--model", str(target), "--drafter", str(drafter),
         "--port", str(http_port), "--grpc-port", str(grpc_port), "--device", "cpu",

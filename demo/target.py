@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MAX_POSITIONS = 512
-PROMPT_WEIGHT = 0.1
+PROMPT_WEIGHT = 0.1  # a little, for the embeddings: what answers copy from prompts has to be read well
 WARMUP_STEPS = 40
 IGNORED_LABEL = -100
 
@@ -56,6 +56,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
         A fast tokenizer that, like Llama-3's, puts a BOS before every plain text.
     """
     tokenizer = Tokenizer(models.BPE())
+    # Llama-3's pattern, with digits apart: sums are learnt digit by digit.
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -101,7 +102,7 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
         num_attention_heads=config.n_heads,
         num_key_value_heads=config.n_kv_heads,
         max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False,  # as in the targets that the package is for
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -164,6 +165,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) ->
 def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return index batches of like length whose padded size stays within `batch_tokens`, in random order."""
     lengths = np.array([len(ids) for ids, _ in examples])
+    # Jittered by up to 16 tokens, so that epochs form other batches.
     order = np.argsort(lengths + rng.uniform(0, 16, len(lengths)))
     batches: list[np.ndarray] = []
     start = 0

@@ -110,7 +110,7 @@ class Batch:
             return self
         decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
         if "kv" in decoded:
-            decoded["kv"] = decoded["kv"].flatten(3)
+            decoded["kv"] = decoded["kv"].flatten(3)  # heads, keys and values in one row, as drafters pack them
         layers = tuple(
             decoded.pop(f"{LAYER_OUTPUTS}.{index}", states) for index, states in enumerate(self.inputs.layer_outputs)
         )
@@ -171,11 +171,12 @@ class BufferPool:
             buffer = self._returned.popleft()
             del self._in_use[id(buffer)]
             self._free.append(buffer)
-        self._free.sort(key=len)
+        self._free.sort(key=len)  # so that the first that fits wastes least
         for i, buffer in enumerate(self._free):
             if n_bytes <= len(buffer) <= 2 * max(n_bytes, _ALIGNMENT_BYTES):
                 return self._free.pop(i)
         new_bytes = -(-max(n_bytes, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        # The smallest go first: long batches come back, and a large buffer serves them and no shorter one.
         while self._free and self.allocated_bytes + new_bytes > self._max_bytes:
             self._free.pop(0)
         self.n_allocations += 1
@@ -321,6 +322,7 @@ class BatchReader:
             for array, indices in shared_arrays(codecs).items()
         }
         out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
+        # The masks of a whole step are read before its first micro-batch, for the divisor of the loss.
         names = _TEXT_FIELDS if response is None else ("tokens",)
         text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in names}
         self.store.read_batch(
@@ -329,7 +331,7 @@ class BatchReader:
             out=out | text,
             layers=self._kv_layers,
             n_threads=self.n_threads,
-            decoded=False,
+            decoded=False,  # codes travel to the device, which decodes faster than the host
         )
         encoded = {}
         for attribute, name in self._fields.items():
@@ -365,6 +367,7 @@ class BatchReader:
     def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
         """Count how often each token of the vocabulary occurs in the responses of sequences: int64 [V]."""
         counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
+        # In parts, or the tokens of a large store would be in memory at once.
         for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
             read = self.store.read_batch(part, list(_TEXT_FIELDS))
             counts += np.bincount(read["tokens"][read["response_mask"] != 0], minlength=len(counts))

@@ -189,7 +189,7 @@ def write_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor])
     with disk_full_guard(folder, FULL_DISK_ADVICE):
         try:
             save_drafter(drafter, partial, weights)
-            fsync_directory(partial)
+            fsync_directory(partial)  # before it gets its name: a crash must not leave a name without content
             sizes = folder / CONFIG_FILE
             if sizes.is_file() and sizes.read_bytes() == (partial / CONFIG_FILE).read_bytes():
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)

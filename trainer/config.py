@@ -48,10 +48,10 @@ class DrafterSettings(Config):
     forward_kl_weight: NonNegative = 0.1
     """Weight of the forward KL to the target's next-token distribution."""
     divergence: Literal["kl", "lk", "lk-hybrid"] = "kl"
-    """What that term is: the forward KL, or in its place an LK loss, which trains the acceptance of samples: lk, its
-    negative logarithm, or lk-hybrid, which goes from the KL to the share that is rejected as drafts get better."""
+    """Distillation loss: kl; lk, the negative logarithm of the acceptance of samples; or lk-hybrid, which moves from
+    the KL to the share of rejected drafts as drafts get better."""
     lk_decay: NonNegative = 3.0
-    """How fast lk-hybrid does so: the KL's share is exp(-this * acceptance)."""
+    """Decay rate of the KL weight in lk-hybrid: exp(-this * acceptance)."""
 
     def loss_weights(self) -> dict[str, float]:
         """Return the weights of the terms by the names of ``LossWeights``."""
@@ -71,6 +71,15 @@ class FeatureLossSettings(DrafterSettings):
     @override
     def loss_weights(self) -> dict[str, float]:
         return super().loss_weights() | {"feature": self.feature_weight}
+
+
+class LayerSettings(Config):
+    """Sizes of the drafter's own decoder layers."""
+
+    self_attention_kv_heads: Count | None = None
+    """KV heads of self-attention; default: the target's, which the context kv needs."""
+    self_attention_mlp_width: Count | None = None
+    """MLP width of self-attention; default: the target's."""
 
 
 class RoundSettings(Config):
@@ -141,7 +150,7 @@ class MoASettings(RoundSettings, MemorySettings, FeatureLossSettings):
     so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005)."""
 
 
-class EagleSettings(FeatureLossSettings):
+class EagleSettings(LayerSettings, FeatureLossSettings):
     """EAGLE-2's drafter: decoder layers that read hidden states of the target."""
 
     kind: Literal["eagle"] = "eagle"
@@ -152,17 +161,13 @@ class EagleSettings(FeatureLossSettings):
     """Decoder layers of EAGLE."""
     eagle_input_norm: bool = True
     """EAGLE's first layer has a norm before its attention; without it vLLM and SGLang run the drafter as it is."""
-    self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: the target's."""
-    self_attention_mlp_width: Count | None = None
-    """MLP width of self-attention; default: the target's."""
 
     @override
     def noise_width(self) -> float:
         return self.feature_noise
 
 
-class Eagle3Settings(DrafterSettings):
+class Eagle3Settings(LayerSettings, DrafterSettings):
     """EAGLE-3's drafter: one layer that reads outputs of three layers of the target."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -178,13 +183,9 @@ class Eagle3Settings(DrafterSettings):
     norm_output: bool = False
     """EAGLE-3.1: the drafter is fed with its outputs after the final norm, so that their scale does not grow with the
     draft steps."""
-    self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: the target's."""
-    self_attention_mlp_width: Count | None = None
-    """MLP width of self-attention; default: the target's."""
 
 
-class BlockSettings(MemorySettings, DrafterSettings):
+class BlockSettings(LayerSettings, MemorySettings, DrafterSettings):
     """Settings of block-parallel drafters: their context, the blocks that are trained, and their losses."""
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
@@ -221,10 +222,6 @@ class BlockSettings(MemorySettings, DrafterSettings):
     """Decoder layers of the drafter."""
     mask_token: Natural | None = None
     """Token that stands for an unknown one, best one that texts do not have; default: the last of the vocabulary."""
-    self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: the target's, which the context kv needs."""
-    self_attention_mlp_width: Count | None = None
-    """MLP width of self-attention; default: the target's."""
 
     @override
     def problems(self) -> list[str]:
@@ -285,17 +282,13 @@ class DFlashSettings(BlockSettings):
     """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
 
 
-class GlideSettings(DrafterSettings):
+class GlideSettings(LayerSettings, DrafterSettings):
     """GLIDE: one layer that reads the keys and values of the target's last layer."""
 
     kind: Literal["glide"] = "glide"
     """GLIDE."""
     block_size: Count = 5
     """Tokens of a block in GLIDE's training, which see the target's keys and values of blocks before."""
-    self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: the target's."""
-    self_attention_mlp_width: Count | None = None
-    """MLP width of self-attention; default: the target's."""
 
 
 class MedusaSettings(DrafterSettings):
@@ -488,7 +481,7 @@ class TrainConfig(Config):
     init_from: Common[str | None] = None
     """Start from the weights of a drafter, of a run or in another format; optimizer and schedule start afresh."""
     resume: Common[bool] = False
-    """Go on from the last checkpoint in --out, with the settings of that run; a later --max-steps lengthens it."""
+    """Continue from the last checkpoint in --out, with the settings of that run; a larger --max-steps lengthens it."""
     dry_run: Common[bool] = False
     """Print steps, tokens and disk of the run, and train nothing."""
     seed: Seed = 0

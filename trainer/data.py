@@ -39,6 +39,7 @@ def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tupl
     Returns:
         Indices of the training and of the validation sequences, ascending.
     """
+    # 32 bits of a SHA-256 are uniform enough, and exact in a float.
     points = np.array([int(sequence_id[:8], 16) / 2**32 for sequence_id in sequence_ids])
     held_out = points < validation_fraction
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -56,6 +57,7 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts = [order[start : start + group] for start in range(0, len(order), group)]
+    # Stable: sequences of equal length stay in random order, the same one with every sort.
     order = np.concatenate([part[np.argsort(n_tokens[part], kind="stable")] for part in parts])
     order = order.reshape(n_batches, batch_size)
     return order[random.permutation(n_batches)]
@@ -63,6 +65,7 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
 
 def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     """Draw the random numbers of one optimizer step, a pure function of seed and step."""
+    # A generator of its own for each step, so that step k needs none of the draws before it; no two seeds share one.
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = config.data.batch_size
     # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise seeds.
@@ -223,6 +226,7 @@ class TrainingStream:
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = epoch, epoch_order(self._lengths, config.data.batch_size, config.seed, epoch)
+        # Neighbours in a batch have like lengths, so dealing them in turn gives each device the same work.
         mine = np.arange(self._rank, config.data.batch_size, self._n_ranks)
         parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
         return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
@@ -291,7 +295,7 @@ class ValidationBatches:
         start, n_steps = number * self._batch_size, self._reader.config.validation.draft_length + 1
         part = self._sequences[start : start + self._batch_size]
         lengths = self._lengths[start : start + self._batch_size]
-        phase = torch.arange(start, start + len(part)) % n_steps
+        phase = torch.arange(start, start + len(part)) % n_steps  # fixed: the same rounds in each validation
         draws = Draws(torch.full((len(part),), n_steps), torch.zeros(len(part), dtype=torch.bool), phase)
         inputs, encoded = self._reader.read(part, lengths)
         batch = Batch(inputs, draws, 1.0, int(lengths.sum()), encoded=encoded, index=number)
@@ -314,6 +318,7 @@ class StoreDataModule(L.LightningDataModule):
         train, held_out = split_sequences(table["sequence_id"].to_pylist(), config.validation.validation_fraction)
         responses = table["n_response_tokens"].to_numpy()
         self.train_sequences = train
+        # A shorter response holds no complete round to measure.
         usable = held_out[responses[held_out] > config.validation.draft_length]
         self.validation_sequences = usable[: config.validation.validation_sequences]
         if 0 < len(train) < config.data.batch_size and "batch_size" not in config.data.model_fields_set:

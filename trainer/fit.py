@@ -77,8 +77,6 @@ _FREE_TO_CHANGE = frozenset(
 )  # fmt: skip
 """Settings that may differ between two invocations of one run; those of its length only as far as :func:`_check_length`
 allows."""
-
-
 _WEIGHT_COPIES_ON_DISK = 3 * 3 + 1
 """Two checkpoints and one that is being written, with two moments each; and ``drafter/``."""
 
@@ -136,8 +134,9 @@ def train(
         Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
 
     Raises:
-        TrainingError: settings that do not fit the store, an output folder that holds another run or in which another
-            process trains, or an interruption.
+        TrainingError: settings that do not fit the store or the device.
+        OutputOccupied: the output folder holds another run, or another process trains there.
+        Interrupted: a signal stopped the run; its state is saved.
     """
     keep_freed_memory()
     out = Path(config.out)
@@ -306,6 +305,7 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
             f"--draft-length {config.validation.draft_length} asks validation for more levels than the {most} that "
             f"this {build.config_class.kind} drafter drafts; lower it, or give the drafter more."
         )
+    # A generator of its own, so that the weights do not depend on what else has drawn before.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
     reader = BatchReader(store, config, torch.device("cpu"))
     frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
@@ -329,20 +329,20 @@ def _build_trainer(
             strategy=ShardedStrategy() if machine.strategy == "fsdp" else machine.strategy,
             precision=_precision(machine),
             max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
-            max_epochs=-1,
+            max_epochs=-1,  # the stream is endless, steps end the run
             gradient_clip_val=config.optimizer.gradient_clip or None,
             log_every_n_steps=config.record.log_every,
             val_check_interval=config.validation.validate_every if has_validation else None,
             check_val_every_n_epoch=None if has_validation else 1,
             limit_val_batches=1.0 if has_validation else 0,
-            num_sanity_val_steps=0,
+            num_sanity_val_steps=0,  # they would be logged as a validation of step 0
             logger=build_loggers(config),
             callbacks=extra,
             plugins=[files],
-            enable_checkpointing=False,
+            enable_checkpointing=False,  # callbacks write them, atomically
             enable_model_summary=False,
             enable_progress_bar=False,
-            use_distributed_sampler=False,
+            use_distributed_sampler=False,  # the stream deals its batches itself
         )
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
@@ -350,6 +350,7 @@ def _build_trainer(
             f"--num-nodes {machine.num_nodes} --strategy {machine.strategy} --precision {machine.precision} ({error}); "
             "choose others, or auto."
         ) from error
+    # Before any process waits for another.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
     device_share(config, trainer.world_size)  # refuses before anything is started

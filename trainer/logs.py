@@ -18,7 +18,7 @@ from ..machine import is_first_process
 from ..text import first_line
 from .config import METRICS_FILE, TRACKER_FILE, TrainConfig
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # no display is needed; before pyplot is imported
 import matplotlib.pyplot as plt
 
 
@@ -134,7 +134,7 @@ def plot_curves(run: Path, out: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend()
-    axes[0, 0].set_yscale("log")
+    axes[0, 0].set_yscale("log")  # the first losses are many times the later ones
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)

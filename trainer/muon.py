@@ -82,6 +82,7 @@ class Muon(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
+        # One batched product a shape: single small matrices leave the cores idle.
         for shape, parameters in by_shape.items():
             # Rows of one matrix share their singular vectors, so devices that share its rows gather it.
             directions = torch.stack([whole(self._direction(p, group["momentum"])) for p in parameters]).float()
@@ -89,6 +90,7 @@ class Muon(torch.optim.Optimizer):
             updates = torch.cat(
                 [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)], dim=1
             )
+            # A tall block's update has more rows than singular values; so its entries are as large as a square one's.
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
                 own = shared_like(update, parameter)
@@ -102,6 +104,7 @@ class Muon(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(grad)
         state["momentum"].lerp_(grad, 1 - momentum)
+        # Nesterov: the gradient counts once more beside the momentum that holds it already.
         return grad.lerp(state["momentum"], momentum)
 
     def _step_others(self, group: dict[str, Any]) -> None:

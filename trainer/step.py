@@ -43,6 +43,7 @@ def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, dec
     """
     if step < warmup_steps:
         return peak_multiplier * step / warmup_steps
+    # A decay that would end within the warm-up is left out.
     if step >= decay_end_step or decay_end_step <= warmup_steps:
         return 1.0
     done = (step - warmup_steps) / (decay_end_step - warmup_steps)
@@ -204,6 +205,7 @@ class DrafterModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the ratios of the sums over the batches of all devices, which are the same on each device."""
         release_weights(self.drafter)
+        # float64, which holds counts exactly: the sums are those of one device, to the last bit.
         rows = [[index, *dataclasses.astuple(sums)] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
             found: Any = self.all_gather(torch.tensor(rows, dtype=torch.float64, device=self.device))

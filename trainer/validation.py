@@ -102,22 +102,6 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
     )
 
 
-def agreement_by_distance(found: Comparison, draft_length: int) -> tuple[Tensor, Tensor]:
-    """Count agreement by the distance of a draft from the last verified position, whatever the drafts before it were.
-
-    Returns:
-        Agreements and drafted positions at distance 1, 2, ..., each [draft_length] int64. A round that begins at
-        position 0 of a row counts, though it has verified one token alone.
-    """
-    index = torch.arange(found.drafted.shape[1], device=found.drafted.device)
-    distance = index - masks.last_context(found.drafted)  # [B, T]
-    counts = [
-        torch.bincount(distance[where], minlength=draft_length + 1)[1 : draft_length + 1]
-        for where in (found.agree, found.drafted)
-    ]
-    return counts[0], counts[1]
-
-
 def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
     """Measure the leading run of agreements in every complete round.
 
@@ -144,6 +128,7 @@ def _compare(drafter: Drafter, frozen: FrozenTarget, features: Tensor, hidden: T
         draft, target = drafter.draft_logits(frozen, part).float(), frozen.logits(goal).float()
         log_target = target.log_softmax(dim=-1)
         pointwise = log_target.exp() * (log_target - draft.log_softmax(dim=-1))
+        # 0 * inf, where a logit is -inf, counts as 0.
         kl.append(pointwise.nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
         agree.append(draft.argmax(dim=-1) == target.argmax(dim=-1))
     return torch.cat(kl), torch.cat(agree)

@@ -19,12 +19,29 @@ from tqdm import tqdm
 
 from benchmarks.kit.records import add_out_option, write_record
 from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.nn import masks
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import RUN_FILE, TrainConfig
 from moa_data.trainer.data import StoreDataModule, ValidationBatches
-from moa_data.trainer.validation import agreement_by_distance, compare_batch
+from moa_data.trainer.validation import Comparison, compare_batch
+
+
+def agreement_by_distance(found: Comparison, draft_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count agreement by the distance of a draft from the last verified position, whatever the drafts before it were.
+
+    Returns:
+        Agreements and drafted positions at distance 1, 2, ..., each [draft_length] int64. A round that begins at
+        position 0 of a row counts, though it has verified one token alone.
+    """
+    index = torch.arange(found.drafted.shape[1], device=found.drafted.device)
+    distance = index - masks.last_context(found.drafted)  # [B, T]
+    counts = [
+        torch.bincount(distance[where], minlength=draft_length + 1)[1 : draft_length + 1]
+        for where in (found.agree, found.drafted)
+    ]
+    return counts[0], counts[1]
 
 
 def agreement(options: argparse.Namespace, run: Path) -> dict[str, Any]:

@@ -4,9 +4,7 @@ import torch
 
 from moa_data.trainer.step import zero_peak_constant
 from moa_data.trainer.validation import (
-    Comparison,
     ValidationSums,
-    agreement_by_distance,
     agreement_runs,
     sum_in_order,
 )
@@ -19,15 +17,6 @@ def test_runs_of_agreement_per_complete_round() -> None:
     agree = torch.tensor([[0, 0, 0, 1, 0, 1, 1, 0, 1]]).bool()
     assert agreement_runs(agree, drafted, 2).tolist() == [0, 2], "a later agreement does not mend a miss"
     assert agreement_runs(agree[:, :2], drafted[:, :2], 2).tolist() == []
-
-
-def test_agreement_by_distance_from_the_last_verified_position() -> None:
-    drafted = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 0, 0]]).bool()
-    agree = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 0, 1, 1, 0, 0, 0]]).bool()
-    found = agreement_by_distance(Comparison(drafted, agree, torch.zeros(9)), 3)
-    assert [part.tolist() for part in found] == [[3, 1, 2], [5, 3, 2]], "what is further than 3 is left out"
-    none = agreement_by_distance(Comparison(drafted & False, agree & False, torch.zeros(0)), 2)
-    assert [part.tolist() for part in none] == [[0, 0], [0, 0]]
 
 
 def test_sums_reduce_at_the_end() -> None:
