@@ -1,13 +1,13 @@
 """Serves the demo's target, and answers one prompt over a slow network that is cut on the way; draws what was shown."""
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 from urllib.request import urlopen
@@ -68,11 +68,10 @@ class CutProxy:
 
     async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        try:
+        with contextlib.suppress(asyncio.CancelledError):  # the proxy ends
             await asyncio.gather(self._forward(up, writer), self._forward(reader, down), return_exceptions=True)
-        finally:  # also when the proxy ends
-            writer.close()
-            down.close()
+        writer.close()
+        down.close()
 
     async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while data := await source.read(1 << 16):
@@ -181,7 +180,7 @@ def answer_through_a_cut(
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def _served(target: Path, drafter: Path) -> Iterator[int]:
     """Run ``moa-data serve`` for as long as the context is open; yields its gRPC port."""
     http_port, grpc_port = _free_port(), _free_port()  # another process could take them meanwhile; none here does
