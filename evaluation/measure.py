@@ -92,11 +92,10 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn without an answer: it or a turn before it leaves no position to generate into, or follows such an answer.
+    """A turn without an answer, since it or a turn before it leaves no position to generate into.
 
     Attributes:
-        n_prompt_tokens: tokens before the answer of the turn that was too long; 0 where the answer before it spells a
-            control token, so that it cannot be part of a prompt.
+        n_prompt_tokens: tokens of the prompt that was too long; 0 where the answer before it spells a control token.
     """
 
     prompt_id: str
@@ -135,9 +134,6 @@ def measure(
         progress: called with (done, total, message) per batch.
         sampling: of the methods. Unless it draws tokens, the gap of the two highest logits is measured where answers
             first differ.
-
-    Raises:
-        DatasetError: the chat template refuses a prompt, or a text cannot be part of one.
     """
     _check_prompts(target, prompts)
     result = Measurement()

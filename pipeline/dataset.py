@@ -36,7 +36,7 @@ RECORD_SUFFIX = ".regeneration.json"
 MAX_ROW_BYTES = 1 << 28
 """Longest line of a jsonl file that is read into memory."""
 MAX_EXPANSION = 200
-"""Most times that a large row group of a Parquet file may grow when it is read; chats compress to a tenth or so."""
+"""Largest factor by which a big row group of a Parquet file may grow when it is read; chats compress to a tenth."""
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
 _NO_CHATS = re.compile(
@@ -85,10 +85,6 @@ def choose_files(path: Path, split: str | None) -> ChosenFiles:
 
     Args:
         split: the split to read; None for DEFAULT_SPLIT where the folder has it, else for the only one it has.
-
-    Raises:
-        DatasetError: there is nothing that can be read, several splits and none is the wanted one, or a `save_to_disk`
-            folder lacks one of its files.
     """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
@@ -191,9 +187,6 @@ class ChatSource:
 
     Attributes:
         commit: the commit of a hub dataset that is read; None for files, and where `datasets` does not say.
-
-    Raises:
-        DatasetError: there is nothing that can be read, or several splits and none is the wanted one.
     """
 
     def __init__(
@@ -503,11 +496,7 @@ class Columns:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Columns:
-        """Read ``role=column[+column]`` texts, or the name of a format; nothing for rows that are chats.
-
-        Raises:
-            OptionInvalid: something else, or neither messages nor both a user and an assistant are named.
-        """
+        """Read ``role=column[+column]`` texts, or the name of a format; nothing for rows that are chats."""
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
         for text in [part for item in texts for part in FORMATS.get(item, (item,))]:

@@ -208,20 +208,15 @@ def read_sequences(
 
     Args:
         sizes: the target's sizes (max_position_embeddings, vocab_size).
-
-    Raises:
-        DatasetError: nothing usable in the dataset, or the tokenizer does not fit the target.
-        DatasetError: more rejected rows than allowed.
-        DatasetError: a sequence has more tokens than the target has positions.
     """
     sequences = Sequences()
-    most = config.data.max_sequences
-    total = most or source.count_rows()
+    limit = config.data.max_sequences
+    total = limit or source.count_rows()
     results = tokenise_rows(
         source.rows(),
         partial(_tokenise, tokenizer, config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)),
         (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1,
-        lambda: most and most - len(sequences),
+        lambda: limit and limit - len(sequences),
     )
     for row, (chat, asks_the_time) in results:
         source.count(row)
@@ -233,10 +228,10 @@ def read_sequences(
         else:
             _check_fits(row, chat, sizes, config)
             sequences.add(row, chat)
-        done = len(sequences) if most else sequences.n_rows
+        done = len(sequences) if limit else sequences.n_rows
         if progress and done % _REPORT_ROWS == 0:
             progress(done, total, "tokenise")
-        if len(sequences) == most:
+        if len(sequences) == limit:
             break
     if progress:
         progress(total, total, "tokenise")
