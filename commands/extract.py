@@ -219,7 +219,7 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
     if model is None:
         raise Incomplete(f"{store} is incomplete: {damage.missing}. Complete it with --model MODEL.")
-    from ..pipeline.repair import repair as run_repair
+    from ..pipeline.extract import repair as run_repair
 
     with ProgressLine("token") as progress:
         report = run_repair(damage, model, dataset, device, progress, collect_provenance())

@@ -134,7 +134,7 @@ def audit(
         TargetError: the target cannot be loaded.
     """
     if samples < 1:
-        raise OptionInvalid(f"samples is {samples}, expected at least 1. Mend --samples.")
+        raise OptionInvalid(f"samples is {samples}, expected at least 1. Change --samples.")
     with ActivationStore(store) as stored:
         if not len(stored):
             raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")

@@ -166,7 +166,7 @@ class ExtractConfig(Config):
     dataset: Common[str]
     """Chats: a hub id, a jsonl, json, csv, tsv, parquet or arrow file, or a folder of them."""
     out: Common[str]
-    """Folder of the store, or its URL (s3://, gs://, az://); the same command run again goes on where it stopped."""
+    """Folder of the store, or its URL (s3://, gs://, az://); the same command run again continues where it stopped."""
     activations: Common[Annotated[tuple[str, ...], Field(min_length=1)]] = ("kv", "hidden:last")
     """What to store: kv, hidden:last (after the final norm), hidden:layer:K (output of decoder layer K, from 0)."""
     target_layers: Common[Natural] = 0
@@ -392,7 +392,7 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
             layers.add(_layer_index(name, n_layers))
         else:
             raise OptionInvalid(
-                f"Unknown activation {name!r}: expected kv, hidden:last or hidden:layer:K. Mend --activations."
+                f"Unknown activation {name!r}: expected kv, hidden:last or hidden:layer:K. Change --activations."
             )
     if target_layers > n_layers:
         raise OptionInvalid(

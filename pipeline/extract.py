@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import Interrupted, OptionInvalid, StoreMismatch
+from ..errors import Interrupted, OptionInvalid, StoreMismatch, WorkerError
 from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
 from ..storage.backend import open_path
 from ..storage.care.repair import RepairPlan, retract_damage
-from ..storage.names import TEXTS_NAME, commit_path
+from ..storage.names import CODEC_NAME, TEXTS_NAME, commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.paths import StorePath
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
@@ -46,6 +46,7 @@ from .forwards.parts import Forwards, Timings, load_target
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible
 from .ray_workers import run_on_ray
+from .sources import recorded_config
 from .texts import keep_texts, write_texts
 from .workers import PartProgress, WorkOrder, device_orders, forwards_of, is_done, run_processes, work_until_done
 
@@ -197,6 +198,62 @@ def extract(
         store.record_run(report.record(provenance or {}))
         store.sweep()
     return report
+
+
+def repair(
+    plan: RepairPlan,
+    model: str,
+    dataset: str | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> ExtractReport:
+    """Make the damaged parts and files of a store again.
+
+    Nothing is deleted before target and dataset are known to be the ones that the store was made from, and what is
+    deleted is checked once more right before.
+
+    Args:
+        model: the target that the store was made with: a folder or a hub id.
+        dataset: the chats; None for those of the store's last extraction.
+        device: device of the forward; None for that of the store's last extraction.
+
+    Raises:
+        WorkerError: no extraction is recorded, there is damage that this cannot repair, or the codec learns something
+            else than the parts were written with.
+        StoreMismatch: the store was made from another target or dataset.
+    """
+    if plan.others:
+        raise WorkerError(f"{plan.others[0].path}: {plan.others[0].message} This cannot be repaired; extract again.")
+    try:
+        recorded = recorded_config(plan.store)
+    except WorkerError as error:
+        if not plan.codec:
+            raise
+        raise WorkerError(
+            f"{plan.store}: {CODEC_NAME}/ is damaged and no extraction is recorded. If `recode` made the store, run "
+            "the same command again: it learns the codec from the lossless store anew."
+        ) from error
+    config = recorded.replaced(
+        model=model,
+        dataset=dataset or recorded.dataset,
+        out=str(plan.store),
+        device=device or recorded.forward.device,
+        workers="1",
+        engine="processes",
+        address=None,
+        gpus_per_worker=None,
+    )
+    try:
+        return extract(config, progress, provenance, redo=plan)
+    except StoreMismatch as error:
+        if set(error.changes) != {"codec.basis_sha256"}:
+            raise
+        raise WorkerError(
+            f"{plan.store}: what the codec learns here is not what the parts were written with, which another device "
+            f"or number of threads is enough for ({error.changes['codec.basis_sha256'][0]} is recorded). Repair it "
+            f"where it was extracted, restore {CODEC_NAME}/ from a copy, or extract to another folder."
+        ) from error
 
 
 def _open_store(plan: ExtractPlan, shares: bool) -> StoreWriter:

@@ -32,7 +32,7 @@ _STAY_HERE = frozenset({LOCK_NAME, PUBLISH_NAME, RUNS_NAME})
 _NOT_OURS = (".gitattributes", ".gitignore")
 _CACHE = ".cache"
 """Where the Hub's client keeps what it has begun to download, below the folder."""
-_AGAIN = "What is there is kept: run the same command again to go on."
+_AGAIN = "What is there is kept: run the same command again to continue."
 
 
 @dataclass(frozen=True)

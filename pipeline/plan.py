@@ -53,7 +53,7 @@ class ForwardPlan:
     """Which forwards will run, what they give, and what that takes.
 
     Attributes:
-        store: where the store lies or will lie.
+        store: folder or bucket of the store.
         spec: the activations to write, layers resolved.
         codec: codec of the fields to write; one that learns has not learned yet.
         table: rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
@@ -95,7 +95,7 @@ class ForwardPlan:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the store lies in a bucket."""
+        """Whether the store is in a bucket."""
         return isinstance(self.store, RemotePath)
 
     @property

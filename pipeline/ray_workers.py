@@ -1,7 +1,7 @@
 """Run workers on the machines of a Ray cluster that share a disk or a bucket, or on this machine.
 
 Each worker is a task of Ray, which waits until the cluster has room for it: so machines may join and leave while the
-work goes on. A worker that is lost is started anew, unless several in a row end without any new commit.
+extraction runs. A worker that is lost is started anew, unless several in a row end without any new commit.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def _run_tasks(
     timings, lost, n_in_a_row, n_committed, done_s = Timings(), list[str](), 0, -1, math.inf
     while running and time.monotonic() < done_s + _END_S:
         progress.tell(workers=f", up to {n_workers} workers of Ray")
-        ended, _ = ray.wait(list(running), timeout=_LOOK_EVERY_S)
+        # Asleep in Python and not in Ray, which would forget which signal has come.
+        time.sleep(_LOOK_EVERY_S)
+        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
         for reference in ended:
             index = running.pop(reference)
             try:
@@ -114,7 +116,7 @@ def _run_tasks(
                 if n_in_a_row >= _MAX_LOST and not is_done(store):
                     raise WorkerError(
                         f"{n_in_a_row} of Ray's workers in a row have ended before anything was committed, the last "
-                        f"one by {_cause(error)}. What was committed is kept: run the same command again to go on, "
+                        f"one by {_cause(error)}. What was committed is kept: run the same command again to continue, "
                         "with fewer workers on a machine if memory ran out."
                     ) from error
                 store.remove_attempt(f"{store.attempt}-{index}-*")

@@ -84,7 +84,7 @@ def recode(
     provenance: Mapping[str, Any] | None = None,
     kv_metrics: KVMetrics | None = None,
 ) -> RecodeReport:
-    """Write the content of a lossless store with another codec, or go on where an earlier run stopped.
+    """Write the content of a lossless store with another codec, or continue where an earlier run stopped.
 
     Without metrics the new store has the bytes that extracting with that codec would have given.
 
@@ -131,7 +131,7 @@ def recode(
                 n_done = writer.n_parts - len(writer.pending_parts())
                 raise Interrupted(
                     f"Interrupted; {n_done} of {writer.n_parts} parts are committed in {writer.path}. Run the same "
-                    "command again to go on."
+                    "command again to continue."
                 ) from error
             report = RecodeReport(
                 source=source.path,
@@ -172,7 +172,7 @@ def codec_for(
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
-        raise OptionInvalid(f"{error} Mend --codec.") from error
+        raise OptionInvalid(f"{error} Change --codec.") from error
     kv = codec.fields.get("kv")
     if kv_metrics is not None and kv is None:
         raise OptionInvalid(f"{source.path} has no keys and values for a drafter to read. Leave --drafter out.")

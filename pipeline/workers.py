@@ -94,7 +94,7 @@ def is_done(store: StoreWriter) -> bool:
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
     """Yield parts that have no commit when their turn comes; None while others are writing all that are left.
 
-    Each of several workers begins with its own share of the parts, and goes on with those of the others.
+    Each of several workers begins with its own share of the parts, and then takes those of the others.
     """
     parts = store.pending_parts()
     own, others = parts[index::n_workers], list[int]()
@@ -253,7 +253,7 @@ def run_processes(orders: Sequence[WorkOrder], store: StoreWriter, progress: Par
         if not is_done(store):
             raise WorkerError(
                 f"No worker is left, of {len(workers)}; the last one ended by {lost[-1]}. What was committed is kept: "
-                "run the same command again to go on, with fewer --workers if memory ran out."
+                "run the same command again to continue, with fewer --workers if memory ran out."
             )
     finally:
         _stop(workers)
@@ -383,7 +383,7 @@ def portable(error: Exception) -> Exception:
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether an accelerator failed: then its process cannot go on, but others can."""
+    """Whether an accelerator failed: then its process cannot continue, but others can."""
     kind = getattr(torch, "AcceleratorError", None)
     return kind is not None and isinstance(error, kind)
 

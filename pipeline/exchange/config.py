@@ -17,7 +17,7 @@ class ExportConfig(Config):
     format: Format
     """Layout to write: speculators, specforge (EAGLE-3) or eagle (EAGLE v1)."""
     out: str
-    """Folder to write to; the same command run again goes on where it stopped."""
+    """Folder to write to; the same command run again continues where it stopped."""
     max_sequences: Count | None = None
     """Write only the first sequences of the store; default: all."""
     layers: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class ImportConfig(Config):
     model: str
     """The target the hidden states come from: a folder or a hub id."""
     out: str
-    """Folder of the store; the same command run again goes on where it stopped."""
+    """Folder of the store; the same command run again continues where it stopped."""
     max_sequences: Count | None = None
     """Read only the first sequences of the folder; default: all."""
     layers: tuple[int, ...] = ()

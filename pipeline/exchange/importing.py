@@ -101,7 +101,7 @@ class ImportReport:
 def import_folder(
     config: ImportConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> ImportReport:
-    """Read another project's files into a store, or go on where an earlier run stopped.
+    """Read another project's files into a store, or continue where an earlier run stopped.
 
     Where the files hold the last state before the final norm only (speculators), ``hidden/last`` is made from it with
     the norm of the target's bundle, in float32 and rounded once to the stored dtype.

@@ -55,11 +55,11 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
         )
     if any(window is not None for window in layer_windows(model_config)):
         raise WorkerError(
-            "the target has sliding windows, whose blocks vLLM gives up while it reads on. Leave out --source vllm."
+            "the target has sliding windows, whose blocks vLLM frees while it still reads. Leave out --source vllm."
         )
     if max_length >= model_config.max_position_embeddings:
         raise WorkerError(
-            f"vLLM writes a token behind each sequence, for which one of {model_config.max_position_embeddings:,} "
+            f"vLLM writes a token after each sequence, for which one of {model_config.max_position_embeddings:,} "
             f"positions is needed: use --max-length {model_config.max_position_embeddings - 1}."
         )
     return {"name": "vllm", "version": version}

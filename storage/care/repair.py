@@ -1,4 +1,4 @@
-"""Plans which pieces of a damaged store must go, and deletes them; ``pipeline.repair`` makes them again."""
+"""Plans which pieces of a damaged store must go, and deletes them; ``pipeline.extract`` makes them again."""
 
 from __future__ import annotations
 

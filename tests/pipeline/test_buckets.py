@@ -12,10 +12,9 @@ from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig
 from moa_data.pipeline.exchange.exporting import export_store
-from moa_data.pipeline.extract import extract
+from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.recode import recode
-from moa_data.pipeline.repair import repair
 from moa_data.storage.backend import open_path
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.summary import summarize_store

@@ -10,9 +10,8 @@ from moa_data.errors import OptionInvalid
 from moa_data.pipeline.add import add
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.extract import extract
+from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.recode import recode
-from moa_data.pipeline.repair import repair
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.dtypes import to_float32

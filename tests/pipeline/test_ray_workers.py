@@ -61,7 +61,7 @@ class FakeRay:
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "node")
 
-    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         return references[:1], references[1:]
 
     def get(self, reference: Any) -> Any:
@@ -72,6 +72,7 @@ class FakeRay:
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(ray_workers, "_LOOK_EVERY_S", 0.0)
     return fake
 
 

@@ -11,9 +11,8 @@ import pytest
 from moa_data import files
 from moa_data.errors import StorageUnavailable, StoreDamaged, StoreMismatch, WorkerError
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.extract import extract
+from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
-from moa_data.pipeline.repair import repair
 from moa_data.pipeline.sources import recorded_config
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store

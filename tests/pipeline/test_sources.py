@@ -16,9 +16,8 @@ from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.dataset import ChatSource
-from moa_data.pipeline.extract import extract
+from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.plan import build_plan
-from moa_data.pipeline.repair import repair
 from moa_data.pipeline.sources import pinned_revision, recorded_sources
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.verify import verify_store

@@ -13,9 +13,8 @@ from moa_data.errors import DatasetError, StorageUnavailable
 from moa_data.moa.targets.chat_tokens import TokenizedChat
 from moa_data.pipeline import sequences as chats
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.extract import extract
+from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.plan import build_plan
-from moa_data.pipeline.repair import repair
 from moa_data.pipeline.sequences import Sequences
 from moa_data.pipeline.texts import keep_texts, read_texts
 from moa_data.storage.care.repair import plan_repair
