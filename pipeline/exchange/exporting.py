@@ -22,7 +22,6 @@ from .formats import FileFormat, count_rows, make_format, require_fields, write_
 from .torch_dataset import ActivationDataset
 
 _N_WRITERS = 8
-_PENDING_BYTES = 256 << 20
 
 RECORD_NAME = "export.json"
 """File that says what an exported folder was made from; other projects do not read it."""
@@ -80,50 +79,23 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         n = min(config.max_sequences or len(store), len(store))
         _claim(folder, _record(config, file_format, store), n)
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
-        sizes = []
-        with _Writer() as writer:
+        sizes, pending = list[int](), deque[Future[None]]()
+        # In threads, as a disk syncs many small files at once in the time of one.
+        with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(n):
                 data = _encode_sequence(folder, file_format, dataset, i)
                 if data is not None:
-                    writer.submit(file_format.file(folder, i), data)
+                    pending.append(threads.submit(_write, file_format.file(folder, i), data))
                     sizes.append(len(data))
+                if len(pending) > _N_WRITERS:
+                    pending.popleft().result()
                 if progress:
                     progress(i + 1, n, f"export to {file_format.name}")
+            for future in pending:
+                future.result()
         if file_format.name == "speculators" and count_rows(folder) != n:
             write_rows(folder, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
     return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
-
-
-class _Writer:
-    """Writes files in threads, as a disk syncs many small files at once in the time of one.
-
-    A file that could not be written raises at a later :meth:`submit`, or where the ``with`` block ends.
-    """
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_N_WRITERS)
-        self._pending: deque[tuple[Future[None], int]] = deque()
-        self._pending_bytes = 0
-
-    def submit(self, path: Path, data: bytes) -> None:
-        """Queue a file; waits while too many files or bytes are queued."""
-        self._pending.append((self._threads.submit(_write, path, data), len(data)))
-        self._pending_bytes += len(data)
-        while len(self._pending) > 4 * _N_WRITERS or (self._pending_bytes > _PENDING_BYTES and self._pending):
-            self._wait()
-
-    def _wait(self) -> None:
-        future, n_bytes = self._pending.popleft()
-        self._pending_bytes -= n_bytes
-        future.result()
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._threads.shutdown(wait=True)
-        while kind is None and self._pending:
-            self._wait()
 
 
 def _write(path: Path, data: bytes) -> None:
