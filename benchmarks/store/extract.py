@@ -87,7 +87,7 @@ def measure(config: ExtractConfig, folder: Path, options: argparse.Namespace) ->
     flops = body_flops(target.config, plan.table["n_tokens"].to_pylist())
     peak = peak_flops(target.device, options.peak_tflops)
     return figures_of(plan.n_tokens, forward_s, timings) | {
-        "stored_over_raw": report.stored_bytes / report.raw_bytes,
+        "stored_over_raw": report.stored_bytes / report.plan.n_raw_bytes,
         "n_threads": torch.get_num_threads(),
         "flops": flops,
         "peak_flops_per_s": peak,
