@@ -299,7 +299,7 @@ def _compare(plan: AddPlan, texts: _StoredTexts, target: Target, batch: pa.Table
     live = capture(target.model, tokens, spec, getattr(torch, plan.dtype), plan.uses_cache).fields[LAST].float().cpu()
     own = np.concatenate([values[: len(text)].numpy() for values, text in zip(live, tokens, strict=True)])
     was = np.concatenate([to_float32(reader.read(texts.rows[key], LAST), plan.dtype) for key in ids])
-    relative = float(np.linalg.norm(was - own) / max(np.linalg.norm(own), 1e-15))
+    relative = float(np.linalg.norm(was - own)) / max(float(np.linalg.norm(own)), 1e-15)
     if not relative <= stored_tolerance(reader, plan.dtype):
         raise OptionInvalid(
             f"{plan.store}: {plan.config.model} gives a {LAST} that differs by {relative:.1%} from the stored one, "
