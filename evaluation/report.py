@@ -1,6 +1,7 @@
 """Sums up an evaluation: counts and ratios over the measured rows.
 
-Acceptance length = tokens committed per target call, bonus token included, prefill not counted.
+Acceptance length = tokens committed per target call, bonus token included, prefill not counted. Intervals are bootstrap
+over prompts: calls, turns and cuts of one prompt are not independent, so that the prompt is what is resampled.
 """
 
 import dataclasses
@@ -16,15 +17,16 @@ import numpy as np
 from ..errors import OptionInvalid
 from ..text import printable
 from .config import DRAFTING
-from .disconnection import CutRow, WriterSummary, summarize_writer
 from .drafters import training_differences
-from .measure import Measurement, MethodRun, PromptRow
-from .statistics import Interval, accepted_by_position, ratio_with_interval
+from .measure import CutRow, Measurement, MethodRun, PromptRow
 
 KIND = "moa-data evaluation report"
 SCHEMA_VERSION = 3
 _PROBE_BYTES = 256 << 10
 """About what a report and its figures take; that there is room is checked before everything is measured."""
+_N_RESAMPLES, _CONFIDENCE = 2000, 0.95
+
+Interval = tuple[float, float] | None
 CONVENTIONS = {
     "acceptance_length": "tokens committed per target call, bonus token included, prefill not counted: the sum over "
     "all calls of all prompts divided by the number of calls; plain decoding has 1. Systems that leave the bonus token "
@@ -121,6 +123,37 @@ class DrafterPair:
     acceptance_length_interval: Interval
     speed: float | None
     speed_interval: Interval
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over ``n`` values and its 95 % interval; None where nothing was counted, or for fewer than two prompts."""
+
+    mean: float | None
+    interval: Interval
+    n: int
+
+
+@dataclass(frozen=True)
+class WriterSummary:
+    """The figures of one writer, the target or a drafter, over all cuts.
+
+    Attributes:
+        common_prefix: tokens in common with the target's continuation.
+        agreement: share of the target's tokens that the writer has at the same place.
+        log_prob: the target's, per token.
+        agreement_by_offset: the same by tokens since the cut.
+        log_prob_by_offset: the same by tokens since the cut.
+    """
+
+    writer: str
+    n_cuts: int
+    common_prefix: Figure
+    agreement: Figure
+    log_prob: Figure
+    score: Figure
+    agreement_by_offset: tuple[Figure, ...]
+    log_prob_by_offset: tuple[Figure, ...]
 
 
 @dataclass(frozen=True)
@@ -296,6 +329,76 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[Dr
             lengths, speed = ratio_with_interval(prompt_ids, calls), ratio_with_interval(prompt_ids, speeds)
             pairs.append(DrafterPair(method, drafter, drafters[0], *lengths, *speed))
     return pairs
+
+
+def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
+    """Sum up what one writer wrote."""
+    prompt_ids = [row.prompt_id for row in rows]
+    written = [row.by_writer[name] for row in rows]
+    longest = max(max(len(one.tokens), len(one.agrees)) for one in written)
+
+    def figure(values: Sequence[Sequence[float]]) -> Figure:
+        """Return the mean of values per cut, and its interval."""
+        mean, interval = ratio_with_interval(prompt_ids, [(sum(part), len(part)) for part in values])
+        return Figure(mean, interval, sum(map(len, values)))
+
+    return WriterSummary(
+        writer=name,
+        n_cuts=len(rows),
+        common_prefix=figure([(one.n_common,) for one in written]),
+        agreement=figure([one.agrees for one in written]),
+        log_prob=figure([one.log_probs for one in written]),
+        score=figure([() if one.score is None else (one.score,) for one in written]),
+        agreement_by_offset=tuple(figure([one.agrees[i : i + 1] for one in written]) for i in range(longest)),
+        log_prob_by_offset=tuple(figure([one.log_probs[i : i + 1] for one in written]) for i in range(longest)),
+    )
+
+
+def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> tuple[float | None, Interval]:
+    """Return the ratio of two sums over prompts, or that ratio over a baseline's on the same prompts.
+
+    Args:
+        prompt_ids: the prompt of each row.
+        values: per row numerator and denominator, and perhaps those of the baseline. A row whose denominator is 0, such
+            as an answer without a target call, is left out.
+
+    Returns:
+        (ratio, interval); None for both without a row, for the interval with fewer than two prompts.
+    """
+    if not values:
+        return None, None
+    table = np.array([*values], dtype=float)
+    used = (table[:, 1::2] > 0).all(axis=1)
+    if not used.any():
+        return None, None
+    _, place = np.unique(np.array(prompt_ids)[used], return_inverse=True)
+    sums = np.zeros((place.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
+    np.add.at(sums, place, table[used])
+
+    def ratio(drawn: np.ndarray) -> np.ndarray:
+        ratios: np.ndarray = drawn[:, 0] / drawn[:, 1]
+        return ratios if drawn.shape[1] == 2 else ratios / (drawn[:, 2] / drawn[:, 3])
+
+    found = float(ratio(sums.sum(axis=0, keepdims=True))[0])
+    if len(sums) < 2:
+        return found, None
+    # How often each prompt is drawn in each resample; a fixed seed gives equal reports equal intervals.
+    counts = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES)
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(ratio(counts @ sums), (tail, 1 - tail))
+    return found, (float(low), float(high))
+
+
+def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
+    """Return the share of target calls that accepted the draft at each position, from the first of a call on.
+
+    Args:
+        committed_per_call: tokens committed by each call, bonus included.
+    """
+    if not committed_per_call:
+        return ()
+    accepted = np.asarray(committed_per_call) - 1
+    return tuple(float((accepted > position).mean()) for position in range(int(accepted.max())))
 
 
 def check_output(path: str | Path) -> Path:

@@ -21,9 +21,8 @@ from ..moa.targets.live import Target
 from ..moa.targets.template import choose_template_arguments
 from ..text import Progress
 from .config import EvalConfig
-from .disconnection import load_scorer, measure_disconnections
 from .drafters import LoadedDrafter, load_with_facts
-from .measure import Generate, measure
+from .measure import Generate, load_scorer, measure, measure_disconnections
 from .prompts import load_prompts
 from .report import Disconnection, EvaluationReport, build_report, check_output, write_report
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from .config import DRAFTING
-from .disconnection import TARGET, WriterSummary
-from .disconnection import Figure as Mean
-from .report import Disconnection, EvaluationReport, MethodSummary
-from .statistics import Interval
+from .measure import TARGET
+from .report import Disconnection, EvaluationReport, Interval, MethodSummary, WriterSummary
+from .report import Figure as Mean
 
 _MAX_DIVERGENCES = 10
 _SHOWN_OFFSETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

@@ -25,7 +25,7 @@ from benchmarks.kit.records import add_out_option, settings_of, write_record
 from benchmarks.serving.network_conditions import CONDITIONS
 from benchmarks.serving.network_world import JSON, Models, World
 from moa_data.evaluation.prompts import load_prompts
-from moa_data.evaluation.statistics import ratio_with_interval
+from moa_data.evaluation.report import ratio_with_interval
 
 METHODS = "api,api+moa,client:moa,client:eagle,client:independent,server:moa"
 PAIRS = (("client:moa", "client:eagle"), ("server:moa", "api"), ("server:moa", "api+moa"))

@@ -28,8 +28,8 @@ from benchmarks.training.drafter_options import add_size_options, chosen, small_
 from benchmarks.training.kept import kept, trained
 from moa_data.errors import DrafterError, TrainingError
 from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.report import ratio_with_interval
 from moa_data.evaluation.run import evaluate
-from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore

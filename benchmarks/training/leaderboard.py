@@ -26,8 +26,8 @@ import torch
 from benchmarks.kit.records import provenance
 from benchmarks.training.kept import kept
 from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.report import ratio_with_interval
 from moa_data.evaluation.run import evaluate
-from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.trainer.config import REPORT_FILE
 

@@ -20,8 +20,8 @@ import torch
 from benchmarks.kit.records import provenance, settings_of, write_record
 from moa_data.config import nested
 from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.report import ratio_with_interval
 from moa_data.evaluation.run import evaluate
-from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.pipeline.config import ExtractConfig, RegenerateConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.regenerate import regenerate

@@ -9,18 +9,17 @@ import torch
 
 from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.disconnection import (
+from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
+from moa_data.evaluation.measure import (
     TARGET,
     Continuation,
     CutRow,
     cut_points,
     load_scorer,
     measure_disconnections,
-    summarize_writer,
 )
-from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
 from moa_data.evaluation.prompts import Prompt
-from moa_data.evaluation.report import Disconnection
+from moa_data.evaluation.report import Disconnection, summarize_writer
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter

@@ -7,8 +7,14 @@ import pytest
 
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow
-from moa_data.evaluation.report import build_report, drafter_pairs, summarize, write_report
-from moa_data.evaluation.statistics import accepted_by_position, ratio_with_interval
+from moa_data.evaluation.report import (
+    accepted_by_position,
+    build_report,
+    drafter_pairs,
+    ratio_with_interval,
+    summarize,
+    write_report,
+)
 from moa_data.evaluation.views import markdown_report
 
 
