@@ -7,7 +7,8 @@ from moa_data.errors import DrafterError
 from moa_data.moa.drafters.eagle import EagleSizes
 from moa_data.moa.drafters.training import Draws, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle
+from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.drafters import NO_DRAWS, build, build_eagle
 from moa_data.tests.kit.models import SIZES, build_model
 
 from .contract import DrafterContract
@@ -70,3 +71,11 @@ def test_unfit_sizes_are_refused() -> None:
         EagleSizes.from_target(config, eagle_layers=0)
     with pytest.raises(DrafterError):
         EagleSizes.from_dict({"kind": "moa"})
+
+
+@pytest.mark.parametrize("kind", ["eagle", "dspark"])
+def test_drafting_before_the_target_was_observed_is_refused(kind: str) -> None:
+    target = Target(build_model())
+    drafter, cache = build(kind, target.model), target.new_cache()
+    with pytest.raises(DrafterError):
+        drafter.draft_root(drafter.new_state(1), FrozenTarget.from_model(target.model), [[5, 6, 7]], cache)

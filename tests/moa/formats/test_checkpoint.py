@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moa_data.errors import CheckpointError, DrafterError, TargetError
-from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, save_drafter, write_layout
+from moa_data.moa.formats.checkpoint import (
+    LAYOUTS,
+    check_drafter_matches,
+    load_drafter,
+    load_drafters,
+    save_drafter,
+    write_layout,
+)
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model
@@ -57,6 +64,37 @@ def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
             load_drafter(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        load_drafter(tmp_path)
+
+
+def test_drafters_are_named_by_their_folders(tmp_path: Path) -> None:
+    target = Target(build_model())
+    for folder in ("one/drafter", "two", "other/two"):
+        save_drafter(build_drafter(target.model), tmp_path / folder)
+    folders = [str(tmp_path / name) for name in ("one/drafter", "two", "other/two")]
+    assert list(load_drafters(folders, target, torch.float32)) == ["one", "two", "two'"]
+
+
+@pytest.mark.parametrize("layout", [False, True])
+def test_a_folder_without_weights_is_refused(tmp_path: Path, layout: bool) -> None:
+    model = build_model()
+    if layout:
+        write_layout(build_drafter(model), LAYOUTS["moa"], tmp_path, target_config=model.config)
+        (tmp_path / "model.safetensors").unlink()
+    else:
+        save_drafter(build_drafter(model), tmp_path)
+        (tmp_path / "drafter.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"n_heads": "4"}, {"norm_eps": float("nan")}, {"n_heads": None}])
+def test_a_description_with_a_wrong_size_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    save_drafter(build_drafter(build_model()), tmp_path)
+    values = json.loads((tmp_path / "drafter.json").read_text()) | changes
+    values = {name: value for name, value in values.items() if value is not None}
+    (tmp_path / "drafter.json").write_text(json.dumps(values))
+    with pytest.raises(DrafterError, match=next(iter(changes))):
         load_drafter(tmp_path)
 
 
