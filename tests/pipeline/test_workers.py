@@ -4,6 +4,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 
 from moa_data.errors import OptionInvalid, StoreMismatch, WorkerError
 from moa_data.pipeline import workers
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards.parts import Timings
-from moa_data.pipeline.workers import PartProgress, device_orders, pending_in_turn, portable, run_processes
+from moa_data.pipeline.plan import build_plan
+from moa_data.pipeline.texts import keep_texts
+from moa_data.pipeline.workers import PartProgress, device_orders, pending_in_turn, portable, run_processes, run_worker
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.kills import die
@@ -70,7 +75,7 @@ class Crew:
         for pid in self.pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-        assert not list(self.path.rglob("*.partial"))
+        assert not list(self.path.rglob("c.*.partial"))
 
 
 @pytest.fixture
@@ -107,7 +112,8 @@ def test_a_slow_worker_does_less_and_holds_nobody_up(crew: Crew, whole: dict[str
 def test_parts_of_killed_workers_are_done_by_the_others(crew: Crew, whole: dict[str, bytes], n_killed: int) -> None:
     _, lost = crew.run(3, lambda number, part: die() if number < n_killed else None)
     assert read_tree(crew.path) == whole
-    assert lost == ["signal SIGKILL, which the kernel sends where memory runs out"] * n_killed
+    assert set(lost) == {"signal SIGKILL, which the kernel sends where memory runs out"}
+    assert len(lost) <= n_killed  # on a busy machine one may come when all is done
 
 
 def test_when_no_worker_is_left_the_same_command_goes_on(crew: Crew, whole: dict[str, bytes]) -> None:
@@ -178,6 +184,19 @@ def test_workers_begin_with_shares_of_their_own(crew: Crew) -> None:
                 assert sorted(turns) == list(range(9))
         with crew.opened() as second:
             assert list(pending_in_turn(second)) != list(range(9))
+
+
+def test_a_worker_writes_what_one_process_does(config: ExtractConfig, tmp_path: Path) -> None:
+    whole = config.replaced(out=str(tmp_path / "whole"))
+    n_parts = extract(whole).n_parts
+    plan = build_plan(config, with_weights=True)
+    with StoreWriter.create_or_resume(plan.store, plan.manifest, plan.table, shares=True) as store:
+        keep_texts(store.path, plan.sequences, plan.texts_origin)
+    order = replace(order_for(Path(config.out)), model=config.model)
+    assert run_worker(order).n_parts == n_parts
+    assert run_worker(replace(order, attempt="another")).n_parts == 0
+    extract(config)  # has nothing to do but to write the card
+    assert read_tree(config.out) == read_tree(whole.out)
 
 
 def test_each_worker_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
