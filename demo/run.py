@@ -1,7 +1,7 @@
 """The demo: corpus -> target -> extract -> train -> eval -> serve, each phase kept once it is finished.
 
 ``demo.json`` in its folder holds the settings, and for each finished phase its seconds and figures. Extraction and
-training go on by themselves from what an interrupted phase has left.
+training continue by themselves from what an interrupted phase has left.
 """
 
 import json

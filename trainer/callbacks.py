@@ -359,7 +359,7 @@ class StopGuard(L.Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the handlers back; whoever entered the guard acts on a signal that was noted and not acted upon."""
+        """Restore the handlers; the caller acts on a signal that was noted too late to stop at."""
         self._let_signals_in()
         for signum, handler in self._before.items():
             signal.signal(signum, handler)

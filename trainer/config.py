@@ -494,7 +494,7 @@ class TrainConfig(Config):
 
 
 def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the file with the settings of the run that is resumed, and those that go on unless others are given.
+    """Return the file with the settings of the run that is resumed, and those that hold unless others are given.
 
     Args:
         given: nested settings from everywhere else.

@@ -472,7 +472,7 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
 
 
 def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) -> None:
-    """Refuse to go on with a run on another store, or on one that has grown."""
+    """Refuse to resume a run on another store, or on one that has grown."""
     if not config.resume or not (out / STORE_FILE).is_file():
         return
     now = _store_facts(store)
@@ -510,7 +510,7 @@ def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None
 def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
     """Write the resolved settings, the store's identity, and the provenance."""
     # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
-    # Absolute, so that whoever reads it in another folder finds the store, as `export-drafter` does.
+    # Absolute, so that a reader in another folder finds the store, as `export-drafter` does.
     place = store.path.absolute() if isinstance(store.path, Path) else store.path
     write_atomic(out / RUN_FILE, config.replaced(store=str(place)).to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())

@@ -40,7 +40,7 @@ def check_logger(config: TrainConfig) -> None:
 
 
 def build_loggers(config: TrainConfig) -> list[Logger]:
-    """Make the loggers of a run; one that is resumed goes on with its entry in the tracker.
+    """Make the loggers of a run; a resumed run continues its entry in the tracker.
 
     Accounts, servers and whether to stay offline are the tracker's own settings: its environment variables.
     """
