@@ -2,6 +2,7 @@
 
 from typing import cast
 
+from ..files import PARTIAL_SUFFIX
 from .paths import AnyPath
 
 MANIFEST_NAME = "store.json"
@@ -32,6 +33,14 @@ KNOWN_NAMES = frozenset(
     }
 )
 """Every name that a store's folder may hold."""
+
+
+def is_known(name: str) -> bool:
+    """Whether a store's folder may hold a name, also while that file is written (``plan.parquet.5f3a9c01.partial``)."""
+    if not name.endswith(PARTIAL_SUFFIX):
+        return name in KNOWN_NAMES
+    stem = name.removesuffix(PARTIAL_SUFFIX)
+    return stem in KNOWN_NAMES or stem.rpartition(".")[0] in KNOWN_NAMES
 
 
 def part_name(part: int) -> str:

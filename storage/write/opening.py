@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreMismatch
-from ...files import PARTIAL_SUFFIX, disk_full_guard
+from ...files import disk_full_guard
 from ..backend import (
     blocks_of,
     check_guard,
@@ -29,12 +29,12 @@ from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME
 from ..names import (
     CODEC_NAME,
     COMMITS_NAME,
-    KNOWN_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
     ZARR_NAME,
+    is_known,
     manifest_commit_path,
 )
 from ..parts.grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
@@ -80,7 +80,7 @@ def check_unoccupied(store: StorePath) -> None:
             f"Restore {MANIFEST_NAME}, or choose another output folder."
         )
     names = names_in(store)
-    foreign = sorted(name for name in names if name.removesuffix(PARTIAL_SUFFIX) not in KNOWN_NAMES)
+    foreign = sorted(name for name in names if not is_known(name))
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):  # a bucket's start leaves no lock
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(

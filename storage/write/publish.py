@@ -18,13 +18,14 @@ from ...errors import StoreDamaged, StoreError
 from ...files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic
 from ..backend import exists, file_crc32
 from ..names import (
+    CODEC_NAME,
     COMMITS_NAME,
-    KNOWN_NAMES,
     PARTS_NAME,
     PUBLISH_NAME,
     RUNS_NAME,
     TARGET_NAME,
     commit_path,
+    is_known,
     target_commit_path,
 )
 from ..parts.commit import PartCommit, read_part_commit, target_commit_json
@@ -206,7 +207,7 @@ class FolderPublisher:
 
     def remove_unfinished(self) -> None:
         """Delete unfinished documents, and the file whose bytes were locked while parts were published."""
-        for folder in (self.store, self.store / COMMITS_NAME, self.store / RUNS_NAME):
+        for folder in (self.store, *(self.store / name for name in (COMMITS_NAME, RUNS_NAME, CODEC_NAME))):
             for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
                 remove_folder(leftover)
         (self.store / PUBLISH_NAME).unlink(missing_ok=True)
@@ -237,7 +238,7 @@ def refuse_links(store: StorePath) -> None:
         is_top = folder == os.fspath(store)
         with os.scandir(folder) as entries:
             for entry in entries:
-                if is_top and entry.name.removesuffix(PARTIAL_SUFFIX) not in KNOWN_NAMES:
+                if is_top and not is_known(entry.name):
                     continue
                 if entry.is_symlink():
                     raise StoreDamaged(

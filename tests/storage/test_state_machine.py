@@ -260,3 +260,23 @@ class TestStore(StoreMachine.TestCase):  # type: ignore[valid-type,misc]
 @pytest.mark.slow
 class TestStoreAtLength(StoreMachine.TestCase):  # type: ignore[valid-type,misc]
     settings = settings(_ANY_TIME, max_examples=200, stateful_step_count=25)
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_start_killed_at_any_operation(tmp_path: Path, every: int) -> None:
+    """The same command finishes what is there, with the bytes of an undisturbed run and nothing beside them."""
+    codec_files = {"basis.safetensors": b"learned"}
+    n_kills = 0
+    for at in range(1, 1000, every):
+        store, is_over = tmp_path / str(at), False
+        with killed_at(at):
+            StoreWriter.create_or_resume(store, RECIPE.manifest, RECIPE.plan, codec_files).close()
+            is_over = True
+        with StoreWriter.create_or_resume(store, RECIPE.manifest, RECIPE.plan, codec_files):
+            pass
+        assert not list(store.rglob("*.partial")), at
+        assert read_tree(store).items() >= {(name, whole()[name]) for name in ("store.json", "plan.parquet")}
+        if is_over:
+            break
+        n_kills += 1
+    assert n_kills > 5

@@ -216,7 +216,7 @@ def test_a_lock_is_no_link_and_is_free_after_a_kill(tmp_path: Path) -> None:
         lock_file(tmp_path / "held")
     assert f"process {holder.pid} on" in caught.value.holder
     holder.kill()
-    holder.wait()
+    holder.communicate()
     os.close(lock_file(tmp_path / "held"))
 
 
