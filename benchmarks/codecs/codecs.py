@@ -121,8 +121,9 @@ def divergences(target: Target, exact: ActivationStore, coded: ActivationStore, 
             kv = torch.from_numpy(to_float32(store.read(i, "kv", tokens=slice(0, half)), exact.fields["kv"].dtype))
             cache = target.new_cache()
             cache.begin_call(half, target.device)
+            layers: list[Any] = list(cache.layers)
             for layer in range(kv.shape[1]):
-                cache.write(layer, *unpack_kv(kv[None, :, layer].flatten(2), kv.shape[2]))
+                layers[layer].update(*unpack_kv(kv[None, :, layer].flatten(2), kv.shape[2]))
             cache.commit([range(half)])
             logits.append(target.logits(target.forward(tokens[:, half:], cache))[0])
         continuation.append(kl(*logits))

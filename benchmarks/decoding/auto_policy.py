@@ -30,6 +30,7 @@ from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.policy import AutoPolicy, ShapePolicy
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
+from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 
 LONGEST = TreeShape(10, stop_below=1e-30)
@@ -40,13 +41,29 @@ CHAINS = (
 )
 
 
-class Noting:
+class Noting(Proposer):
     """Proposes nothing, and records what another proposer would have proposed."""
 
     def __init__(self, inner: Proposer) -> None:
-        self.max_depth, self.begin, self.observe = inner.max_depth, inner.begin, inner.observe
-        self.select_rows, self._inner = inner.select_rows, inner
+        self._inner = inner
         self.noted: list[tuple[int, DraftTree]] = []
+
+    @property
+    def max_depth(self) -> int | None:
+        """The other's."""
+        return self._inner.max_depth
+
+    def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
+        """Begin with the other."""
+        self._inner.begin(cache, generators)
+
+    def observe(self, hidden: torch.Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Show the other what is committed."""
+        self._inner.observe(hidden, kept)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep rows of the other."""
+        self._inner.select_rows(rows)
 
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
         """Record the drafts; the round is a plain step, so that every position gets its turn."""

@@ -60,7 +60,7 @@ def recipe(n_parts: int) -> tuple[StoreManifest, pa.Table]:
 def part_files(part: int, n_parts: int) -> dict[str, bytes]:
     """Name -> content of the files of a part; of shards a few bytes."""
     arrays = tuple(StoreCodec("lossless", FIELDS).arrays)
-    files = {}
+    files: dict[str, bytes] = {}
     for array in arrays:
         grid = array_grid(array, n_parts, PART_TOKENS)
         files |= {f"{array.name}/{grid.shard_key(part, number)}": b"shard" for number in range(grid.shards_per_part)}

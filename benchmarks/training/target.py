@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import train_target
 
-SIZES: dict[str, int] = {"vocab_size": 4096, "hidden_size": 384, "n_layers": 8, "n_heads": 6, "n_kv_heads": 2}
+SIZES: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 384, "n_layers": 8, "n_heads": 6, "n_kv_heads": 2}
 """15.9 M weights."""
 HELD_OUT_SHARE = 0.05
 
