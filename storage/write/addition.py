@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from ...errors import StoreError, StoreIncomplete, StoreLocked
+from ...files import write_atomic
 from ..backend import put_if_absent, replace_file
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..names import CODEC_NAME, ZARR_NAME, commit_path
@@ -78,7 +80,10 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
                 raise changed_meanwhile(path)
     writer.remove_uncommitted()
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
-    if not put_if_absent(path, codec.files()[BASIS_NAME]):
+    if isinstance(path, Path):
+        # The lock of the folder keeps other additions out: what is there was left by one that ended.
+        write_atomic(path, codec.files()[BASIS_NAME])
+    elif not put_if_absent(path, codec.files()[BASIS_NAME]):
         raise StoreLocked(
             f"{path} is what an unfinished addition of other fields has learned. Finish that one first, or delete the "
             "file where nobody works on it any more."

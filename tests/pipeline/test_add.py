@@ -208,17 +208,17 @@ KILL_SCRIPT = """
     import torch
     from moa_data.pipeline.add import add
     from moa_data.pipeline.config import AddConfig
-    from moa_data.storage.write import addition, folder, part as part_writer, store as writer
+    from moa_data.storage.write import addition, part as part_writer, publish, store as writer
     from moa_data.tests.kit.kills import die_at, kill_at_points
 
     torch.set_num_threads(1)
     model, out, *names = sys.argv[1:]
 
     POINTS = {
-        "bundle": lambda: die_at(folder, "_replace_tree", 1, after=True),
-        "basis": lambda: die_at(addition, "write_new", 1, after=True),
+        "bundle": lambda: die_at(publish, "_replace_tree", 1, after=True),
+        "basis": lambda: die_at(addition, "write_atomic", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 11),
-        "before_commit": lambda: die_at(folder, "write_atomic", 3),
+        "before_commit": lambda: die_at(publish, "write_atomic", 3),
         "before_manifest": lambda: die_at(writer, "replace_file", 1),
         "before_seal": lambda: die_at(writer, "write_manifest_commit", 1),
         "before_name": lambda: die_at(writer, "name_next_basis", 2),

@@ -289,18 +289,18 @@ KILL_SCRIPT = """
     from moa_data.pipeline import extract as extract_module
     from moa_data.pipeline.forwards import parts as forwards_module
     from moa_data.pipeline.config import ExtractConfig
-    from moa_data.storage.write import folder, part as part_writer, store as writer
+    from moa_data.storage.write import opening, part as part_writer, publish
     from moa_data.tests.kit.kills import die_at, kill_at_points
 
     torch.set_num_threads(1)
     model, dataset, out, *names = sys.argv[1:]
 
     POINTS = {
-        "manifest": lambda: die_at(writer, "write_new", 2),
+        "manifest": lambda: die_at(opening, "put_if_absent", 2),
         "bundle": lambda: die_at(forwards_module, "save_target_bundle", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
-        "before_commit": lambda: die_at(folder, "write_atomic", 2),
-        "after_commit": lambda: die_at(folder, "write_atomic", 3, after=True),
+        "before_commit": lambda: die_at(publish, "write_atomic", 2),
+        "after_commit": lambda: die_at(publish, "write_atomic", 3, after=True),
     }
     kill_at_points({name: POINTS[name] for name in names}, lambda name: extract_module.extract(ExtractConfig.of(
         model=model, dataset=dataset, out=f"{out}-{name}", max_length=128, device="cpu", target_layers=1,
