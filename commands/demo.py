@@ -13,8 +13,9 @@ from .provenance import collect_provenance
 def demo(config: DemoConfig) -> None:
     """Show the whole idea on a small machine, without network, in a few minutes.
 
-    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from the store, and
-    decodes held-out prompts with it. Running it again reuses what is finished.
+    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from the store, decodes
+    held-out prompts with it, and serves one answer over a network that is cut on the way. Running it again reuses what
+    is finished.
 
     \b
     Example:

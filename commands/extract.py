@@ -55,8 +55,8 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
     has are what `moa-data add` is for.
 
     With --workers N that many processes work, each on a device of its own. The same command may also run several times
-    at once, on machines that share the disk too: whoever is free takes the next part that nobody has committed. With
-    --engine ray workers run on all machines of a Ray cluster, and are started anew where one is lost.
+    at once, on machines that share the disk too: a free worker takes the next part that nobody has committed.
+    With --engine ray workers run on all machines of a Ray cluster, and are started anew where one is lost.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
       moa-data extract --model ./tiny-llama --dataset chats.jsonl --out store \\
           --max-sequences 500 --target-layers 1 --activations kv,hidden:last
       moa-data extract --model /shared/llama3-8b --dataset /shared/chats.jsonl --out /shared/store \\
-          --engine ray --address auto --workers 1:64 --gpus-per-worker 1
+          --engine ray --address auto --workers 64 --gpus-per-worker 1
     """
     if dry_run:
         _print_plan(config)
@@ -82,9 +82,9 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
 def plan(config: ExtractConfig) -> None:
     """Say what an extraction would cost: sequences, tokens, bytes, parts, hours.
 
-    Takes the options of `extract`; reads the dataset, the tokenizer and the target's config.json, and measures for some
-    seconds what this machine does: forwards with random weights of the target's sizes, copies, encoding, the disk of
-    --out. Leaves nothing behind. Fails when memory can't hold the target, or the disk the store.
+    Takes the options of `extract`; reads the dataset, the tokenizer and the target's config.json, and times three
+    batches on this machine: forwards with random weights of the target's sizes, and encoding and writing to the disk of
+    --out. Leaves no files. Fails when memory can't hold the target, or the disk the store.
 
     \b
     Example:

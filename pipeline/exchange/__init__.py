@@ -1,4 +1,4 @@
 """Exports and imports stores in the file formats of other projects; torch datasets over a store.
 
-Drafters are exported by ``trainer/checkpoints/export``.
+Drafters are exported by ``trainer/export.py``.
 """

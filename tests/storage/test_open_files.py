@@ -1,4 +1,4 @@
-"""Readers hold few files open: as many as the process can spare, whatever the number of parts and threads."""
+"""Readers hold few files open, whatever the number of parts and threads."""
 
 import os
 import resource
