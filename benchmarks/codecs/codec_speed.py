@@ -22,15 +22,14 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numcodecs.blosc
 import numpy as np
 import torch
 
-from benchmarks.kit.accelerator import device_name, synchronize
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.accelerator import device_name
+from benchmarks.kit.harness import in_turn, run
 from moa_data.pipeline.forwards.calibrate import learning_on
 from moa_data.pipeline.recode import codec_for
 from moa_data.storage.codecs.field import FieldCodec
@@ -62,24 +61,11 @@ def floor_bits(values: np.ndarray) -> float:
     return order0_bits(planes[:, 0]) + order0_bits(planes[:, 1])
 
 
-def in_turn(
+def medians_in_turn(
     works: dict[str, Callable[[], object]], repeats: int, device: str = "cpu", on_the_wall: bool = False
 ) -> dict[str, float]:
-    """Median seconds of each piece of work, run one after the other ``repeats`` times.
-
-    Seconds of one core, not of the clock on the wall, where the work is on the CPU: others may use the machine too.
-    """
-    clock = time.process_time if device == "cpu" and not on_the_wall else time.perf_counter
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
-    for _ in range(repeats):
-        for name, work in works.items():
-            synchronize(device)
-            started = clock()
-            work()
-            synchronize(device)
-            taken[name].append(clock() - started)
+    """Median seconds of each piece of work, which take turns."""
+    taken = in_turn(works, repeats, device, on_the_wall)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
@@ -114,7 +100,7 @@ def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float
     # Blosc's side has no checksum to look at.
     frames = [chunk[:-CRC_BYTES] for chunk in buffers["hand-made"]]
     works["frame decode"] = lambda: [numcodecs.blosc.decompress(frame, out) for frame in frames]
-    seconds = in_turn(works, repeats)
+    seconds = medians_in_turn(works, repeats)
     raw = sum(chunk.nbytes for chunk in chunks)
     found = {
         name: {
@@ -159,7 +145,7 @@ def time_codec(
     if device == "cpu":
         works["numpy_encode"] = partial(encode_all, codec, values, tokens)
         works["numpy_decode"] = partial(decode_all, codec, inputs, lengths)
-    return in_turn(works, repeats, device)
+    return medians_in_turn(works, repeats, device)
 
 
 def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats: int, device: str) -> Rows:
@@ -258,7 +244,7 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
             on_device = {key: part.to(device) for key, part in codes.items()}
             works["encode"] = partial(codec.encode, torch.from_numpy(values).to(device))
             works["decode"] = partial(codec.decode, on_device, 0, len(values))
-        seconds = in_turn(works, options.repeats, device, on_the_wall=n_threads > 1)
+        seconds = medians_in_turn(works, options.repeats, device, on_the_wall=n_threads > 1)
         speeds = {f"{work}_gb_per_s": bits.nbytes / taken / 1e9 for work, taken in seconds.items()}
         rows.append(known | {"device": device_name(device), "threads": n_threads, **speeds})
     return rows
@@ -270,62 +256,27 @@ def places(device: str, threads: list[int], is_host_only: bool) -> list[tuple[st
     return hosts if is_host_only or device == "cpu" else [*hosts, (device, threads[0])]
 
 
-def main() -> None:
-    """Runs the benchmark, prints the figures and writes them."""
-    parser = argparse.ArgumentParser(description="Measure the codecs on a lossless store.")
-    parser.add_argument("store", type=Path, nargs="?")
-    parser.add_argument(
-        "--shape", type=int, nargs=3, metavar=("LAYERS", "HEADS", "HEAD_DIM"), help="instead of a store"
-    )
-    parser.add_argument("--tokens", type=int, default=256, help="of a sequence, with --shape")
-    parser.add_argument("--learn-tokens", type=int, default=6144, help="to learn from, with --shape")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch, with --shape")
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="NAME")
-    parser.add_argument("--sequences", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu", help="where whole codecs encode and decode")
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure codecs at a shape, or the byte chain and codecs on a store."""
     if (options.store is None) == (options.shape is None):
-        parser.error("give a STORE or a --shape")
+        raise SystemExit("give a STORE or a --shape")
     if options.shape is not None:
-        rows = []
-        for name in options.codecs:
-            for row in measure_shape(name, options.shape, options):
-                rows.append(row)
-                print(row, flush=True)
-        print(write_record(options.out, "codec-shape", {"settings": settings_of(options), "codecs": rows}))
-        return
+        return {"codecs": [row for name in options.codecs for row in measure_shape(name, options.shape, options)]}
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"settings": settings_of(options), "bytes": {}, "codecs": []}
+    report: dict[str, Any] = {"bytes": {}, "codecs": []}
     with ActivationStore(options.store) as store:
         chosen = np.linspace(0, len(store) - 1, options.sequences).astype(int).tolist()
         for field in FIELDS:
             values = np.concatenate([store.read(i, field) for i in chosen])
-            floor = floor_bits(values) / 16
-            report["bytes"][field] = {"floor": floor} | measure_bytes(values, options.repeats)
-            print(f"{field}: order-0 floor {floor:.4f} of raw")
-            blosc = report["bytes"][field]["blosc"]
-            for name in ("blosc", "hand-made"):
-                figures = report["bytes"][field][name]
-                speeds = ", ".join(
-                    f"{what} {figures[key]:.2f} GB/s ({figures[key] / blosc[key]:.2f} times blosc's)"
-                    for what, key in (("encode", "encode_gb_per_s"), ("decode", "decode_gb_per_s"))
-                )
-                print(f"  {name:10} {figures['ratio']:.4f} ({figures['ratio'] / floor - 1:+.2%}), {speeds}")
-            unchecked = report["bytes"][field]["hand-made"]["decode_unchecked_gb_per_s"]
-            ratio = unchecked / blosc["decode_gb_per_s"]
-            print(
-                f"  hand-made without its checksum, as blosc: decode {unchecked:.2f} GB/s ({ratio:.2f} times blosc's)"
-            )
+            report["bytes"][field] = {"floor": floor_bits(values) / 16} | measure_bytes(values, options.repeats)
         for name in options.codecs:
-            for row in measure_codec(name, store, chosen, options.repeats, options.device):
-                report["codecs"].append(row)
-                print(
-                    "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else value for key, value in row.items())
-                )
-    print(write_record(options.out, "codec-speed", report))
+            report["codecs"] += measure_codec(name, store, chosen, options.repeats, options.device)
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        lambda options: "codec-shape" if options.shape else "codec-speed", measure, "store?",
+        shape={"type": int, "nargs": 3, "metavar": ("LAYERS", "HEADS", "HEAD_DIM")}, tokens=256, learn_tokens=6144,
+        threads=[1, 2], codecs=CODECS, sequences=12, repeats=5, device="cpu",
+    )  # fmt: skip

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.codecs import rotated
 from benchmarks.codecs.transform_rate import stored_bits
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.forwards.calibrate import LAST, calibrate, sample_rows
 from moa_data.storage.codecs.field import Learning
@@ -77,7 +77,7 @@ def figures(
     }  # fmt: skip
 
 
-def measure(
+def measure_codec(
     store: ActivationStore, frozen: FrozenTarget, names: list[str], codec_name: str, test: list[int]
 ) -> dict[str, Any]:
     """The figures of one codec."""
@@ -109,42 +109,21 @@ def measure_rotated(
     return {"codec": f"random rotation, {n_bits} bits", "basis_bytes": 0, **found}
 
 
-def described(row: dict[str, Any]) -> str:
-    """One line about a codec."""
-    each = ", ".join(f"{name.split('/')[-1]} {error:.1%}" for name, error in row["errors"].items())
-    return (
-        f"{row['codec']:50} {row['bytes_per_token']:6.1f} B/token ({row['times_smaller']:.1f} times smaller), hidden "
-        f"{row['bits_per_value']:.3f} bits, error {row['error']:.2%} ({each}), teacher KL {row['teacher_kl']:.4f}"
-    )
-
-
-def main() -> None:
-    """Measure all codecs, print and write them."""
-    parser = argparse.ArgumentParser(description="Stored bits against errors of hidden states, and of kv with them.")
-    parser.add_argument("store")
-    parser.add_argument("--bits", type=float, nargs="+", default=[0.4, 0.8, 1.6], help="per value")
-    parser.add_argument("--forms", nargs="+", default=["", ",joint", ",tokens,joint"], help="behind the bits")
-    parser.add_argument("--codecs", nargs="+", help="of keys, values and hidden states, instead of bits and forms")
-    parser.add_argument("--rotated", type=int, nargs="*", default=[], help="bits of randomly rotated vectors")
-    parser.add_argument("--sequences", type=int, default=60, help="that figures come from")
-    add_out_option(parser)
-    options = parser.parse_args()
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all codecs."""
     store = ActivationStore(options.store)
     names = [name for name in store.fields if name.startswith("hidden/") or (options.codecs and name == "kv")]
     frozen = FrozenTarget.load(store.target_path, 0, sizes=store.manifest.target).float()
     others = np.setdiff1d(np.arange(len(store)), sample_rows(store.lengths))
     test = np.random.default_rng(0).choice(others, options.sequences, replace=False).tolist()
-    rows = []
     codecs = options.codecs or [f"transform:1,hidden={bits:g}{form}" for bits in options.bits for form in options.forms]
-    with torch.inference_mode():
-        for codec in codecs:
-            rows.append(measure(store, frozen, names, codec, test))
-            print(described(rows[-1]), flush=True)
-        for n_bits in options.rotated:
-            rows.append(measure_rotated(store, frozen, names, n_bits, test))
-            print(described(rows[-1]), flush=True)
-    print(write_record(options.out, "hidden-rate", {"rows": rows, "settings": settings_of(options)}))
+    rows = [measure_codec(store, frozen, names, codec, test) for codec in codecs]
+    return {"rows": rows + [measure_rotated(store, frozen, names, n_bits, test) for n_bits in options.rotated]}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "hidden-rate", measure, "store", bits=[0.4, 0.8, 1.6], forms=["", ",joint", ",tokens,joint"], sequences=60,
+        codecs={"nargs": "+"}, rotated={"nargs": "*", "type": int, "default": []},
+    )  # fmt: skip

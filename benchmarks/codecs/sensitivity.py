@@ -25,7 +25,7 @@ import yaml
 
 from benchmarks.codecs.hidden_rate import read
 from benchmarks.codecs.transform_rate import stored_bits
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -174,7 +174,7 @@ def relative_error(held: Held, coded: Sequence[np.ndarray], replace: Replacing) 
     return math.sqrt(wrong / total)
 
 
-def measure(options: argparse.Namespace, store: ActivationStore) -> Iterator[dict[str, Any]]:
+def rows_of(options: argparse.Namespace, store: ActivationStore) -> Iterator[dict[str, Any]]:
     """Measure all arms of the first codec without metric, and the whole of every other codec, for every run."""
     config, drafter, frozen = opened(options, store, options.runs[0])
     data = StoreDataModule(store, config)
@@ -191,38 +191,27 @@ def measure(options: argparse.Namespace, store: ActivationStore) -> Iterator[dic
         chosen = coarse(metrics, weights, n_layers, head_dim)
         coded, n_bytes = decoded_with(learned(store, name, chosen), held, store.manifest.alignment_tokens)
         is_first = (name, weights) == (options.codecs[0], options.weights[0])
-        for run, (arm, replace) in itertools.product(
+        for folder, (arm, replace) in itertools.product(
             options.runs, (arms(n_layers) if is_first else {"all": replacing()}).items()
         ):
-            config, drafter, frozen = opened(options, store, run)
+            config, drafter, frozen = opened(options, store, folder)
             draft_length = config.validation.draft_length
             found = [
                 [batch.index, *dataclasses.astuple(validate_batch(drafter, frozen, batch, draft_length))]
                 for batch in held.coded(coded, replace)
             ]
-            row = {"codec": name, "weights": weights, "run": run.name, "arm": arm, "bytes_per_token": n_bytes}
+            row = {"codec": name, "weights": weights, "run": folder.name, "arm": arm, "bytes_per_token": n_bytes}
             yield row | {"error": relative_error(held, coded, replace)} | sum_in_order(found).metrics()
 
 
-def main() -> None:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the metric, the codecs that learn in it, and what each part of the errors costs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("store")
-    parser.add_argument("runs", type=Path, nargs="+", help="of drafters that read keys and values, on this store")
-    parser.add_argument("--codecs", nargs="+", default=["transform:0.43,tokens@all"], help="of keys and values")
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
-    parser.add_argument("--sequences", type=int, default=150, help="held-out ones")
-    parser.add_argument("--metric-sequences", type=int, default=300, help="training chats that the metric is made of")
-    parser.add_argument("--threads", type=int, default=1)
-    add_out_option(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    for row in measure(options, ActivationStore(options.store)):
-        rows.append(row)
-        print(row, flush=True)
-    print(write_record(options.out, "sensitivity", {"rows": rows, "settings": settings_of(options, "runs")}))
+    options.runs = list(map(Path, options.runs))
+    return {"rows": list(rows_of(options, ActivationStore(options.store)))}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "sensitivity", measure, "store", "runs+", codecs=["transform:0.43,tokens@all"], sequences=150,
+        weights={"nargs": "+", "choices": WEIGHTS, "default": list(WEIGHTS)}, metric_sequences=300, threads=1,
+    )  # fmt: skip

@@ -18,14 +18,12 @@ STORE is a lossless store; `codecs.py` measures hidden states and prediction fro
 """
 
 import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from moa_data.moa.targets.bundle import load_target_config
 from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.storage.codecs import calibration
@@ -109,7 +107,7 @@ def _bound(variances: np.ndarray, error: float) -> float:
     return float(np.log2(np.maximum(variances / max(low, 1e-30), 1)).sum() / 2 / len(variances))
 
 
-def measure(
+def rates(
     store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None, learn_tokens: int | None
 ) -> Rows:
     """Rates and errors of keys and values."""
@@ -139,43 +137,20 @@ def measure(
                 "basis_bytes": sum(array.nbytes for array in codec.state().values()),
             }
             row["above_bound"] = row["stored_bits"] - row["bound_bits"]
-            print(json.dumps({key: value for key, value in row.items() if key != "layer_errors"}), flush=True)
             rows.append(row)
     return rows
 
 
-def markdown(rows: Rows) -> str:
-    """The table."""
-    lines = ["| basis | stored bits | x bf16 | K error | V error | bound, bits | above it | arrays | basis MB |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        lines.append(
-            f"| {row['scope']} | {row['stored_bits']:.3f} | {16 / row['stored_bits']:.1f} | {row['key_error']:.2%} | "
-            f"{row['value_error']:.2%} | {row['bound_bits']:.3f} | {row['above_bound']:+.3f} | {row['n_arrays']} | "
-            f"{row['basis_bytes'] / 1e6:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Runs the measurements and writes them."""
-    parser = argparse.ArgumentParser(description="Measure transform codecs against the rate-distortion bound.")
-    parser.add_argument("store", type=Path)
-    parser.add_argument("--sequences", type=int, default=240)
-    parser.add_argument("--scopes", nargs="+", default=["all", "layer"], help="all, layer or group<g>")
-    parser.add_argument("--bits", nargs="+", type=float, default=None, help="bits per value of keys and values")
-    parser.add_argument("--learn-tokens", type=int, help="learn from this many tokens only")
-    parser.add_argument("--components", type=int, help="most components of a basis")
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure transform codecs of keys and values."""
     if options.components is not None:
         calibration.MAX_COMPONENTS = options.components
     with ActivationStore(options.store) as store:
-        rows = measure(store, options.sequences, options.scopes, options.bits, options.learn_tokens)
-    print(markdown(rows))
-    document = {"kv": rows, "settings": settings_of(options, "store")}
-    print(write_record(options.out, "transform", document))
+        return {"kv": rates(store, options.sequences, options.scopes, options.bits, options.learn_tokens)}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "transform", measure, "store", sequences=240, scopes=["all", "layer"], bits={"nargs": "+", "type": float},
+        learn_tokens=int, components=int,
+    )  # fmt: skip

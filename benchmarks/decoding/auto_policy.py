@@ -1,6 +1,6 @@
 """Measures `auto` beside the best fixed chain and plain decoding, also where drafts fail or cost more.
 
-    python -m benchmarks.decoding.auto_policy MODEL RUN PROMPTS --n-prompts 24 --out auto_policy.json
+    python -m benchmarks.decoding.auto_policy MODEL RUN PROMPTS --n-prompts 24
 
 What a drafter proposes at each position of each answer is recorded once. Decoding is then simulated many times, with
 the measured seconds of each part on a machine whose speed wanders, so that a policy is judged by more rounds than a run
@@ -8,21 +8,17 @@ has, and within seconds.
 """
 
 import argparse
-import json
 import math
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from benchmarks.decoding.decode import PartCosts, measure_costs
-from benchmarks.kit.records import provenance
+from benchmarks.kit.harness import run
 from moa_data.evaluation.drafters import load_with_facts
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
@@ -185,40 +181,17 @@ def judge(answers: Sequence[Answer], costs: PartCosts, n_seeds: int) -> list[dic
     return rows
 
 
-def main() -> None:
-    """Record the answers, judge the policy, print a table and write the JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="folder or hub id of the target")
-    parser.add_argument("run", help="folder of a drafter")
-    parser.add_argument("prompts", help="chats or Spec-Bench questions")
-    parser.add_argument("--n-prompts", type=int, default=24, help="default 24")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
-    parser.add_argument("--seeds", type=int, default=9, help="orders and machines to decode on (default 9)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("auto_policy.json"))
-    options = parser.parse_args()
-    if min(options.n_prompts, options.seeds, options.max_new_tokens) < 1:
-        parser.error("--n-prompts, --seeds and --max-new-tokens must be at least 1.")
-    torch.set_num_threads(options.threads)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Record the answers, and judge the policy."""
     target = Target.load(options.model, torch.float32, "cpu")
     loaded = next(iter(load_with_facts([options.run], target, torch.float32).values()))
     proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
     prompts = opening_tokens(target, load_prompts(options.prompts, options.n_prompts).prompts)
     costs = measure_costs(target, proposer, prompts[0], n_repeats=30)
-    answers = [
-        note_answer(target, proposer, prompt, options.max_new_tokens)
-        for prompt in tqdm(prompts, desc="noting", disable=not sys.stderr.isatty())
-    ]
-    rows = judge([answer for answer in answers if answer.rounds], costs, options.seeds)
-    print(f"{'tokens/s over plain decoding':38s} {'auto':>5s} {'(least, most)':>14s}  best chain  auto over best")
-    for row in rows:
-        spread = f"({row['auto_least']:.2f}, {row['auto_most']:.2f})"
-        best = f"{row['best_chain_ratio']:.2f} ({row['best_chain']})"
-        over = row["auto_over_best_of_chains_and_plain"]
-        print(f"{row['scenario']:38s} {row['auto']:5.2f} {spread:>14s}  {best:14s} {over:.3f}")
-    report = {"model": options.model, "run": options.run, "prompts": options.prompts, "rows": rows}
-    options.out.write_text(json.dumps(report | {"provenance": provenance()}, indent=1) + "\n")
+    answers = [note_answer(target, proposer, prompt, options.max_new_tokens) for prompt in prompts]
+    return {"rows": judge([answer for answer in answers if answer.rounds], costs, options.seeds)}
 
 
 if __name__ == "__main__":
-    main()
+    options = {"n_prompts": 24, "max_new_tokens": 128, "seeds": 9, "threads": 1}
+    run("auto-policy", measure, "model", "run", "prompts", **options)

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.kit.accelerator import device_name, synchronize
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import medians, run
 from benchmarks.kit.shapes import SHAPES, shape_config
 from moa_data.moa.decoding.loop import OnRound, generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
@@ -37,7 +37,7 @@ from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import target_sizes
 from moa_data.moa.targets.live import Target
-from moa_data.trainer.config import PRESETS, MoASettings, default_drafters
+from moa_data.trainer.config import MoASettings, default_drafters
 
 FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
 """The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
@@ -171,14 +171,10 @@ def random_target(
     return Target(model.eval().requires_grad_(False))
 
 
-def random_drafter(
-    target: Target, kind: str, n_target_layers: int, as_published: bool, context: str | None = None
-) -> Drafter:
+def random_drafter(target: Target, kind: str, n_target_layers: int, context: str | None = None) -> Drafter:
     """A drafter of the kind's own proportions, which are those of its authors, in the form that `train` gives it."""
     build = drafter_class(kind)
     form = {name: MoASettings.model_fields[name].default for name in FORM}
-    if as_published:
-        form |= PRESETS["paper"]["drafter"]
     own = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {name: form[name] for name in FORM if name in own}
     if context is not None:
@@ -234,12 +230,15 @@ def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
         target = Target.load(options.model, dtype, options.device)
         return target, load_drafter(options.drafter, dtype, target.device)
     target = random_target(options.shape, options.layers, dtype, options.device, options.share_weights)
-    as_published = options.preset == "paper"
-    return target, random_drafter(target, options.kind, options.target_layers, as_published, options.context)
+    return target, random_drafter(target, options.kind, options.target_layers, options.context)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
+    if bool(options.model) != bool(options.drafter):
+        raise SystemExit("--model and --drafter belong together")
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
     target, drafter = load(options)
     shapes = (None, *options.drafts)
     if options.compile:
@@ -262,7 +261,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "prompt_tokens": options.prompt_tokens,
         "read_bytes_per_token": None if options.model else read_bytes(target, options),
-        "rounds": {},
     }
     if not options.rounds_only:
         proposer = DrafterProposer(target, drafter)
@@ -277,80 +275,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for shape in shapes:
             one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
             repeats.setdefault(str(shape or "plain"), []).append(one)
-    for name, runs in repeats.items():
-        found["rounds"][name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    return found
-
-
-def describe(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = [
-        f"{found['target']} of {found['n_layers']} layers, {found['dtype']} on {found['device']} "
-        f"({found['n_threads']} threads){', compiled' if found['compiled'] else ''}, {found['drafter']} of "
-        f"{found['drafter_parameters']:,} weights, {found['prompt_tokens']} tokens of context",
-        "",
-    ]
-    if found["rounds"]:
-        lines += [
-            "| drafts | round, ms | draft | verify | rest | round over a plain step | tokens/s |",
-            "|---|---|---|---|---|---|---|",
-        ]
-    for name, one in found["rounds"].items():
-        parts = " | ".join(f"{one[key]:.2f}" for key in ("round_ms", "draft_ms", "verify_ms", "rest_ms"))
-        over = one["round_ms"] / found["rounds"]["plain"]["round_ms"]
-        lines.append(f"| {name} | {parts} | {over:.2f} | {one['tokens_per_s']:.1f} |")
-    if "verify_ms" in found:
-        verify, root, level = (
-            ", ".join(f"{n}: {ms:.2f}" for n, ms in found[key].items())
-            for key in ("verify_ms", "draft_root_ms", "draft_level_ms")
-        )
-        lines += [
-            "",
-            f"Target call by tokens, ms: {verify}.",
-            f"First level of drafts by breadth, ms: {root}; each further one: {level}.",
-        ]
-    if found["read_bytes_per_token"]:
-        lines.append(f"Training reads {found['read_bytes_per_token']:,} bytes of a token, before a codec.")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description="What a round of speculative decoding costs.")
-    parser.add_argument("--model", help="a target; without it --shape is built with random weights")
-    parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--layers", type=int, help="of --shape; default: all")
-    parser.add_argument("--share-weights", action="store_true", help="with --shape: all layers have those of one")
-    parser.add_argument("--kind", choices=DRAFTERS, default="moa", help="of the drafter, with --shape")
-    parser.add_argument("--target-layers", type=int, default=0, help="of moa, with --shape: target layer inference")
-    parser.add_argument("--context", choices=CONTEXTS, help="of dspark and dflash, with --shape")
-    parser.add_argument("--preset", choices=["paper"], help="with --shape: moa as published, not as `train` makes it")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument(
-        "--compile", nargs="?", const="inductor", metavar="BACKEND",
-        help="static shapes, compiled (by inductor unless said otherwise); CUDA graphs on a CUDA device",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--verify", type=int, nargs="+", default=N_VERIFIED, help="tokens of the target calls timed")
-    parser.add_argument("--parts-only", action="store_true", help="no whole rounds: drafts and target calls alone")
-    parser.add_argument("--rounds-only", action="store_true", help="whole rounds alone, after a generation of each")
-    parser.add_argument("--drafts", nargs="+", type=TreeShape.parse, default=ROUNDS, help="shapes of rounds")
-    add_out_option(parser)
-    options = parser.parse_args()
-    if bool(options.model) != bool(options.drafter):
-        parser.error("--model and --drafter belong together")
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = measure(options)
-    print(describe(found))
-    settings = settings_of(options, "drafts") | {"drafts": [str(shape) for shape in options.drafts]}
-    name = "decode-compiled" if options.compile else "decode"
-    print(write_record(options.out, name, {"figures": found, "settings": settings}))
+    found["rounds"] = {name: medians(runs) for name, runs in repeats.items()}
+    return {"figures": found}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        lambda options: "decode-compiled" if options.compile else "decode", measure,
+        model=str, drafter=str, layers=int, target_layers=0, device="auto", prompt_tokens=200, max_new_tokens=32,
+        repeats=5, verify=N_VERIFIED, share_weights=False, parts_only=False, rounds_only=False,
+        shape={"choices": SHAPES, "default": "tiny"}, kind={"choices": DRAFTERS, "default": "moa"},
+        context={"choices": CONTEXTS}, dtype={"choices": ["float32", "bfloat16", "float16"], "default": "float32"},
+        compile={"nargs": "?", "const": "inductor", "help": "static shapes, compiled; the backend, if not inductor"},
+        drafts={"nargs": "+", "type": TreeShape.parse, "default": ROUNDS},
+    )  # fmt: skip

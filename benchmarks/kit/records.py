@@ -49,7 +49,7 @@ def write_record(folder: Path, name: str, document: dict[str, Any]) -> Path:
     found = provenance()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}-{found['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
-    file.write_text(json.dumps(document | {"provenance": found}, indent=1) + "\n")
+    file.write_text(json.dumps(document | {"provenance": found}, indent=1, default=str) + "\n")
     return file
 
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from moa_data.errors import MoaDataError
 from moa_data.serving.client.client import DraftingClient, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
@@ -353,15 +353,8 @@ def wait_until_free(server: Server) -> int:
     return n_held
 
 
-def main() -> None:
-    """Load, watch, and tell."""
-    parser = argparse.ArgumentParser(description="Load a server with good and bad clients, and watch its memory.")
-    parser.add_argument("--model", required=True, help="the target")
-    parser.add_argument("--drafter", required=True, help="a run of moa-data train, or a folder with a drafter")
-    parser.add_argument("--bundle", type=Path, help="store, or its target/; default: that of the run")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Load, watch, and sum up; ``is_good`` is false where anything went wrong."""
     raise_file_limit()  # before the server starts, which inherits it
     model = DraftingModel.load(options.drafter, options.bundle)
     server = Server(options)
@@ -375,17 +368,17 @@ def main() -> None:
         is_same = not has_ended and server.answer(QUESTIONS[0]) == texts[QUESTIONS[0]]
     finally:
         server.stop()
+    memory = growth(samples)
     figures: dict[str, Any] = {
         "counts": dict(load.counts), "n_wrong": len(load.wrong), "wrong": load.wrong[:5],
         "n_refused": len(load.refused), "refused": load.refused[:5], "n_held_at_the_end": n_held,
         "health_ms": milliseconds(load.health_s), "whole_answer_ms": milliseconds(load.answer_s),
-        "answers_afterwards": is_same, "memory": growth(samples), "samples": samples,
+        "answers_afterwards": is_same, "memory": memory, "samples": samples,
     }  # fmt: skip
-    print(json.dumps({name: value for name, value in figures.items() if name != "samples"}))
-    print(write_record(options.out, "serving-load", {"figures": figures, "settings": settings_of(options)}))
-    if load.wrong or load.refused or n_held or not is_same or not figures["memory"]["is_flat"]:
-        sys.exit(1)
+    is_good = not (load.wrong or load.refused or n_held) and is_same and memory["is_flat"]
+    return {"is_good": is_good, "figures": figures}
 
 
 if __name__ == "__main__":
-    main()
+    needed = {"required": True}
+    sys.exit(not run("serving-load", measure, model=needed, drafter=needed, bundle=Path, minutes=10.0)["is_good"])

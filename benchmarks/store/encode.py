@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import quartiles, run
 from moa_data.machine import keep_freed_memory
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits, to_float32
@@ -129,7 +129,9 @@ class _Clock:
 _CLOCKS = {"encode": _Clock(), "write": _Clock()}
 
 
-def measure(codec: str, fields: tuple[FieldSpec, ...], values: Values, options: argparse.Namespace) -> dict[str, Any]:
+def measure_codec(
+    codec: str, fields: tuple[FieldSpec, ...], values: Values, options: argparse.Namespace
+) -> dict[str, Any]:
     """Rates of each number of threads, and the ratios of the last to the first, pair by pair."""
     raw = sum(bits.nbytes for item in values for bits in item.values())
     taken: dict[str, dict[int, list[tuple[float, float]]]] = {
@@ -158,53 +160,24 @@ def _rates(raw: int, taken: dict[int, list[tuple[float, float]]]) -> dict[str, A
         for n, runs in taken.items()
     }
     best = min(wall for wall, _ in first) / min(wall for wall, _ in last)
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return rates | {
         "ratio": statistics.median(ratios),
-        "ratio_quartiles": [quartiles[0], quartiles[2]],
+        "ratio_quartiles": quartiles(ratios)[1:],
         "ratio_of_the_best": best,
     }
 
 
-def main() -> None:
-    """Runs the benchmark, prints the figures and writes them."""
-    parser = argparse.ArgumentParser(description="Measure encoding with several threads.")
-    parser.add_argument("--store", type=Path, help="a lossless store whose values are encoded; default: noise")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--work", default=None, help="folder on the disk to write to; default: a temporary one")
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the codecs on a store's values, or on noise."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as extraction does
     if options.store:
         fields, values = stored(options.store, options.tokens)
     else:
-        kv = kv_field(options.layers, options.kv_heads, options.head_dim, "bfloat16")
-        fields = (kv, hidden_field("last", options.width, "bfloat16"))
+        fields = (kv_field(32, 8, 128, "bfloat16"), hidden_field("last", 4096, "bfloat16"))
         values = noise(fields, options.tokens)
-    figures = {codec: measure(codec, fields, values, options) for codec in CODECS}
-    for codec, found in figures.items():
-        for what in _CLOCKS:
-            rates = found[what]
-            for n in options.threads:
-                rate = rates[f"{n}_threads"]
-                print(
-                    f"{codec:9} {what:7} {n} threads {rate['gb_per_s']:.3f} GB/s (best {rate['best_gb_per_s']:.3f}), "
-                    f"{rate['gb_per_core_s']:.3f} GB per second of CPU, {rate['cores']:.2f} cores"
-                )
-            low, high = rates["ratio_quartiles"]
-            print(
-                f"{codec:9} {what:7} ratio {rates['ratio']:.2f} (quartiles {low:.2f} to {high:.2f}), "
-                f"of the best runs {rates['ratio_of_the_best']:.2f}"
-            )
-    print(write_record(options.out, "encode", {"figures": figures, "settings": settings_of(options)}))
+    return {"figures": {codec: measure_codec(codec, fields, values, options) for codec in CODECS}}
 
 
 if __name__ == "__main__":
-    main()
+    run("encode", measure, store=Path, tokens=1024, threads=[1, 2], repeats=15, work=Path)

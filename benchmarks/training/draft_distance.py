@@ -8,16 +8,14 @@ most likely token is the target's. Decoding sees only drafts whose predecessors 
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from tqdm import tqdm
 
-from benchmarks.kit.records import add_out_option, write_record
+from benchmarks.kit.harness import run
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.nn import masks
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -56,7 +54,7 @@ def agreement(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
     batches = ValidationBatches(BatchReader(store, config, torch.device("cpu")), chosen, lengths[chosen], 8)
     sums = torch.zeros(2, options.draft_length, dtype=torch.int64)
-    for batch in tqdm(batches, desc=run.name, disable=not sys.stderr.isatty()):
+    for batch in batches:
         decoded = batch.decode()
         inputs = decoded.inputs
         inputs.hidden = inputs.hidden.float()
@@ -76,26 +74,10 @@ def agreement(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure all runs and write the JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("store", help="activation store that has what the drafters read")
-    parser.add_argument("runs", type=Path, nargs="+", help="of moa-data train")
-    parser.add_argument("--draft-length", type=int, default=12, help="drafts of a round (default 12)")
-    parser.add_argument("--sequences", type=int, default=150, help="most held-out sequences (default 150)")
-    parser.add_argument("--phases", type=int, default=4, help="places where the first round begins (default 4)")
-    parser.add_argument("--threads", type=int, default=1)
-    add_out_option(parser)
-    options = parser.parse_args()
-    if min(options.draft_length, options.sequences, options.phases) < 1:
-        parser.error("--draft-length, --sequences and --phases must be at least 1.")
-    torch.set_num_threads(options.threads)
-    rows = [agreement(options, run) for run in options.runs]
-    for row in rows:
-        print(f"{row['run']:20s} " + " ".join(f"{value:.3f}" for value in row["agreement"]))
-    report = {"store": options.store, "phases": options.phases, "rows": rows}
-    print(write_record(options.out, "draft-distance", report))
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all runs."""
+    return {"rows": [agreement(options, Path(run)) for run in options.runs]}
 
 
 if __name__ == "__main__":
-    main()
+    run("draft-distance", measure, "store", "runs+", draft_length=12, sequences=150, phases=4, threads=1)

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import multiprocessing
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -35,14 +34,13 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from benchmarks.kit.accelerator import (
-    add_peak_option,
     executed_flops,
     peak_flops,
     synchronize,
     utilisation,
     watched_attention,
 )
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from benchmarks.kit.shapes import SHAPES, shape_config
 from moa_data.machine import free_memory, keep_freed_memory
 from moa_data.moa.drafters.eagle3 import default_fused_layers
@@ -258,47 +256,20 @@ def measure_each(folder: Path, options: argparse.Namespace) -> dict[str, dict[st
     return steps
 
 
-def main() -> None:
-    """Write the store, measure each drafter in a process of its own, and write the figures."""
-    parser = argparse.ArgumentParser(description="Measure a training step at the sizes of a real target.")
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the target")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--layers", type=int, help="layers of the target; default: those of its shape")
-    parser.add_argument("--vocabulary", type=int, help="tokens of the target's vocabulary; default: as its shape")
-    parser.add_argument(
-        "--does",
-        choices=("auto", "plain", "recompute"),
-        default="auto",
-        help="a step as a trial chooses it; or one without a trial, which keeps the inside of layers or not",
-    )
-    parser.add_argument("--count-flops", action="store_true", help="count the operations on a CPU too: a step more")
-    parser.add_argument("--drafters", nargs="*", choices=list(DRAFTERS), default=list(DRAFTERS))
-    parser.add_argument("--device", default="cpu", help="device of the steps (default cpu)")
-    parser.add_argument(
-        "--micro-batch", type=int, help="sequences of a step; default: 1 on a CPU, else as a run chooses"
-    )
-    parser.add_argument("--steps", type=int, default=1, help="steps, of which the last is reported (default 1)")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--turns", type=int, default=5, help="turns of the loader")
-    parser.add_argument("--folder", type=Path, help="keep the store there, and use one that is there")
-    parser.add_argument("--limit-s", type=float, help="seconds for all drafters together; default: no limit")
-    add_peak_option(parser)
-    add_out_option(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Write the store, and measure the loader and each drafter in a process of its own."""
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         if not (folder / TARGET_NAME).exists():
-            more = {"vocab_size": options.vocabulary} if options.vocabulary else {}
-            write_store(folder, shape_config(options.shape, options.layers, **more), options.tokens)
-        loader = measure_loader(folder, options.turns)
-        print("loader GB/s", {n: round(statistics.median(speeds), 2) for n, speeds in loader.items()})
-        steps = measure_each(folder, options)
-    record = {"steps": steps, "loader_gb_per_s": loader, "settings": settings_of(options, "folder")}
-    print(write_record(options.out, "train-step", record))
-    if any("error" in found for found in steps.values()):
-        sys.exit(1)
+            write_store(folder, shape_config(options.shape, options.layers), options.tokens)
+        return {"loader_gb_per_s": measure_loader(folder, options.turns), "steps": measure_each(folder, options)}
 
 
 if __name__ == "__main__":
-    main()
+    record = run(
+        "train-step", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, tokens=2048, layers=int,
+        does={"choices": ("auto", "plain", "recompute"), "default": "auto"}, count_flops=False, device="cpu",
+        drafters={"nargs": "*", "choices": list(DRAFTERS), "default": list(DRAFTERS)}, micro_batch=int, steps=1,
+        threads=2, turns=5, folder=Path, limit_s=float, peak_tflops=float,
+    )  # fmt: skip
+    sys.exit(any("error" in found for found in record["steps"].values()))
