@@ -38,9 +38,8 @@ class ChatConfig(Config):
     """The store that the drafter was trained from, or its folder target/, which has the tokenizer and the pieces of the
     target that the drafter needs; default: the store that the run recorded."""
     mode: Common[Literal["server", "client"]] = "server"
-    """Where drafts are made. server: there, as for other clients, and text is streamed; client: here, ahead of the
-    server's answers, which pays where the server's own drafts are dear and the network is fast. Without a network both
-    go on here."""
+    """Where drafts are made. server: there, and text is streamed; client: here, before its answers, which pays where
+    the server's own drafts are dear and the network is fast. Offline both draft here."""
     max_new_tokens: Common[Count] = 512
     """Stop an answer after this many tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"

@@ -25,10 +25,8 @@ class GenerateConfig(DecodingConfig):
     max_new_tokens: Common[Count] = 256
     """Stop after this many tokens."""
     tree: Common[str] = "auto"
-    """Drafts per target call: a chain's length such as 5; 10@0.2 for a chain of at most 10 that stops where it is less
-    likely than 0.2 to be accepted; 7c0.3 for one that dspark's confidence head cuts; a tree's DEPTHxBREADTHxNODES such
-    as 6x8x62 (EAGLE-2's); static:NODES; or auto: 10@0.2 (5 where tokens are sampled), and plain decoding while drafts
-    do not pay."""
+    """Drafts per target call: a chain's length such as 5, 10@0.2 or 7c0.3 for one that stops early, a tree such as
+    6x8x62, static:NODES; or auto, plain where drafts do not pay (docs/decoding.md)."""
     compare: Common[bool] = False
     """Decode without drafts, too, and compare: the same tokens, and how much slower."""
 

@@ -29,9 +29,8 @@ class DecodingConfig(Config):
     max_new_tokens: Common[Count] = 128
     """Stop an answer after this many tokens."""
     tree: Common[str] = "6x8x62"
-    """Shape for tree: levels of drafts x breadth x most nodes verified, static:NODES, or a chain as LENGTH@PROBABILITY,
-    which stops where it is less likely than that to be accepted. The default is EAGLE-2's, whose depth 7 counts the
-    root."""
+    """Shape for tree: levels of drafts x breadth x most nodes verified, static:NODES, or a chain that stops early, as
+    LENGTH@PROBABILITY. The default is EAGLE-2's, whose depth 7 counts the root."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     dtype: Common[Dtype] = "float32"
     """Dtype of target and drafter; only float32 promises the tokens of plain decoding."""
@@ -69,8 +68,8 @@ class DisconnectionSettings(Config):
     cuts: Count = 3
     """Cuts of each answer, evenly spaced over it."""
     scorer: str | None = None
-    """Function that scores answers after cuts, module:function or file.py:function: called with the text of the prompt
-    and that of the answer (what the target wrote up to the cut and what followed), it returns a number."""
+    """Function that scores answers after cuts, module:function or file.py:function: called with the texts of prompt and
+    answer (up to the cut, and what followed), it returns a number."""
 
 
 class EvalConfig(DecodingConfig):

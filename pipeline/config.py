@@ -46,7 +46,7 @@ class DataSettings(Config):
 
     split: Common[str | None] = None
     """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
-    split of a folder. A folder with several splits, none of them the one wanted, is refused."""
+    split. A folder with several others is refused."""
     max_sequences: Common[Count | None] = None
     """Stop after this many usable sequences, in the dataset's order; default: all."""
     max_length: Common[Count | None] = None
@@ -55,8 +55,8 @@ class DataSettings(Config):
     max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Fail when more than this fraction of the rows cannot be used."""
     columns: tuple[str, ...] = ()
-    """Columns of rows that are no chats, as ROLE=COLUMN, such as user=instruction+input,assistant=output with the roles
-    user, assistant, system, messages and tools; or alpaca, or prompt-completion. Default: messages or conversations."""
+    """Columns of rows that are no chats: user, assistant, system, messages or tools, as in user=instruction+input; or
+    alpaca, or prompt-completion. Default: messages or conversations."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE or a JSON object, such as enable_thinking=false of Qwen3."""
     dataset_config: str | None = None
@@ -74,8 +74,7 @@ class StorageSettings(Config):
     """Dtype in which activations are stored, and computed on an accelerator."""
     codec: Common[str] = "lossless"
     """Codec of the activations: lossless, int8, or transform:B[,hidden=B][,tokens][,from-kv][,joint][@all,
-    @layer or @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's
-    embeddings, `from-kv` hidden states from keys and values, `joint` each hidden state from the one below it."""
+    @layer or @groupN] with B bits per value, such as transform:1 (docs/codecs.md)."""
     part_tokens: Count = 65_536
     """Tokens per part, the unit of work, resume and loss."""
     target_license: str | None = None
@@ -105,7 +104,7 @@ class ScaleSettings(Config):
 
     workers: Annotated[str, Field(pattern=r"^[1-9][0-9]*(:[1-9][0-9]*)?$")] = "1"
     """Processes that extract parts at once, each on a device of its own, on a CPU with its share of the cores; with Ray
-    at most that many, as there is room for (MIN:MAX is read as MAX). Any number gives the same bytes."""
+    at most that many (of MIN:MAX only MAX counts). The bytes are the same."""
     engine: Literal["processes", "ray"] = "processes"
     """What directs the workers: this command, processes of this machine; or Ray, on every machine of a cluster that
     sees --model and --out under the same paths."""
@@ -284,8 +283,8 @@ class RegenerateConfig(Config):
     max_new_tokens: Common[Count] = 1024
     """Most tokens of an answer; one that has not ended by then is left out."""
     tree: str | None = None
-    """Drafts per target call: a chain's length such as 5, 10@0.2 for one that stops where it is less likely than 0.2 to
-    be accepted, DEPTHxBREADTHxNODES, static:NODES. Default: 10@0.2, and 5 where tokens are sampled."""
+    """Drafts per target call: a chain's length such as 5, LENGTH@PROBABILITY for one that stops early, a tree's
+    DEPTHxBREADTHxNODES, static:NODES. Default: 10@0.2, and 5 where tokens are sampled."""
     batch_size: Common[Count | None] = None
     """Chats that are answered together; default: 8, and 32 requests at once with --server."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

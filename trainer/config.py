@@ -119,7 +119,7 @@ class MemorySettings(Config):
     layer self-attention; 1, as in the paper, is all."""
     unrotated_keys: bool = True
     """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
-    paper, and in what the MoA authors' code and vLLM run, from those after (docs/decisions/0006)."""
+    paper and the MoA authors' code from those after it (docs/decisions/0006)."""
     layer_attention: bool = True
     """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
     layer_attention_heads: Count | None = None
@@ -189,9 +189,8 @@ class BlockSettings(LayerSettings, MemorySettings, DrafterSettings):
     """Settings of block-parallel drafters: their context, the blocks that are trained, and their losses."""
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
-    """What the drafter sees of verified positions: hidden, outputs of the target's layers, as published; kv, keys and
-    values of the target's layers as they are, as many for each layer of its own; memory, what Mixture of Attentions
-    makes of all layers' keys and values."""
+    """What the drafter sees of verified positions: hidden, outputs of the target's layers, as published; kv, their keys
+    and values as they are; memory, what Mixture of Attentions makes of those."""
 
     forward_kl_weight: NonNegative = 0.0
     """Weight of the forward KL to the target's next-token distribution."""
@@ -215,9 +214,8 @@ class BlockSettings(LayerSettings, MemorySettings, DrafterSettings):
     """How D-PACE softens a draft's probability q: (1 - this) * q + this; the less, the less later drafts weigh while
     earlier ones are unsure."""
     fused_layers: tuple[int, ...] | None = None
-    """Decoder layers of the target, from 0, that are read; with the context hidden -1, the embedding, may come first,
-    with kv they are block_layers or a multiple, the lowest for the first layer; default: five, or with the context kv
-    as many as block_layers, from 1 to L - 3; none with the context memory."""
+    """Decoder layers of the target, from 0, that are read; hidden may begin with -1, the embedding; kv takes a multiple
+    of block_layers. Default: five, with kv block_layers, 1 to L - 3; none with memory."""
     block_layers: Count = 5
     """Decoder layers of the drafter."""
     mask_token: Natural | None = None
@@ -469,9 +467,8 @@ class TrainConfig(Config):
     out: Common[str]
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
     drafter: Common[AnyDrafter] = Field(default_factory=MoASettings, discriminator="kind")
-    """moa (Mixture of Attentions), glide (GLIDE), which reads the keys and values of the target's last layer alone, or
-    one that needs none: eagle (EAGLE-2), eagle3 (EAGLE-3), dspark and dflash (a block of drafts from one forward),
-    medusa (Medusa-1), independent (a small Llama that reads tokens)."""
+    """moa (Mixture of Attentions), glide (keys and values of the last layer alone); without any: eagle (EAGLE-2),
+    eagle3, dspark and dflash (blocks of drafts), medusa, independent (a small Llama)."""
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     data: BatchSettings = Field(default_factory=BatchSettings)

@@ -26,9 +26,8 @@ class EngineOptions(Config):
     most_drafts: Count = 64
     """Drafts of a client that one target call verifies."""
     tree: str = "auto"
-    """Shape of the server's own drafts: a chain's length such as 5, 10@0.2 for one that stops where it is less likely
-    than 0.2 to be accepted, DEPTHxBREADTHxNODES, static:NODES; or auto: 10@0.2, and plain steps while drafts do not
-    pay."""
+    """Shape of the server's own drafts: a chain's length such as 5, LENGTH@PROBABILITY, DEPTHxBREADTHxNODES,
+    static:NODES; or auto: 10@0.2, and plain steps while drafts do not pay."""
     target_ms: NonNegative = 0.0
     """Let each target call take at least so many milliseconds, to stand for a slower target."""
 

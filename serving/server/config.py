@@ -85,7 +85,7 @@ class ServeConfig(Config):
     allowed_host: tuple[str, ...] = ()
     """Names, besides localhost and --host, by which web pages and proxies may address a server without tokens."""
     token_file: Common[str | None] = None
-    """File of bearer tokens, one a line; whoever has one may use the server. Default: everybody may."""
+    """File of bearer tokens, one a line; those who have one may use the server. Default: everybody may."""
     tls_cert: Common[str | None] = None
     """File of the server's certificate chain (PEM); with --tls-key."""
     tls_key: Common[str | None] = None
