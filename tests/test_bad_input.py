@@ -356,7 +356,7 @@ def test_what_cannot_be_read_is_no_damage(room: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_commands_on_many_parts_with_64_descriptors(room: Path, tmp_path: Path) -> None:
+def test_commands_on_many_parts_with_256_descriptors(room: Path, tmp_path: Path) -> None:
     chats = write_jsonl(tmp_path / "chats.jsonl", [chat(f"What is {n}?", "It is. " * 30) for n in range(90)])
     store, model = tmp_path / "store", room / "model"
     options = ("--dataset", chats, "--part-tokens", "256", "--device", "cpu")
@@ -373,7 +373,7 @@ def test_commands_on_many_parts_with_64_descriptors(room: Path, tmp_path: Path) 
     ):
         done = subprocess.run(
             [sys.executable, "-m", "moa_data", *map(str, arguments)],
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
             capture_output=True,
             text=True,
             timeout=600,
