@@ -15,14 +15,14 @@ equal steps and seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
 A codec followed by " for RUN" learns keys and values in the metric of that drafter, e.g. "transform:0.3@all for
 run-lossless-0" for the one that an earlier call with --codecs lossless has trained into OUT.
 
-Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md shows all
-results that are there.
+Every result is kept as JSON in OUT, and running it again goes on from there.
 """
 
 import argparse
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ import numpy as np
 import torch
 
 from benchmarks.codecs.codec_speed import order0_bits
+from benchmarks.kit.harness import run
 from benchmarks.kit.records import provenance
-from benchmarks.training.drafter_options import add_size_options, add_training_options, chosen, small_config
+from benchmarks.training.drafter_options import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, small_config
 from benchmarks.training.drafters import DRAFTERS
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch
@@ -52,18 +53,6 @@ from moa_data.trainer.fit import train
 from moa_data.trainer.sensitivity import DrafterMetrics
 
 CODECS = ("lossless", "int8", "transform:2", "transform:1", "transform:0.5")
-COLUMNS = {
-    "bytes_per_token": ("bytes per token", "{:,.0f}"),
-    "times_smaller": ("times smaller than raw", "{:.1f}"),
-    "of_floor": ("of the lossless floor", "{:.3f}"),
-    "key_error": ("K error", "{:.2%}"),
-    "value_error": ("V error", "{:.2%}"),
-    "hidden_error": ("hidden error", "{:.2%}"),
-    "teacher_kl": ("teacher KL", "{:.4f}"),
-    "continuation_kl": ("KL from decoded KV", "{:.4f}"),
-    "acceptance_length": ("acceptance length", "{:.3f}"),
-    "of_lossless": ("of lossless", "{:.1%}"),
-}
 
 
 def floor_bytes_per_token(store: ActivationStore, sample: np.ndarray) -> float:
@@ -135,8 +124,8 @@ def measure_store(options: argparse.Namespace, codec: str, target: Target) -> di
     """Sizes, errors and divergences of one codec; the recoded store stays for training."""
     folder = store_folder(options, codec)
     if codec != "lossless":
-        name, _, run = codec.partition(" for ")
-        metrics = DrafterMetrics(load_drafter(options.out / run)) if run else None
+        name, _, metric_run = codec.partition(" for ")
+        metrics = DrafterMetrics(load_drafter(options.out / metric_run)) if metric_run else None
         recode(store_folder(options, "lossless"), name, folder, kv_metrics=metrics)
     summary = summarize_store(folder)
     with ActivationStore(store_folder(options, "lossless")) as exact, ActivationStore(folder) as coded:
@@ -152,9 +141,9 @@ def measure_store(options: argparse.Namespace, codec: str, target: Target) -> di
         return figures | errors(exact, coded, sample) | divergences(target, exact, coded, sample)
 
 
-def acceptance_length(options: argparse.Namespace, target: Target, run: Path) -> float:
+def acceptance_length(options: argparse.Namespace, target: Target, folder: Path) -> float:
     """Mean over the test prompts of tokens committed per target call, chains of 5 drafts."""
-    drafter = load_drafter(run, torch.float32, target.device)
+    drafter = load_drafter(folder, torch.float32, target.device)
     prompts = [
         prompt_tokens(target.tokenizer, list(prompt.turns[0]))
         for prompt in load_prompts(options.test_chats, options.n_prompts).prompts
@@ -174,13 +163,13 @@ def acceptance_length(options: argparse.Namespace, target: Target, run: Path) ->
 
 def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: Target) -> dict[str, float | None]:
     """Train from the store and decode the test prompts."""
-    run = options.out / f"run-{slug(codec)}-{seed}"
-    shutil.rmtree(run, ignore_errors=True)
+    folder = options.out / f"run-{slug(codec)}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
     values = {"validate_every": options.steps, "max_steps": options.steps, "seed": seed}
     values |= DRAFTERS[options.drafter][1] if options.drafter else chosen(options)
-    trained = train(small_config(str(store_folder(options, codec)), str(run), **values))
+    trained = train(small_config(str(store_folder(options, codec)), str(folder), **values))
     return {
-        "acceptance_length": acceptance_length(options, target, run),
+        "acceptance_length": acceptance_length(options, target, folder),
         "expected_acceptance_length": trained.best_expected_acceptance_length,
         "data_wait_share": trained.data_wait_share,
         "tokens_per_s": trained.tokens_per_s,
@@ -206,75 +195,42 @@ def kept(file: Path, make: Any) -> dict[str, Any]:
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """All results as Markdown."""
-    lines = [
-        "| codec | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
-        "|---" * (1 + len(COLUMNS)) + "|",
-    ]
-    for row in rows:
-        cells = [form.format(row[key]) if row.get(key) is not None else "" for key, (_, form) in COLUMNS.items()]
-        lines.append(f"| {row['codec']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def add_drafter(row: dict[str, Any], first: dict[str, Any], result: dict[str, Any]) -> None:
+    """Add a drafter's figures to those of its codec; shares of lossless are taken seed by seed."""
+    row.setdefault("acceptance_lengths", []).append(result["acceptance_length"])
+    row["acceptance_length"] = float(np.mean(row["acceptance_lengths"]))
+    row["data_wait_share"] = max(row.get("data_wait_share", 0.0), result["data_wait_share"])
+    if "acceptance_length" in first:
+        pairs = zip(row["acceptance_lengths"], first["acceptance_lengths"], strict=False)
+        row["of_lossless"] = float(np.mean([ours / reference for ours, reference in pairs]))
 
 
-def main() -> None:
-    """Measure every codec and write the table."""
-    parser = argparse.ArgumentParser(description="What each codec costs and keeps.")
-    parser.add_argument("model")
-    parser.add_argument("train_chats")
-    parser.add_argument("test_chats")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS))
-    parser.add_argument("--max-sequences", type=int, default=2800)
-    parser.add_argument("--sample", type=int, default=40, help="sequences for errors and divergences")
-    parser.add_argument("--steps", type=int, default=340, help="0 trains nothing")
-    parser.add_argument("--train", nargs="+", help="codecs to train a drafter from; default: all of --codecs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--n-prompts", type=int, default=80)
-    parser.add_argument("--drafter", choices=list(DRAFTERS), help="of drafters.py, with its sizes; default: MoA")
-    parser.add_argument("--activations", nargs="+", help="to extract; default: keys and values, and the last state")
-    parser.add_argument("--threads", type=int, default=1)
-    add_size_options(parser)
-    add_training_options(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every codec, and then a drafter of each, seed by seed."""
+    options.out = Path(options.folder)
     options.out.mkdir(parents=True, exist_ok=True)
+    changes = {"activations": tuple(options.activations)} if options.activations else {}
     extract(
         ExtractConfig.of(
-            model=options.model,
-            dataset=options.train_chats,
-            out=str(store_folder(options, "lossless")),
-            max_sequences=options.max_sequences,
-            **({"activations": tuple(options.activations)} if options.activations else {}),
+            model=options.model, dataset=options.train_chats, out=str(store_folder(options, "lossless")),
+            max_sequences=options.max_sequences, **changes,
         )
-    )
+    )  # fmt: skip
     target = Target.load(options.model, torch.float32, "cpu")
     rows: list[dict[str, Any]] = []
     for codec in options.codecs:
-        name = slug(codec)
-        row = kept(options.out / f"store-{name}.json", lambda codec=codec: measure_store(options, codec, target))
-        row["codec"] = codec
-        rows.append(row)
-        print(table([row]).splitlines()[-1], flush=True)
+        file = options.out / f"store-{slug(codec)}.json"
+        rows.append(kept(file, partial(measure_store, options, codec, target)) | {"codec": codec})
     for seed in options.seeds if options.steps else ():
         for row in rows:
-            codec = row["codec"]
-            if codec not in (options.train or options.codecs):
-                continue
-            file = options.out / f"drafter-{slug(codec)}-{seed}.json"
-            result = kept(file, lambda codec=codec, seed=seed: measure_drafter(options, codec, seed, target))
-            row.setdefault("acceptance_lengths", []).append(result["acceptance_length"])
-            row["acceptance_length"] = float(np.mean(row["acceptance_lengths"]))
-            row["data_wait_share"] = max(row.get("data_wait_share", 0.0), result["data_wait_share"])
-            if "acceptance_length" in rows[0]:
-                # Seed by seed, so that a seed's own luck cancels.
-                pairs = zip(row["acceptance_lengths"], rows[0]["acceptance_lengths"], strict=False)
-                row["of_lossless"] = float(np.mean([ours / reference for ours, reference in pairs]))
-            print(table([row]).splitlines()[-1], flush=True)
-    (options.out / "codecs.md").write_text(table(rows))
-    print(table(rows))
+            file = options.out / f"drafter-{slug(row['codec'])}-{seed}.json"
+            add_drafter(row, rows[0], kept(file, partial(measure_drafter, options, row["codec"], seed, target)))
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "codecs", measure, "model", "train_chats", "test_chats", "folder", codecs=CODECS, max_sequences=2800,
+        sample=40, steps=340, seeds=[0], n_prompts=80, drafter={"choices": list(DRAFTERS)},
+        activations={"nargs": "+"}, threads=1, **SIZE_OPTIONS, **TRAINING_OPTIONS,
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """What a device could compute, what it was asked to, and which attention kernels it took for that."""
 
-import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +22,6 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 """Words of a device's name -> the makers' figure for dense bfloat16 products, 10^12 operations a second; the first that
 fits counts."""
-
-
-def add_peak_option(parser: argparse.ArgumentParser) -> None:
-    """Add what the device could compute at most."""
-    parser.add_argument(
-        "--peak-tflops",
-        type=float,
-        help="10^12 operations a second that the device could do; default: known by its name, else no share is given",
-    )
 
 
 def peak_flops(device: str | torch.device, given_tflops: float | None) -> float | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from benchmarks.serving.network_conditions import CONDITIONS
 from benchmarks.serving.network_world import JSON, Models, World
 from moa_data.evaluation.prompts import load_prompts
@@ -32,16 +32,12 @@ PAIRS = (("client:moa", "client:eagle"), ("server:moa", "api"), ("server:moa", "
 """Methods whose tokens/s are compared prompt by prompt, the first over the second."""
 
 
-def add_models(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say who answers what."""
-    parser.add_argument("--model", required=True, help="the target")
-    parser.add_argument("--drafters", required=True, help="NAME=RUN,..., runs of moa-data train")
-    parser.add_argument("--prompts", type=Path, required=True, help="jsonl file of chats")
-    parser.add_argument("--n-prompts", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--conditions", default="wired,5g,4g,satellite", help=f"of {', '.join(CONDITIONS)}")
-    parser.add_argument("--target-ms", default="0,8,25", help="least times of a target call, in ms")
-    parser.add_argument("--seed", type=int, default=0, help="of the networks")
+MODELS: dict[str, Any] = {
+    "model": {"required": True}, "drafters": {"required": True, "metavar": "NAME=RUN,..."},
+    "prompts": {"type": Path, "required": True}, "n_prompts": 16, "max_new_tokens": 128, "seed": 0,
+    "conditions": "wired,5g,4g,satellite", "target_ms": "0,8,25",
+}  # fmt: skip
+"""The options that say who answers what, over which networks, and the least times of a target call."""
 
 
 def models_of(options: argparse.Namespace) -> Models:
@@ -122,36 +118,21 @@ def measure_cell(world: World, options: argparse.Namespace, chats: list[Any], n_
     return runs
 
 
-def main() -> None:
-    """Measure each cell, print and write a record."""
-    parser = argparse.ArgumentParser(description="Measure answers over emulated networks.")
-    add_models(parser)
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--sessions", default="1,8", help="answers at once")
-    parser.add_argument("--turns", type=int, default=3)
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each cell."""
     options.out.mkdir(parents=True, exist_ok=True)
     ids, chats = chats_of(options)
-    rows = []
+    cells, summary = [], []
     for target_ms in map(float, options.target_ms.split(",")):
         for condition in options.conditions.split(","):
             with World(models_of(options), CONDITIONS[condition], target_ms, options.out, options.seed) as world:
                 for n_sessions in map(int, options.sessions.split(",")):
                     runs = measure_cell(world, options, chats, n_sessions)
                     cell = {"condition": condition, "target_ms": target_ms, "sessions": n_sessions}
-                    rows.append(cell | {"runs": runs, "ratios": compare(ids, runs) if n_sessions == 1 else {}})
-                    for method, of in runs.items():
-                        print(*cell.values(), method, {**medians(of)}, flush=True)
-                    print(rows[-1]["ratios"], flush=True)
-    summary = [
-        {key: row[key] for key in ("condition", "target_ms", "sessions")} | {"method": method} | medians(runs)
-        for row in rows
-        for method, runs in row["runs"].items()
-    ]
-    document = {"summary": summary, "cells": rows, "settings": settings_of(options)}
-    print(write_record(options.out, "network", document))
+                    cells.append(cell | {"runs": runs, "ratios": compare(ids, runs) if n_sessions == 1 else {}})
+                    summary += [cell | {"method": method} | medians(of) for method, of in runs.items()]
+    return {"summary": summary, "cells": cells}
 
 
 if __name__ == "__main__":
-    main()
+    run("network", measure, methods=METHODS, sessions="1,8", turns=3, **MODELS)

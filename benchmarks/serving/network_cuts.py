@@ -17,8 +17,8 @@ import random
 import statistics
 from typing import Any
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
-from benchmarks.serving.network import add_models, chats_of, models_of
+from benchmarks.kit.harness import run
+from benchmarks.serving.network import MODELS, chats_of, models_of
 from benchmarks.serving.network_conditions import CONDITIONS
 from benchmarks.serving.network_world import JSON, World
 
@@ -79,7 +79,7 @@ def summed(rows: list[JSON]) -> JSON:
     }
 
 
-def measure(world: World, method: str, chats: list[Any], options: argparse.Namespace) -> JSON:
+def cuts_of(world: World, method: str, chats: list[Any], options: argparse.Namespace) -> JSON:
     """All cuts of one method, and their summary."""
     chance, limit = random.Random(options.seed), options.max_new_tokens
     complete: dict[str, list[JSON]] = {f"{share:.0%}": [] for share in SHARES}
@@ -95,17 +95,10 @@ def measure(world: World, method: str, chats: list[Any], options: argparse.Names
         places = sorted(chance.sample(range(1, max(2, n - 1)), min(options.random_cuts, max(1, n - 2))))
         cuts = [(place, chance.uniform(0.05, 2.0)) for place in places]
         result = cut_answer(world, method, chat, limit, cuts)
-        at_random.append(
-            {
-                "tokens": n,
-                "cuts": len(result["cut_times"]) // 2,
-                "cut_s": sum(seconds for _, seconds in cuts),
-                "seconds": result["ended_s"] - result["began_s"],
-                "seconds_without": whole["ended_s"] - whole["began_s"],
-                "rolled_back": result["n_rolled_back"],
-                "equal": result["text"] == whole["text"],
-            }
-        )
+        row = {"tokens": n, "cuts": len(result["cut_times"]) // 2, "cut_s": sum(seconds for _, seconds in cuts)}
+        row |= {"seconds": result["ended_s"] - result["began_s"]}
+        row |= {"seconds_without": whole["ended_s"] - whole["began_s"], "rolled_back": result["n_rolled_back"]}
+        at_random.append(row | {"equal": result["text"] == whole["text"]})
     sums = {key: sum(row[key] for row in at_random) for key in at_random[0]} | {"answers": len(at_random)}
     return {
         "complete": {share: summed(rows) for share, rows in complete.items()},
@@ -114,16 +107,8 @@ def measure(world: World, method: str, chats: list[Any], options: argparse.Names
     }
 
 
-def main() -> None:
-    """Measure each method, print and write a record."""
-    parser = argparse.ArgumentParser(description="Measure answers whose network is cut.")
-    add_models(parser)
-    parser.set_defaults(conditions="4g", target_ms="25")
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--cut-s", type=float, default=5.0, help="seconds of a complete cut")
-    parser.add_argument("--random-cuts", type=int, default=4, help="of each answer")
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each method."""
     options.out.mkdir(parents=True, exist_ok=True)
     _, chats = chats_of(options)
     cells = []
@@ -131,11 +116,11 @@ def main() -> None:
         for condition in options.conditions.split(","):
             with World(models_of(options), CONDITIONS[condition], target_ms, options.out, options.seed) as world:
                 for method in options.methods.split(","):
-                    found = measure(world, method, chats, options)
-                    cells.append({"condition": condition, "target_ms": target_ms, "method": method} | found)
-                    print(condition, target_ms, method, found["complete"], found["random"], flush=True)
-    print(write_record(options.out, "network-cuts", {"cells": cells, "settings": settings_of(options)}))
+                    cell = {"condition": condition, "target_ms": target_ms, "method": method}
+                    cells.append(cell | cuts_of(world, method, chats, options))
+    return {"cells": cells}
 
 
 if __name__ == "__main__":
-    main()
+    words = MODELS | {"conditions": "4g", "target_ms": "25"}
+    run("network-cuts", measure, methods=METHODS, cut_s=5.0, random_cuts=4, **words)

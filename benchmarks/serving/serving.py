@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import quartiles, run
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
 from moa_data.moa.targets.chat_tokens import prompt_tokens
@@ -56,11 +55,6 @@ def tokens_per_s(engine: Engine, requests: list[Request], work: Work, at_once: b
     return sum(map(len, texts)) / (time.perf_counter() - began), texts
 
 
-def quartiles(values: list[float]) -> dict[str, float]:
-    """The median and the quartiles."""
-    return dict(zip(("lower", "median", "upper"), np.percentile(values, (25, 50, 75)).tolist(), strict=True))
-
-
 def compare(engine: Engine, requests: list[Request], work: Work, n_repeats: int) -> dict[str, Any]:
     """Measure both ways in turns."""
     rates: dict[bool, list[float]] = {True: [], False: []}
@@ -86,10 +80,7 @@ def compare(engine: Engine, requests: list[Request], work: Work, n_repeats: int)
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
-    torch.set_num_threads(options.threads)
     target = Target.load(options.model, getattr(torch, options.dtype), options.device)
-    if options.ignore_end:
-        target.eos_token_ids = frozenset()
     drafters = {}
     if options.drafter:
         drafters["drafter"] = load_drafter(options.drafter, target.model.dtype, target.device)
@@ -102,40 +93,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         name = "drafter" if work is Work.SPECULATE else None
         requests = [Request(tuple(p), len(p), options.max_new_tokens, drafter=name) for p in prompts]
         found[work.value] = compare(engine, requests, work, options.repeats)
-    return found
-
-
-def describe(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = ["| work | at once, tokens/s | one after the other | ratio (quartiles) | tokens a call and text |"]
-    lines.append("|---|---|---|---|---|")
-    for work in ("plain", "speculate"):
-        if one := found.get(work):
-            ratio = "{median:.2f} ({lower:.2f}-{upper:.2f})".format(**one["ratio"])
-            rates = [one[key]["median"] for key in ("at_once_tokens_per_s", "one_after_the_other_tokens_per_s")]
-            lines.append(f"| {work} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio} | {one['acceptance_length']:.2f} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder or hub id of the target")
-    parser.add_argument("--prompts", required=True, type=Path, help="chats or Spec-Bench questions")
-    parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
-    parser.add_argument("--sessions", type=int, default=8, help="default 8")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
-    parser.add_argument("--ignore-end", action="store_true", help="answers of full length, so that all run to the end")
-    parser.add_argument("--repeats", type=int, default=7, help="default 7")
-    parser.add_argument("--threads", type=int, default=2, help="default 2")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    add_out_option(parser)
-    options = parser.parse_args()
-    found = measure(options)
-    print(describe(found))
-    print(write_record(options.out, "serving", {"figures": found, "settings": settings_of(options)}))
+    return {"figures": found}
 
 
 if __name__ == "__main__":
-    main()
+    needed = {"required": True}
+    run(
+        "serving", measure, model=needed, prompts=needed | {"type": Path}, drafter=str, sessions=8, max_new_tokens=128,
+        repeats=7, threads=2, device="cpu", dtype="float32",
+    )  # fmt: skip

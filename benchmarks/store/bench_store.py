@@ -9,11 +9,11 @@ come from real activations. Writes one JSON file to runs/benchmarks.
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import in_turn, run
 from benchmarks.store.read_data import SHAPES, draw, files_below, write_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.read.store import ActivationStore
@@ -23,21 +23,11 @@ REPEATS = 5
 
 def seconds(work: Callable[[], object]) -> list[float]:
     """Wall-clock seconds of each of REPEATS calls, after one that isn't counted."""
-    taken = []
-    for _ in range(1 + REPEATS):
-        started = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - started)
-    return taken[1:]
+    return in_turn({"": work}, REPEATS, on_the_wall=True)[""]
 
 
-def main() -> None:
-    """Runs the benchmark, prints the figures and writes them."""
-    parser = argparse.ArgumentParser(description="Measure the store on this machine.")
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="sizes of drawn activations")
-    parser.add_argument("--mb", type=int, default=300, help="MB of raw activations")
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Write, read and verify a store."""
     data = draw(options.shape, options.mb * 10**6)
     kv_mb, raw_mb = data.kv.nbytes / 1e6, (data.kv.nbytes + data.hidden.nbytes) / 1e6
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
@@ -46,21 +36,16 @@ def main() -> None:
         path = Path(folder) / "0"
         stored_mb = sum(file.stat().st_size for file in files_below(path / "parts")) / 1e6
         with ActivationStore(path) as store:
-            rows, n_layers = range(len(store)), data.kv.shape[1]
+            rows, layer_mb = range(len(store)), kv_mb / data.kv.shape[1]
             taken["read"] = seconds(lambda: [store.read(i, "kv") for i in rows]), kv_mb
-            taken["read_one_layer"] = (
-                seconds(lambda: [store.read(i, "kv", layers=[-1]) for i in rows]),
-                kv_mb / n_layers,
-            )
+            taken["read_one_layer"] = seconds(lambda: [store.read(i, "kv", layers=[-1]) for i in rows]), layer_mb
         taken["verify"] = seconds(lambda: verify_store(path)), raw_mb
     figures = {"raw_mb": raw_mb, "stored_mb": stored_mb, "ratio": stored_mb / raw_mb}
     for name, (each, mb) in taken.items():
         figures[f"{name}_mb_per_s"] = mb / statistics.median(each)
         figures[f"{name}_spread"] = (max(each) - min(each)) / statistics.median(each)
-    for name, value in figures.items():
-        print(f"{name:24} {value:10.3f}")
-    print(write_record(options.out, "store", {"figures": figures, "settings": settings_of(options)}))
+    return {"figures": figures}
 
 
 if __name__ == "__main__":
-    main()
+    run("store", measure, shape={"choices": SHAPES, "default": "small"}, mb=300)

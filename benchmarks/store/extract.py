@@ -18,12 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 import torch
 
-from benchmarks.kit.accelerator import add_peak_option, body_flops, peak_flops, synchronize, utilisation
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.accelerator import body_flops, peak_flops, synchronize, utilisation
+from benchmarks.kit.harness import run
 from benchmarks.kit.shapes import SHAPES, make_target
 from moa_data.demo.corpus import generate_corpus, write_jsonl
 from moa_data.moa.nn.kv import new_cache
@@ -69,7 +68,7 @@ def make_input(folder: Path, options: argparse.Namespace) -> tuple[str, str]:
     return str(folder / "model"), str(folder / "chats.jsonl")
 
 
-def measure(config: ExtractConfig, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Alternate the bare forwards and the extraction."""
     plan = build_plan(config.replaced(out=str(folder / "plan")))
     target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
@@ -83,7 +82,6 @@ def measure(config: ExtractConfig, folder: Path, options: argparse.Namespace) ->
         report = extract(config.replaced(out=str(store)))
         shutil.rmtree(store)
         timings.append(report.timings)
-        print(f"forward {forward_s[-1]:.2f} s, extract {timings[-1].extract_s:.2f} s")
     flops = body_flops(target.config, plan.table["n_tokens"].to_pylist())
     peak = peak_flops(target.device, options.peak_tflops)
     return figures_of(plan.n_tokens, forward_s, timings) | {
@@ -118,27 +116,10 @@ def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) ->
     }
 
 
-def main() -> None:
-    """Runs the benchmark, prints the figures and writes them."""
-    parser = argparse.ArgumentParser(description="Measure extraction against the bare forward.")
-    parser.add_argument("--model", help="a target; without it one of --shape is made, with random weights")
-    parser.add_argument("--dataset", help="chats for --model")
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--layers", type=int, help="of --shape; default: all")
-    parser.add_argument("--max-sequences", type=int, default=400)
-    parser.add_argument("--max-length", type=int, default=2048)
-    parser.add_argument("--codec", default="lossless")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=None, help="torch threads; default: torch's own choice")
-    parser.add_argument("--work", default=None, help="folder on the disk to measure; default: a temporary one")
-    add_peak_option(parser)
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure on a target, or on one that is made."""
     if bool(options.model) != bool(options.dataset):
-        parser.error("--model and --dataset belong together")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+        raise SystemExit("--model and --dataset belong together")
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as name:
         folder = Path(name)
         model, dataset = (options.model, options.dataset) if options.model else make_input(folder, options)
@@ -147,12 +128,12 @@ def main() -> None:
             max_length=options.max_length, device=options.device, codec=options.codec,
             tokenize_processes=None if options.model else 1,
         )  # fmt: skip
-        figures = measure(config, folder, options)
-    for key, value in figures.items():
-        shown = ", ".join("unknown" if item is None else f"{item:,.3f}" for item in np.atleast_1d(value))
-        print(f"{key:28} {shown}")
-    print(write_record(options.out, "extract", {"figures": figures, "settings": settings_of(options)}))
+        return {"figures": compare(config, folder, options)}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "extract", measure, model=str, dataset=str, shape={"choices": SHAPES, "default": "tiny"}, layers=int,
+        max_sequences=400, max_length=2048, codec="lossless", device="auto", repeats=3, threads=int, work=Path,
+        peak_tflops=float,
+    )  # fmt: skip

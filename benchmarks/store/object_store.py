@@ -10,7 +10,6 @@ time in which training waited for data. Prices are the list prices of S3 Standar
 """
 
 import argparse
-import json
 import math
 import os
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.object_stores import Seaweed, copy_up, empty_place, use
@@ -76,7 +75,7 @@ def _kind(request: Callable[[], Any]) -> str:
     return "list" if "all_pages" in getattr(request, "__qualname__", "") else "read"
 
 
-def run(options: argparse.Namespace, store: str, out: Path, cache: Path | None) -> dict[str, Any]:
+def trained(options: argparse.Namespace, store: str, out: Path, cache: Path | None) -> dict[str, Any]:
     """Train for an epoch; return what it took."""
     report = train(
         TrainConfig.of(
@@ -94,18 +93,14 @@ def run(options: argparse.Namespace, store: str, out: Path, cache: Path | None) 
     }
 
 
-def main() -> None:
-    """Measure all cases, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", type=Path, required=True, help="a store on a disk, with its target bundle")
-    parser.add_argument("--drafter", default="eagle", help="kind of drafter")
-    parser.add_argument("--steps", type=int, help="steps instead of an epoch")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--latency-ms", type=float, default=20.0)
-    parser.add_argument("--gb-s", type=float, default=1.0)
-    parser.add_argument("--cache-gb", type=float, default=50.0)
-    add_out_option(parser)
-    options = parser.parse_args()
+@contextmanager
+def _used(server: Seaweed) -> Iterator[str]:
+    with use(server.endpoint):
+        yield server.endpoint
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all cases."""
     link = Link(options.latency_ms / 1e3, options.gb_s * 1e9)
     cases: dict[str, Any] = {}
     with ExitStack() as stack, ActivationStore(options.store) as local:
@@ -128,7 +123,7 @@ def main() -> None:
         }
         for name, (place, cache) in places.items():
             link.take()
-            found = run(options, place, folder / f"run-{len(cases)}", cache)
+            found = trained(options, place, folder / f"run-{len(cases)}", cache)
             requests, fetched = link.take()
             usd = requests.get("read", 0) * USD_PER_READ + requests.get("list", 0) * USD_PER_WRITE
             n_gb = found["store_bytes"] / 1e9
@@ -138,19 +133,14 @@ def main() -> None:
                 "requests_per_gb": sum(requests.values()) / n_gb if n_gb else None,
                 "usd_per_tb": usd / n_gb * 1e3 if n_gb else None,
             }
-            print(f"{name:40} {json.dumps(cases[name])}")
     losses = {case["loss"] for case in cases.values()}
     if len(losses) > 1 and not all(math.isnan(loss) for loss in losses):
         raise SystemExit(f"The same training gave other losses from other places: {losses}.")
-    document = {"settings": settings_of(options), "store_bytes": n_bytes, "cases": cases}
-    print(write_record(options.out, "object-store", document))
-
-
-@contextmanager
-def _used(server: Seaweed) -> Iterator[str]:
-    with use(server.endpoint):
-        yield server.endpoint
+    return {"store_bytes": n_bytes, "cases": cases}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "object-store", measure, store={"type": Path, "required": True}, drafter="eagle", steps=int, batch_size=8,
+        latency_ms=20.0, gb_s=1.0, cache_gb=50.0,
+    )  # fmt: skip

@@ -14,10 +14,11 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import run
 from benchmarks.store import read_data
 from benchmarks.store.read_formats import FORMATS, Format, Out, Read
 
@@ -86,7 +87,7 @@ def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], o
     return n_bytes / wall / 1e6, cpu / n_bytes * 1e9
 
 
-def measure(formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace) -> Timing:
+def in_turns(formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace) -> Timing:
     """All formats in turn, ``options.turns`` times."""
     places = {entry.name: folder / (entry.shares or entry.name.replace(" ", "-")) for entry in formats}
     found: Timing = {case: {entry.name: [] for entry in formats} for case in options.cases}
@@ -104,7 +105,6 @@ def measure(formats: list[Format], folder: Path, data: read_data.Data, options: 
                 del read
                 if turn:
                     found[case][entry.name].append(result)
-        print(case, {name: round(statistics.median(mb for mb, _ in taken)) for name, taken in found[case].items()})
     return found
 
 
@@ -128,39 +128,15 @@ def summarize(found: Timing) -> dict[str, dict[str, dict[str, float]]]:
     return figures
 
 
-def table(figures: dict[str, dict[str, dict[str, float]]], stored: dict[str, float]) -> str:
-    """Markdown: MB/s and the ratio to memmap."""
-    cases = list(figures)
-    lines = ["| format | stored / raw | " + " | ".join(cases) + " | CPU s/GB |", "|---|" + "---|" * (len(cases) + 2)]
-    for name in figures[cases[0]]:
-        cells = [f"{figures[case][name]['mb_per_s']:.0f} ({figures[case][name]['to_memmap']:.2f})" for case in cases]
-        cpu = figures[cases[0]][name]["cpu_s_per_gb"]
-        lines.append(f"| {name} | {stored[name]:.3f} | " + " | ".join(cells) + f" | {cpu:.2f} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Runs the benchmark, prints the table and writes it."""
-    parser = argparse.ArgumentParser(description="Measure reading batches.")
-    parser.add_argument("--source", type=Path, help="a store whose first sequences are taken; else values are drawn")
-    parser.add_argument("--shape", choices=read_data.SHAPES, default="small", help="sizes of drawn activations")
-    parser.add_argument("--mb", type=int, default=300, help="MB of raw activations")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per batch")
-    parser.add_argument("--batches", type=int, default=2, help="random batches per turn")
-    parser.add_argument("--turns", type=int, default=5, help="turns of each format")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--formats", nargs="+", help="only formats whose names contain one of these")
-    parser.add_argument("--folder", type=Path, help="for the files of all formats: about five times --mb")
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Write, check and read all formats that are installed."""
     n_bytes = options.mb * 10**6
     data = read_data.load(options.source, n_bytes) if options.source else read_data.draw(options.shape, n_bytes)
     wanted = [entry for entry in FORMATS if not options.formats or any(part in entry.name for part in options.formats)]
     formats = [entry for entry in wanted if entry.is_installed]
     if FORMATS[0] not in formats:
         formats.insert(0, FORMATS[0])
-    print("not installed:", ", ".join(entry.name for entry in wanted if not entry.is_installed) or "none")
-    raw = data.kv.nbytes + data.hidden.nbytes
+    raw, some = data.kv.nbytes + data.hidden.nbytes, np.random.default_rng(1).permutation(len(data.lengths))[:4]
     stored = {}
     with tempfile.TemporaryDirectory(prefix="moa-data-read-", dir=options.folder) as name:
         folder = Path(name)
@@ -170,17 +146,16 @@ def main() -> None:
                 place.mkdir()
                 entry.write(data, place)
             stored[entry.name] = sum(path.stat().st_size for path in read_data.files_below(place)) / raw
-            check(
-                entry.open(place, data), data, np.random.default_rng(1).permutation(len(data.lengths))[:4], entry.name
-            )
-        found = measure(formats, folder, data, options)
-    figures = summarize(found)
-    print(table(figures, stored))
-    settings = settings_of(options, "source", "folder")
-    settings |= {"n_sequences": len(data.lengths), "n_tokens": int(data.lengths.sum()), "kv_shape": data.kv.shape[1:]}
-    document = {"figures": figures, "turns": found, "stored": stored, "settings": settings}
-    print(write_record(options.out, f"read-{'store' if options.source else options.shape}", document))
+            check(entry.open(place, data), data, some, entry.name)
+        found = in_turns(formats, folder, data, options)
+    shape = {"n_sequences": len(data.lengths), "n_tokens": int(data.lengths.sum()), "kv_shape": data.kv.shape[1:]}
+    missing = [entry.name for entry in wanted if not entry.is_installed]
+    return {"figures": summarize(found), "turns": found, "stored": stored, "data": shape, "not_installed": missing}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        lambda options: f"read-{'store' if options.source else options.shape}", measure, source=Path, mb=300, batch=32,
+        shape={"choices": read_data.SHAPES, "default": "small"}, batches=2, turns=5, folder=Path,
+        cases={"nargs": "+", "choices": CASES, "default": list(CASES)}, formats={"nargs": "+"},
+    )  # fmt: skip

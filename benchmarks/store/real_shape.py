@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.kit.harness import parsed, parser_of
 from benchmarks.kit.records import settings_of, write_record
 from benchmarks.kit.shapes import make_target
 from moa_data import Target, generate, load_drafter
@@ -112,19 +113,10 @@ def generate_with_each(out: Path) -> None:
 
 
 def main() -> None:
-    """Run all stages, print the table and write it."""
-    parser = argparse.ArgumentParser(description="Run the main job at the shape of Llama-3-8B with random weights.")
-    parser.add_argument("out", type=Path, help="folder for target, store and runs; needs about 30 GB at 32 layers")
-    parser.add_argument("--layers", type=int, default=32, help="decoder layers (default 32)")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens to extract, at most (default 512)")
-    parser.add_argument(
-        "--sequences", type=int, default=8, help="sequences, each at most a quarter of the tokens (default 8)"
-    )
-    parser.add_argument("--codec", default="lossless", help="codec of the store (default lossless)")
-    parser.add_argument("--keep", action="store_true", help="keep the target's weights in OUT")
-    parser.add_argument("--part", choices=["target", "generate"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    out: Path = options.out
+    """Run all stages and write what they took."""
+    numbers = {"layers": 32, "tokens": 512, "sequences": 8, "codec": "lossless", "keep": False}
+    options = parsed(parser_of(__name__, "out", part={"help": argparse.SUPPRESS}, **numbers))
+    out = Path(options.out)
     parts: dict[str, Callable[[], None]] = {
         "target": lambda: make_target(out / "target", SHAPE, options.layers),
         "generate": lambda: generate_with_each(out),
@@ -144,10 +136,6 @@ def main() -> None:
                 shutil.rmtree(checkpoints)
             record.write_text(json.dumps(asdict(stage)))
         done.append(Stage(**json.loads(record.read_text())))
-    print(f"\n{'stage':20} {'seconds':>8} {'peak GB':>8} {'MB':>10} {'files':>6}")
-    for stage in done:
-        size = f"{stage.n_bytes / 1e6:10.1f} {stage.n_files:6}" if stage.n_files else ""
-        print(f"{stage.name:20} {stage.seconds:8.1f} {stage.peak_gb:8.2f} {size}")
     document = {"stages": [asdict(stage) for stage in done], "settings": settings_of(options, "keep", "part")}
     print(write_record(out, "real-shape", document))
     if not options.keep:

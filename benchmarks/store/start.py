@@ -10,13 +10,14 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import in_turn, run
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.names import PARTS_NAME, commit_path
@@ -45,15 +46,10 @@ def recipe(n_parts: int) -> tuple[StoreManifest, pa.Table]:
     plan = plan_parts(pa.table(columns), PART_TOKENS, 64)
     counts = plan_counts(plan)
     manifest = StoreManifest(
-        fields=FIELDS,
-        target={"vocab_size": 128_256},
-        identities={},
-        extraction={},
-        codec=StoreCodec("lossless", FIELDS).describe(),
-        n_sequences=counts["n_sequences"],
-        n_parts=counts["n_parts"],
-        n_tokens=counts["n_tokens"],
-    )
+        fields=FIELDS, target={"vocab_size": 128_256}, identities={}, extraction={},
+        codec=StoreCodec("lossless", FIELDS).describe(), n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"], n_tokens=counts["n_tokens"],
+    )  # fmt: skip
     return manifest, plan
 
 
@@ -92,39 +88,21 @@ def count(folder: Path) -> tuple[int, int]:
     return sum(files for files, _ in found), sum(folders for _, folders in found)
 
 
-def seconds(store: Path, n_parts: int) -> dict[str, float]:
-    """Seconds to start each of three commands on a store that nothing is missing of."""
-    manifest, plan = recipe(n_parts)
-    times = {}
-    for name, action in (
-        ("open for writing", lambda: StoreWriter.create_or_resume(store, manifest, plan).close()),
-        ("open for reading", lambda: ActivationStore(store).close()),
-        ("inspect", lambda: summarize_store(store)),
-    ):
-        start = time.perf_counter()
-        action()
-        times[name] = time.perf_counter() - start
-    return times
-
-
-def main() -> None:
-    """Make, open and tell."""
-    parser = argparse.ArgumentParser(description="Measure starting on a store of many parts.")
-    parser.add_argument("--parts", type=int, default=3772, help="parts of the store")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="for the stores")
-    add_out_option(parser)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Make a store that nothing is missing of, and start each of three commands on it in turns."""
     with tempfile.TemporaryDirectory(prefix="moa-data-start-", dir=options.folder) as folder:
         store = Path(folder) / "store"
         layout = make(store, options.parts)
-        turns = [seconds(store, options.parts) for _ in range(options.turns)]
-    medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
-    found = {"n_parts": options.parts} | layout | {f"{name} s": round(value, 3) for name, value in medians.items()}
-    print(found)
-    record = {"figures": {"version 2": found}, "settings": settings_of(options, "folder")}
-    print(write_record(options.out, "start", record))
+        manifest, plan = recipe(options.parts)
+        works: dict[str, Callable[[], object]] = {
+            "open for writing": lambda: StoreWriter.create_or_resume(store, manifest, plan).close(),
+            "open for reading": lambda: ActivationStore(store).close(),
+            "inspect": lambda: summarize_store(store),
+        }
+        turns = in_turn(works, options.turns, on_the_wall=True)
+    medians = {f"{name} s": round(statistics.median(taken), 3) for name, taken in turns.items()}
+    return {"figures": {"version 2": {"n_parts": options.parts} | layout | medians}}
 
 
 if __name__ == "__main__":
-    main()
+    run("start", measure, parts=3772, turns=3, folder=Path)

@@ -8,13 +8,11 @@ cut. The variant without layer self-attention gets its weights back as wider MLP
         [--n-prompts 40] [--max-new-tokens 128] [drafter sizes]
 
 Variants with target layers need a store that holds them; the script names the flags of `moa-data extract` and goes on
-without. Everything is kept in OUT, and running it again goes on from there; OUT/ablations.json and .md show all results
-that are there.
+without. Everything is kept in OUT, and running it again goes on from there.
 """
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kit.records import provenance
-from benchmarks.training.drafter_options import add_size_options, chosen, small_config
+from benchmarks.kit.harness import run
+from benchmarks.training.drafter_options import SIZE_OPTIONS, chosen, small_config
 from benchmarks.training.kept import kept, trained
 from moa_data.errors import DrafterError, TrainingError
 from moa_data.evaluation.config import EvalConfig
@@ -97,14 +95,14 @@ class Result:
         return [(prompt, sum(one["log_probs"]), float(len(one["log_probs"]))) for prompt, one in self._written()]
 
 
-MEASURES: dict[str, tuple[str, str, Callable[[Result], list[Value]]]] = {
-    "chain": ("acceptance length, chain", "{:.2f}", lambda result: result.acceptance("chain")),
-    "tree": ("acceptance length, tree", "{:.2f}", lambda result: result.acceptance("tree")),
-    "common_prefix": ("alone: tokens like the target's", "{:.2f}", Result.common_prefix),
-    "agreement": ("alone: agreement", "{:.1%}", Result.agreement),
-    "log_prob": ("alone: log-probability per token, nats", "{:.2f}", Result.log_prob),
+MEASURES: dict[str, Callable[[Result], list[Value]]] = {
+    "chain": lambda result: result.acceptance("chain"),
+    "tree": lambda result: result.acceptance("tree"),
+    "common_prefix": Result.common_prefix,
+    "agreement": Result.agreement,
+    "log_prob": Result.log_prob,
 }
-"""Key -> (title, form, values per prompt). Intervals are over prompts, all seeds of a prompt together."""
+"""Key -> values per prompt. Intervals are over prompts, all seeds of a prompt together."""
 
 
 def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) -> dict[str, Any]:
@@ -194,7 +192,7 @@ def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, 
         "ratio": {method: [result.speed(method) for result in results] for method in ("chain", "tree")},
     }
     pairs = [(ours, full) for ours in results for full in baseline if ours.seed == full.seed]
-    for key, (_, _, values) in MEASURES.items():
+    for key, values in MEASURES.items():
         found = [value for result in results for value in values(result)]
         mean, interval = ratio_with_interval([value[0] for value in found], [value[1:] for value in found])
         by_seed = [ratio_with_interval([v[0] for v in own], [v[1:] for v in own])[0] for own in map(values, results)]
@@ -206,88 +204,25 @@ def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, 
     return row
 
 
-def bounds(interval: Sequence[float] | None, form: str) -> str:
-    """Write an interval in brackets."""
-    return "" if interval is None else f" ({form.format(interval[0])} to {form.format(interval[1])})"
-
-
-def table(rows: Rows, options: argparse.Namespace, skipped: dict[str, str]) -> str:
-    """Write all results as Markdown."""
-    titles = ["variant", "weights", "expected acceptance length (validation)"]
-    for key, (title, _, _) in MEASURES.items():
-        titles += [title, "of full"] if key in ("chain", "tree") else [title]
-    titles += ["tokens/s over plain, chain", "tree"]
-    lines = [
-        f"{options.steps} steps each, seeds {', '.join(map(str, options.seeds))}; {options.n_prompts} prompts, at most "
-        f"{options.max_new_tokens} new tokens; {options.cuts} cuts of each answer, {options.n_tokens} tokens alone. "
-        "Intervals: 95 %, bootstrap over prompts, seeds together; they do not say how much another seed would differ.",
-        "",
-        "| " + " | ".join(titles) + " |",
-        "|---" * len(titles) + "|",
-    ]
-    for row in rows:
-        cells = [f"{row['variant']}: {row['what']}", f"{row['n_parameters']:,}"]
-        cells.append(", ".join("-" if v is None else f"{v:.2f}" for v in row["expected_acceptance_length"]))
-        for key, (_, form, _) in MEASURES.items():
-            cells.append(form.format(row[key]["mean"]) + bounds(row[key]["interval"], form))
-            if key in ("chain", "tree"):
-                of_full = row[key].get("of_full")
-                share = "{:.1%}"
-                interval = bounds(row[key].get("of_full_interval"), share)
-                cells.append("-" if of_full is None else share.format(of_full) + interval)
-        cells += [", ".join(f"{value:.2f}" for value in row["ratio"][method]) for method in ("chain", "tree")]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", *(f"Skipped {variant}: {why}" for variant, why in skipped.items())]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Ablations of Mixture of Attentions.")
-    parser.add_argument("store")
-    parser.add_argument("model")
-    parser.add_argument("prompts")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=340)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--n-prompts", type=int, default=40)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--tree", default="6x8x62")
-    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together")
-    parser.add_argument("--cuts", type=int, default=3)
-    parser.add_argument("--n-tokens", type=int, default=32, help="tokens that a drafter writes alone")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="auto")
-    add_size_options(parser)
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Train and measure what is not there yet, then write the table of all."""
-    options = parse_options()
-    torch.set_num_threads(options.threads)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train and measure what is not there yet, seed by seed, so that all variants are there early."""
+    options.out = Path(options.folder)
     options.out.mkdir(parents=True, exist_ok=True)
     with ActivationStore(options.store) as store:
         frozen = FrozenTarget.load(store.target_path, 0)
     skipped = unusable(options, frozen)
     results: dict[str, list[Result]] = {}
-    # Seed by seed, so that all variants are there early.
     for seed in options.seeds:
         for variant in options.variants:
-            if variant in skipped:
-                continue
-            training = trained(train_config(options, variant, seed, frozen))
-            results.setdefault(variant, []).append(measured(options, variant, seed, training))
-            rows = [figures(own, results.get(FULL, [])) for own in results.values()]
-            text = table(rows, options, skipped)
-            document = {"rows": rows, "skipped": skipped, "provenance": provenance()}
-            (options.out / "ablations.json").write_text(json.dumps(document, indent=1) + "\n")
-            (options.out / "ablations.md").write_text(text)
-            done = next(row for row in rows if row["variant"] == variant)
-            print(f"{variant}, seed {seed}: chain {done['chain']['by_seed'][-1]:.3f}", flush=True)
-    print((options.out / "ablations.md").read_text())
+            if variant not in skipped:
+                training = trained(train_config(options, variant, seed, frozen))
+                results.setdefault(variant, []).append(measured(options, variant, seed, training))
+    return {"rows": [figures(own, results.get(FULL, [])) for own in results.values()], "skipped": skipped}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "ablations", measure, "store", "model", "prompts", "folder", steps=340, seeds=[0], n_prompts=40,
+        variants={"nargs": "+", "choices": list(VARIANTS), "default": list(VARIANTS)}, max_new_tokens=128,
+        tree="6x8x62", batch_size=1, cuts=3, n_tokens=32, threads=1, device="auto", **SIZE_OPTIONS,
+    )  # fmt: skip

@@ -20,12 +20,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.kit.harness import parsed, parser_of
 from benchmarks.kit.records import provenance
 from benchmarks.training.drafter_options import small_config
 from benchmarks.training.kept import trained
-from benchmarks.training.leaderboard import acceptance, add_decoding_options, report_name
+from benchmarks.training.leaderboard import DECODING, acceptance, report_name
 from moa_data.trainer.config import TrainConfig
 
 READ = (1, 3, 6)
@@ -118,26 +117,14 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
     }  # fmt: skip
 
 
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    for name in ("store", "model", "prompts"):
-        parser.add_argument(name)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=340)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0], help="times the preset's learning rates")
-    parser.add_argument("--only", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS), metavar="DRAFTER")
-    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=NUMBER", help="of every drafter of --only")
-    parser.add_argument("--validation-sequences", type=int, default=150)
-    add_decoding_options(parser)
-    return parser.parse_args()
-
-
 def main() -> None:
     """Train and measure what is not there yet, and write all rows that are."""
-    options = parse_options()
-    torch.set_num_threads(options.threads)
+    only = {"nargs": "+", "choices": list(DRAFTERS), "default": list(DRAFTERS), "metavar": "DRAFTER"}
+    changes = {"nargs": "+", "default": [], "metavar": "SETTING=NUMBER"}
+    own = {"steps": 340, "seeds": [0, 1], "rates": [0.5, 1.0], "only": only, "set": changes}
+    words = ("store", "model", "prompts", "out")
+    options = parsed(parser_of(__name__, *words, validation_sequences=150, **own, **DECODING))
+    options.out = Path(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         rate, tried = chosen_rate(options, name)

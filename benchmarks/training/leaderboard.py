@@ -21,8 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.kit.harness import parsed, parser_of
 from benchmarks.kit.records import provenance
 from benchmarks.training.kept import kept
 from moa_data.evaluation.config import EvalConfig
@@ -47,6 +46,13 @@ SPEED_LENGTH, STOPPED_LENGTH = 7, 10
 ALONE_TOKENS, ALONE_CUTS = 32, 3
 POSITIONS = (1, 2, 3, 5, 7, 10)
 """Places in a chain of ten whose share of accepted drafts the table has."""
+
+
+DECODING: dict[str, Any] = {
+    "target": {"required": True}, "n_prompts": 40, "batch_size": 10, "max_new_tokens": 128, "speed_prompts": 12,
+    "threads": 1, "device": "auto",
+}  # fmt: skip
+"""Options of how test prompts are decoded; a batch holds for all but tokens/s."""
 
 
 def decoded(options: argparse.Namespace, name: str, run: str, shape: dict[str, Any], **own: Any) -> dict[str, Any]:
@@ -140,38 +146,11 @@ def speeds(options: argparse.Namespace, name: str, run: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of how test prompts are decoded."""
-    parser.add_argument("--target", required=True, help="what the leaderboard calls the target, such as gsm8k")
-    parser.add_argument("--n-prompts", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=10, help="prompts decoded together, but for tokens/s")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--speed-prompts", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="auto")
-
-
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    for name in ("model", "prompts", "drafter"):
-        parser.add_argument(name)
-    parser.add_argument("--name", required=True, help="of the drafter in the table")
-    parser.add_argument("--tokens", type=int, help="that it was trained on")
-    parser.add_argument("--seconds", type=float, help="processor seconds of training on one thread")
-    parser.add_argument("--trained", default="", help="command, or where the drafter comes from")
-    parser.add_argument("--commit", help="of the code that trained it")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--held-out", help="chats of the training data that the drafter was not trained on")
-    parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"))
-    add_decoding_options(parser)
-    return parser.parse_args()
-
-
 def main() -> None:
     """Measure a drafter, and put its row in the place of an older one of the same name, target, tokens and seed."""
-    options = parse_options()
-    torch.set_num_threads(options.threads)
+    words = {"trained": "", "out": Path("runs/leaderboard"), "name": {"required": True}} | DECODING
+    known = {"tokens": int, "seconds": float, "commit": str, "seed": int, "held_out": str}
+    options = parsed(parser_of(__name__, "model", "prompts", "drafter", **words, **known))
     options.out.mkdir(parents=True, exist_ok=True)
     report_file = Path(options.drafter) / REPORT_FILE
     report = json.loads(report_file.read_text()) if report_file.is_file() else {}

@@ -10,7 +10,6 @@ same step. Reported are medians over the pairs with their quartiles, and the ste
 """
 
 import argparse
-import statistics
 import tempfile
 import time
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kit.records import add_out_option, write_record
-from benchmarks.training.drafter_options import add_size_options, add_training_options, chosen, small_config
+from benchmarks.kit.harness import quartiles, run
+from benchmarks.training.drafter_options import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, small_config
 from moa_data.machine import keep_freed_memory
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.live import Target
@@ -62,47 +61,6 @@ def run_target(target: Target, batch: Batch) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Run the pairs, print the figures and write them."""
-    parser = argparse.ArgumentParser(description="Compare a training step from a store with an online one.")
-    parser.add_argument("store")
-    parser.add_argument("model")
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    add_size_options(parser)
-    add_training_options(parser)
-    add_out_option(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
-    with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
-        config = small_config(
-            options.store, folder, max_steps=options.pairs + 2, batch_size=options.batch_size, **chosen(options)
-        )
-        store = ActivationStore(options.store)
-        data = StoreDataModule(store, config)
-        step = DrafterStep(build_module(store, config, data))
-        target = Target.load(options.model, torch.float32, "cpu")
-        sequences = data.train_sequences
-        stream = iter(
-            TrainingStream(
-                BatchReader(store, config, torch.device("cpu")),
-                sequences,
-                store.lengths[sequences],
-                options.pairs + 2,
-                0,
-                1,
-            )
-        )
-        pairs = [_pair(stream, step, target, online_first=bool(i % 2)) for i in range(options.pairs + 2)][2:]
-    figures = _figures(np.array(pairs))
-    for name, (low, median, high) in figures.items():
-        print(f"{name:28} {median:12,.3f}   quartiles {low:,.3f} to {high:,.3f}")
-    settings = {key: value for key, value in config.named().items() if key != "out"}
-    print(write_record(options.out, "online", {"figures": figures, "settings": settings, "n_pairs": options.pairs}))
-
-
 def _pair(stream: Any, step: DrafterStep, target: Target, online_first: bool) -> tuple[float, ...]:
     """One batch on both sides: tokens, waiting, step from the store, target forward, step online."""
     start = time.perf_counter()
@@ -132,8 +90,27 @@ def _figures(pairs: np.ndarray) -> dict[str, list[float]]:
         "store_step_in_target_forwards": from_store_s / forward_s,
         "data_wait_share": wait_s / from_store_s,
     }
-    return {name: statistics.quantiles(values.tolist(), n=4) for name, values in figures.items()}
+    return {name: quartiles(values.tolist()) for name, values in figures.items()}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the pairs, of which the first two are not counted; figures are medians and quartiles."""
+    keep_freed_memory()
+    n_pairs = options.pairs + 2
+    with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
+        config = small_config(
+            options.store, folder, max_steps=n_pairs, batch_size=options.batch_size, **chosen(options)
+        )  # fmt: skip
+        store = ActivationStore(options.store)
+        data = StoreDataModule(store, config)
+        step = DrafterStep(build_module(store, config, data))
+        target = Target.load(options.model, torch.float32, "cpu")
+        rows = data.train_sequences
+        reader = BatchReader(store, config, torch.device("cpu"))
+        stream = iter(TrainingStream(reader, rows, store.lengths[rows], n_pairs, 0, 1))
+        pairs = [_pair(stream, step, target, online_first=bool(i % 2)) for i in range(n_pairs)][2:]
+    return {"figures": _figures(np.array(pairs)), "config": config.named()}
 
 
 if __name__ == "__main__":
-    main()
+    run("online", measure, "store", "model", pairs=40, batch_size=8, threads=1, **SIZE_OPTIONS, **TRAINING_OPTIONS)

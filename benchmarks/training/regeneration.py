@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.kit.records import provenance, settings_of, write_record
+from benchmarks.kit.harness import run
+from benchmarks.kit.records import provenance
 from moa_data.config import nested
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.report import ratio_with_interval
@@ -77,10 +76,10 @@ def store_of(options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int 
 
 def measured(options: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]:
     """Train a drafter on a kind of chats and decode the prompts with it; returns what both reported."""
-    run, report = options.out / f"run-{kind}-{seed}", options.out / f"eval-{kind}-{seed}.json"
-    if not (run / REPORT_FILE).is_file():
+    folder, report = options.out / f"run-{kind}-{seed}", options.out / f"eval-{kind}-{seed}.json"
+    if not (folder / REPORT_FILE).is_file():
         settings = {
-            "store": str(options.out / f"store-{kind}"), "out": str(run), "drafter": options.drafter, "seed": seed,
+            "store": str(options.out / f"store-{kind}"), "out": str(folder), "drafter": options.drafter, "seed": seed,
             "max_steps": options.steps, "validation_fraction": 0,
         }  # fmt: skip
         keys = {setting.name: setting.key for setting in TrainConfig.settings()} | {"drafter": "drafter"}
@@ -89,13 +88,13 @@ def measured(options: argparse.Namespace, kind: str, seed: int) -> dict[str, Any
     if not report.is_file():
         evaluate(
             EvalConfig.of(
-                model=options.model, prompts=options.test_chats, drafter=(str(run),), method=("plain", "chain"),
+                model=options.model, prompts=options.test_chats, drafter=(str(folder),), method=("plain", "chain"),
                 out=str(report), n_prompts=options.n_prompts, max_new_tokens=options.max_new_tokens, warmup=0,
                 batch_size=options.batch_size, device=options.device,
             ),
             provenance=provenance(),
         )  # fmt: skip
-    return {"training": json.loads((run / REPORT_FILE).read_text()), "rows": json.loads(report.read_text())["rows"]}
+    return {"training": json.loads((folder / REPORT_FILE).read_text()), "rows": json.loads(report.read_text())["rows"]}
 
 
 def acceptance(rows: Rows) -> list[tuple[str, float, float]]:
@@ -129,30 +128,9 @@ def figures(found: dict[str, list[dict[str, Any]]], n_tokens: dict[str, int], se
     return rows
 
 
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Drafters of a dataset's answers and of the target's own.")
-    parser.add_argument("model")
-    parser.add_argument("train_chats", help="jsonl")
-    parser.add_argument("test_chats", help="jsonl")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--chats", type=int, default=400, help="questions that are asked (default 400)")
-    parser.add_argument("--drafter", default="eagle")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--n-prompts", type=int, default=60)
-    parser.add_argument("--max-new-tokens", type=int, default=192)
-    parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=16, help="chats decoded together (default 16)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Answer, extract, train, decode, print and write the record."""
-    options = parse_options()
-    torch.set_num_threads(options.threads)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Answer, extract, train and decode."""
+    options.out = Path(options.folder)
     options.out.mkdir(parents=True, exist_ok=True)
     dataset, own = answered(options)
     if len(own) < 2:
@@ -161,11 +139,11 @@ def main() -> None:
     most = min(store_of(options, kind, chats[kind]) for kind in KINDS)
     n_tokens = {kind: store_of(options, kind, chats[kind], most) for kind in KINDS}
     found = {kind: [measured(options, kind, seed) for seed in options.seeds] for kind in KINDS}
-    rows = figures(found, n_tokens, options.seeds)
-    for row in rows:
-        print(json.dumps(row))
-    print(write_record(options.out, "regeneration", {"figures": rows, "settings": settings_of(options)}))
+    return {"figures": figures(found, n_tokens, options.seeds)}
 
 
 if __name__ == "__main__":
-    main()
+    run(
+        "regeneration", measure, "model", "train_chats", "test_chats", "folder", chats=400, drafter="eagle", steps=150,
+        seeds=[0, 1], n_prompts=60, max_new_tokens=192, max_length=512, batch_size=16, threads=1, device="cpu",
+    )  # fmt: skip

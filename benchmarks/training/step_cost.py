@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.harness import quartiles, run
 from benchmarks.training.drafter_options import small_config
 from benchmarks.training.drafters import DRAFTERS, settings_given
 from benchmarks.training.online_step import DrafterStep
@@ -60,16 +60,8 @@ def changes_of(name: str, settings: list[str]) -> dict[str, int]:
     return settings_given([one.removeprefix(f"{name}.") for one in settings if one.startswith(f"{name}.")])
 
 
-def main() -> None:
-    """Take the steps, print each drafter's ratio, and write them."""
-    parser = argparse.ArgumentParser(description="What a training step of each drafter costs beside one of EAGLE-2.")
-    parser.add_argument("store")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--only", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS), metavar="DRAFTER")
-    parser.add_argument("--set", nargs="+", default=[], metavar="DRAFTER.SETTING=NUMBER", help="a size of a drafter")
-    add_out_option(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Take the steps, and compare each drafter's with the first one's."""
     keep_freed_memory()
     store = ActivationStore(options.store)
     names = [FIRST, *(name for name in options.only if name != FIRST)]
@@ -80,14 +72,14 @@ def main() -> None:
     found = {}
     for side in sides:
         ratios = [own / first for own, first in zip(side.seconds, sides[0].seconds, strict=True)][WARM_UP:]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         found[side.name] = {
-            "ratio": [middle, low, high], "cpu_s": statistics.median(side.seconds[WARM_UP:]),
+            "ratio": quartiles(ratios), "cpu_s": statistics.median(side.seconds[WARM_UP:]),
             "n_parameters": side.n_parameters, "n_tokens": side.n_tokens,
         }  # fmt: skip
-        print(f"{side.name:16} {middle:.2f} ({low:.2f}-{high:.2f}) times EAGLE-2, {found[side.name]['cpu_s']:.2f} s")
-    print(write_record(options.out, "step-cost", {"drafters": found, "settings": settings_of(options)}))
+    return {"drafters": found}
 
 
 if __name__ == "__main__":
-    main()
+    only = {"nargs": "+", "choices": list(DRAFTERS), "default": list(DRAFTERS), "metavar": "DRAFTER"}
+    changes = {"nargs": "+", "default": [], "metavar": "DRAFTER.SETTING=NUMBER"}
+    run("step-cost", measure, "store", steps=40, only=only, set=changes, threads=1)

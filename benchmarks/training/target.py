@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.kit.harness import parsed, parser_of
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import train_target
 
@@ -52,25 +53,12 @@ def lay_out(options: argparse.Namespace) -> list[dict[str, Any]]:
     return train
 
 
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--train", type=Path, nargs="+", required=True)
-    parser.add_argument("--test", type=Path, nargs="+", required=True)
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--matrix-learning-rate", type=float, default=0.02)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args()
-
-
 def main() -> None:
     """Lay out the chats, and train unless the target is there."""
-    options = parse_options()
-    torch.set_num_threads(options.threads)
+    files = {"type": Path, "nargs": "+", "required": True}
+    numbers = {"steps": 700, "batch_tokens": 4096, "matrix_learning_rate": 0.02, "learning_rate": 3e-3, "seed": 0}
+    options = parsed(parser_of(__name__, "out", train=files, test=files, threads=2, **numbers))
+    options.out = Path(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     train = lay_out(options)
     config = DemoConfig(
