@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from benchmarks.kit.harness import quartiles, run
+from benchmarks.kit.stores import recipe
 from moa_data.machine import keep_freed_memory
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits, to_float32
 from moa_data.storage.parts.encoding import EncodePool
 from moa_data.storage.parts.grid import array_grid
-from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.parts.shard import TASK_BYTES
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import ALIGNMENT_TOKENS, FieldSpec, StoreManifest, hidden_field, kv_field
+from moa_data.storage.schema import FieldSpec, hidden_field, kv_field
 from moa_data.storage.write.store import StoreWriter
 
 CODECS = ("lossless", "int8")
@@ -63,15 +62,8 @@ def stored(path: Path, n_tokens: int) -> tuple[tuple[FieldSpec, ...], Values]:
 def encode_part(folder: Path, codec_name: str, fields: tuple[FieldSpec, ...], values: Values, n_threads: int) -> None:
     """Write and commit a store of one part, and then encode the same chunks again into memory; both are timed."""
     lengths = [len(next(iter(item.values()))) for item in values]
-    columns = {"sequence_id": [str(i) for i in range(len(values))], "source_row": range(len(values))}
-    counts = {name: pa.array(lengths, pa.int32()) for name in ("n_tokens", "n_response_tokens")}
-    table = pa.table({"sequence_id": columns["sequence_id"], "source_row": pa.array(columns["source_row"])} | counts)
-    plan = plan_parts(table, 1 << 20, ALIGNMENT_TOKENS)
+    manifest, plan = recipe(fields, lengths, codec=codec_name)
     codec = StoreCodec(codec_name, fields)
-    manifest = StoreManifest(
-        fields=fields, target={}, identities={}, extraction={}, n_sequences=len(values), n_parts=1,
-        n_tokens=sum(lengths), codec=codec.describe(),
-    )  # fmt: skip
     codes = [
         {
             name: bits if codec.fields[name].is_identity else codec.fields[name].encode(to_float32(bits, "bfloat16"))
@@ -79,12 +71,12 @@ def encode_part(folder: Path, codec_name: str, fields: tuple[FieldSpec, ...], va
         }
         for item in values
     ]
-    rows = {row["sequence_id"]: row["first_token"] for row in plan.to_pylist()}
+    rows = {row["source_row"]: row["first_token"] for row in plan.to_pylist()}
     with StoreWriter.create_or_resume(folder, manifest, plan) as writer, EncodePool(n_threads) as pool:
         with _CLOCKS["write"], writer.part(0, pool) as out:
-            for index in sorted(range(len(values)), key=lambda index: rows[str(index)]):
+            for index in sorted(range(len(values)), key=rows.__getitem__):
                 for name, encoded in codes[index].items():
-                    out.write(name, rows[str(index)], encoded)
+                    out.write(name, rows[index], encoded)
             out.commit()
         chunks = [chunk for item in codes for name, rows in item.items() for chunk in _chunks(codec, name, rows)]
         with _CLOCKS["encode"]:

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from moa_data.storage.codecs.registry import StoreCodec
+from benchmarks.kit.stores import recipe
 from moa_data.storage.dtypes import bfloat16_bits
-from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 
 SHAPES = {"small": (8, 2, 64, 384), "llama-3-8b": (32, 8, 128, 4096)}
@@ -82,30 +80,13 @@ def draw(shape: str, n_bytes: int) -> Data:
 
 def write_store(data: Data, path: Path) -> None:
     """Writes the sequences as a store, which keeps their order: they are sorted by length, and fill one part."""
-    n = len(data.lengths)
-    columns = {
-        "sequence_id": [f"bench-{row}" for row in range(n)],
-        "source_row": pa.array(range(n), pa.int64()),
-        "n_tokens": pa.array(data.lengths, pa.int32()),
-        "n_response_tokens": pa.array([0] * n, pa.int32()),
-    }
-    plan = plan_parts(pa.table(columns), 1 << 40, 64)
     fields = (tokens_field(), response_mask_field(), *data.fields)
-    manifest = StoreManifest(
-        fields=fields,
-        target={"vocab_size": 32_000},
-        identities={},
-        extraction={},
-        n_sequences=n,
-        n_parts=1,
-        n_tokens=int(data.lengths.sum()),
-        codec=StoreCodec("lossless", fields).describe(),
-    )
+    manifest, plan = recipe(fields, data.lengths.tolist(), target={"vocab_size": 32_000})
     with StoreWriter.create_or_resume(path, manifest, plan) as writer, writer.part(0) as out:
         for row, start in zip(out.sequences.to_pylist(), data.starts.tolist(), strict=True):
             span = slice(start, start + row["n_tokens"])
             out.write("tokens", row["first_token"], np.zeros(row["n_tokens"], np.int32))
-            out.write("response_mask", row["first_token"], np.zeros(row["n_tokens"], np.uint8))
+            out.write("response_mask", row["first_token"], (np.arange(row["n_tokens"]) > 0).astype(np.uint8))
             out.write("kv", row["first_token"], data.kv[span])
             out.write("hidden/last", row["first_token"], data.hidden[span])
         out.commit()

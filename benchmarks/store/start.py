@@ -18,12 +18,12 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.kit.harness import in_turn, run
+from benchmarks.kit.stores import recipe
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.names import PARTS_NAME, commit_path
 from moa_data.storage.parts.commit import PartCommit
 from moa_data.storage.parts.grid import array_grid
-from moa_data.storage.parts.plan import plan_counts, plan_parts
 from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
@@ -34,23 +34,10 @@ SEQUENCES_PER_PART = 64
 FIELDS = (tokens_field(), response_mask_field(), kv_field(32, 8, 128), hidden_field("last", 4096))
 
 
-def recipe(n_parts: int) -> tuple[StoreManifest, pa.Table]:
+def filled(n_parts: int) -> tuple[StoreManifest, pa.Table]:
     """Manifest and plan of parts that are filled to the brim by equal sequences."""
-    n = n_parts * SEQUENCES_PER_PART
-    columns = {
-        "sequence_id": [f"sequence-{row}" for row in range(n)],
-        "source_row": pa.array(range(n), pa.int64()),
-        "n_tokens": pa.array([PART_TOKENS // SEQUENCES_PER_PART] * n, pa.int32()),
-        "n_response_tokens": pa.array([0] * n, pa.int32()),
-    }
-    plan = plan_parts(pa.table(columns), PART_TOKENS, 64)
-    counts = plan_counts(plan)
-    manifest = StoreManifest(
-        fields=FIELDS, target={"vocab_size": 128_256}, identities={}, extraction={},
-        codec=StoreCodec("lossless", FIELDS).describe(), n_sequences=counts["n_sequences"],
-        n_parts=counts["n_parts"], n_tokens=counts["n_tokens"],
-    )  # fmt: skip
-    return manifest, plan
+    lengths = [PART_TOKENS // SEQUENCES_PER_PART] * (n_parts * SEQUENCES_PER_PART)
+    return recipe(FIELDS, lengths, PART_TOKENS, target={"vocab_size": 128_256})
 
 
 def part_files(part: int, n_parts: int) -> dict[str, bytes]:
@@ -65,7 +52,7 @@ def part_files(part: int, n_parts: int) -> dict[str, bytes]:
 
 def make(store: Path, n_parts: int) -> dict[str, float]:
     """Make a store whose parts are all committed; return what each part has in files and folders."""
-    manifest, plan = recipe(n_parts)
+    manifest, plan = filled(n_parts)
     StoreWriter.create_or_resume(store, manifest, plan).close()
     before = count(store / "parts")
     for part in range(n_parts):
@@ -93,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="moa-data-start-", dir=options.folder) as folder:
         store = Path(folder) / "store"
         layout = make(store, options.parts)
-        manifest, plan = recipe(options.parts)
+        manifest, plan = filled(options.parts)
         works: dict[str, Callable[[], object]] = {
             "open for writing": lambda: StoreWriter.create_or_resume(store, manifest, plan).close(),
             "open for reading": lambda: ActivationStore(store).close(),

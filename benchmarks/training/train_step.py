@@ -1,12 +1,12 @@
 """Measures one forward, backward and step of each drafter at the sizes of a real target, and the loader beside it.
 
 The target is a shape with random weights, by default Llama-3-8B's: a store of two long sequences with all layers' keys
-and values, the bundle of embeddings and LM head, and no target. Each drafter trains in a process of its own, on a CPU
-a micro-batch of one sequence, elsewhere the one that a run would choose, from the stored sequences over and over.
-Reported are seconds and the peak memory (of the process; on a GPU, what torch allocated for the steps). The share of
-the device's peak counts all products that a step executes, attention as if each query saw each key; the kernels of
-attention are those of the last step. The loader reads the same sequences with 1 and 2 threads in turn; GB are 10^9 raw
-bytes.
+and values, the states that drafters read, the bundle of embeddings and LM head, and no target. Each drafter trains in a
+process of its own, on a CPU a micro-batch of one sequence, elsewhere the one that a run would choose, from the stored
+sequences over and over. Reported are seconds and the peak memory (of the process; on a GPU, what torch allocated for
+the steps). The share of the device's peak counts all products that a step executes, attention as if each query saw each
+key; the kernels of attention are those of the last step. The loader reads the same sequences with 1 and 2 threads in
+turn; GB are 10^9 raw bytes.
 
     python -m benchmarks.training.train_step [--tokens 2048] [--drafters moa eagle3] [--layers 32] [--folder DIR]
         [--threads 2]
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
@@ -42,19 +41,17 @@ from benchmarks.kit.accelerator import (
 )
 from benchmarks.kit.harness import run
 from benchmarks.kit.shapes import SHAPES, shape_config
+from benchmarks.kit.stores import recipe
 from moa_data.machine import free_memory, keep_freed_memory
-from moa_data.moa.drafters.eagle3 import default_fused_layers
-from moa_data.moa.drafters.registry import DRAFTERS
+from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes
-from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.names import TARGET_NAME
-from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.trainer.batches import Batch, BatchReader
-from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.config import TrainConfig, default_drafters
 from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import DrafterModule
@@ -67,21 +64,12 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
     """Write drawn activations with the bundle of a drawn target."""
     rng, sizes = np.random.default_rng(0), target_sizes(config)
     wide, vocab_size = config.hidden_size, config.vocab_size
-    hidden = ["last", *(f"layer_{layer}" for layer in default_fused_layers(sizes["n_layers"]))]
+    reads = [drafter_class(one.kind).reads(sizes["n_layers"], one) for one in default_drafters()]
+    hidden = ["last", *(f"layer_{layer}" for layer in sorted({layer for one in reads for layer in one.outputs}))]
     kv = kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"])
     activations = (kv, *(hidden_field(name, wide) for name in hidden))
     fields = (tokens_field(), response_mask_field(), *activations)
-    columns = {
-        "sequence_id": [f"ffffffff{row:056x}" for row in range(N_SEQUENCES)],
-        "source_row": pa.array(range(N_SEQUENCES), pa.int64()),
-        "n_tokens": pa.array([n_tokens] * N_SEQUENCES, pa.int32()),
-        "n_response_tokens": pa.array([n_tokens - 1] * N_SEQUENCES, pa.int32()),
-    }
-    plan = plan_parts(pa.table(columns), 1 << 40, 64)
-    manifest = StoreManifest(
-        fields=fields, target=sizes, identities={}, extraction={}, n_sequences=N_SEQUENCES, n_parts=1,
-        n_tokens=N_SEQUENCES * n_tokens, codec=StoreCodec("lossless", fields).describe(),
-    )  # fmt: skip
+    manifest, plan = recipe(fields, [n_tokens] * N_SEQUENCES, target=sizes)
     with StoreWriter.create_or_resume(path, manifest, plan) as writer:
         with writer.target() as folder:
             config.save_pretrained(folder)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaModel
 
+from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.nn import attention
 from moa_data.moa.nn.masks import Mask
 
@@ -62,7 +63,7 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
     positive(records["extract"][0]["figures"], *seconds, "flops", "forward_mfu", "extract_mfu", "extract_tokens_per_s")
     assert records["extract"][0]["figures"]["copies_s"] == [0.0], "nothing is copied on a CPU"
     steps = records["train-step"][0]["steps"]
-    assert list(steps) == ["moa", "eagle", "eagle3", "glide", "medusa", "independent"]
+    assert list(steps) == list(DRAFTERS)
     for kind, found in steps.items():
         positive(found, "mfu", "flops", "step_s", "forward_s", "peak_bytes", "micro_batch", "loss")
         assert bool(found["attention_kernels"]) == (kind != "medusa"), "Medusa's heads do not attend"
