@@ -25,13 +25,13 @@ def parser_of(module: str, *positionals: str, **options: Any) -> argparse.Argume
     Args:
         module: name of the module, whose docstring is the description.
         positionals: names of the arguments without dashes, in order; ``?`` at the end lets one out,
-            and ``+`` takes several.
+            ``+`` takes several, and ``*`` any number.
         options: the name of an option -> its default, whose type it takes; a list takes several values, a type stands
             for an option without default, and a dictionary holds the arguments of ``add_argument`` itself.
     """
     parser = argparse.ArgumentParser(description=sys.modules[module].__doc__, formatter_class=_Help)
     for name in positionals:
-        parser.add_argument(name.rstrip("?+"), nargs=name[-1] if name[-1] in "?+" else None)
+        parser.add_argument(name.rstrip("?*+"), nargs=name[-1] if name[-1] in "?*+" else None)
     for name, default in options.items():
         own: dict[str, Any]
         if isinstance(default, dict):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kit.harness import run
+from benchmarks.kit.harness import medians, run
 from benchmarks.serving.network_conditions import CONDITIONS
 from benchmarks.serving.network_world import JSON, Models, World
 from moa_data.evaluation.prompts import load_prompts
@@ -78,11 +78,11 @@ def figures(result: JSON, reference: list[str]) -> JSON:
     }
 
 
-def medians(runs: list[JSON]) -> JSON:
+def summed(runs: list[JSON]) -> JSON:
     """The median of each figure over turns, and the spread of tokens/s."""
-    single = [name for name, value in runs[0].items() if not isinstance(value, list)]
-    rates = [run["tokens_per_s"] for run in runs]
-    return {name: statistics.median(run[name] for run in runs) for name in single} | {
+    single = [{name: value for name, value in one.items() if not isinstance(value, list)} for one in runs]
+    rates = [one["tokens_per_s"] for one in runs]
+    return medians(single) | {
         "tokens_per_s_least": min(rates),
         "tokens_per_s_most": max(rates),
         "equal": min(run["equal"] for run in runs),
@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     runs = measure_cell(world, options, chats, n_sessions)
                     cell = {"condition": condition, "target_ms": target_ms, "sessions": n_sessions}
                     cells.append(cell | {"runs": runs, "ratios": compare(ids, runs) if n_sessions == 1 else {}})
-                    summary += [cell | {"method": method} | medians(of) for method, of in runs.items()]
+                    summary += [cell | {"method": method} | summed(of) for method, of in runs.items()]
     return {"summary": summary, "cells": cells}
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks.kit.harness import run
 from benchmarks.kit.records import provenance
-from moa_data.config import nested
+from benchmarks.training.drafter_options import small_config
+from benchmarks.training.kept import kept, trained
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.report import ratio_with_interval
 from moa_data.evaluation.run import evaluate
@@ -25,8 +26,6 @@ from moa_data.pipeline.config import ExtractConfig, RegenerateConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.regenerate import regenerate
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.config import PRESETS, REPORT_FILE, TrainConfig
-from moa_data.trainer.fit import train
 
 KINDS = {"dataset": "the dataset's answers", "own": "the target's own answers"}
 Rows = list[dict[str, Any]]
@@ -53,12 +52,12 @@ def store_of(options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int 
         with ActivationStore(options.out / f"store-{kind}-all") as store:
             table = store.sequences.sort_by("source_row")
         total = 0
-        kept: list[int] = []
+        taken: list[int] = []
         for row, length in zip(table["source_row"].to_pylist(), table["n_tokens"].to_pylist(), strict=True):
             if total + length > n_tokens:
                 break
-            total, kept = total + length, [*kept, row]
-        chats = [chats[row] for row in kept]
+            total, taken = total + length, [*taken, row]
+        chats = [chats[row] for row in taken]
     name = kind if n_tokens is not None else f"{kind}-all"
     file = options.out / f"{name}.jsonl"
     file.write_text("".join(json.dumps({"messages": chat["messages"]}) + "\n" for chat in chats), encoding="utf-8")
@@ -76,25 +75,16 @@ def store_of(options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int 
 
 def measured(options: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]:
     """Train a drafter on a kind of chats and decode the prompts with it; returns what both reported."""
-    folder, report = options.out / f"run-{kind}-{seed}", options.out / f"eval-{kind}-{seed}.json"
-    if not (folder / REPORT_FILE).is_file():
-        settings = {
-            "store": str(options.out / f"store-{kind}"), "out": str(folder), "drafter": options.drafter, "seed": seed,
-            "max_steps": options.steps, "validation_fraction": 0,
-        }  # fmt: skip
-        keys = {setting.name: setting.key for setting in TrainConfig.settings()} | {"drafter": "drafter"}
-        given = nested({keys[name]: value for name, value in settings.items()})
-        train(TrainConfig.merged([("", PRESETS["small"]), ("", given)]), provenance=provenance())
-    if not report.is_file():
-        evaluate(
-            EvalConfig.of(
-                model=options.model, prompts=options.test_chats, drafter=(str(folder),), method=("plain", "chain"),
-                out=str(report), n_prompts=options.n_prompts, max_new_tokens=options.max_new_tokens, warmup=0,
-                batch_size=options.batch_size, device=options.device,
-            ),
-            provenance=provenance(),
-        )  # fmt: skip
-    return {"training": json.loads((folder / REPORT_FILE).read_text()), "rows": json.loads(report.read_text())["rows"]}
+    folder = str(options.out / f"run-{kind}-{seed}")
+    given = {"seed": seed, "max_steps": options.steps, "validation_fraction": 0.0}
+    config = small_config(str(options.out / f"store-{kind}"), folder, options.drafter, **given)
+    training = trained(config)
+    decoding = EvalConfig.of(
+        model=options.model, prompts=options.test_chats, drafter=(folder,), method=("plain", "chain"),
+        out=str(options.out / f"eval-{kind}-{seed}.json"), n_prompts=options.n_prompts, warmup=0,
+        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, device=options.device,
+    )  # fmt: skip
+    return {"training": training, "rows": kept(decoding, evaluate)["rows"]}
 
 
 def acceptance(rows: Rows) -> list[tuple[str, float, float]]:
