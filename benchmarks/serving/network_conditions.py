@@ -36,11 +36,6 @@ class Condition:
     up: Direction
     down: Direction
 
-    @property
-    def round_trip_ms(self) -> float:
-        """The mean round trip of a small packet on an idle network, jitter cut off at 0 left out of account."""
-        return self.up.delay_ms + self.down.delay_ms
-
 
 def symmetric(
     name: str, rate_bits_s: float | None = None, delay_ms: float = 0.0, jitter_ms: float = 0.0, loss: float = 0.0

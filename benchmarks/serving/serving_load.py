@@ -57,7 +57,6 @@ LIMITS = ("limits.answer_s=20", "limits.write_s=5", "limits.head_s=5", "limits.b
 """Of the server: short ones, so that each is reached often."""
 CHAT = "/v1/chat/completions"
 MODES = ("server", "client")
-MIB = 1 << 20
 
 
 class Server:
