@@ -44,6 +44,7 @@ Exit codes:
   0    done
   1    done, and verify, repair or audit found something wrong
   2    the input or the options can't be used; one line on stderr says why
+  3    done, and verify or repair found nothing wrong, but parts are still to be written
   70   a fault of moa-data itself; the lines on stderr are what to report
   130  interrupted with Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; the line says how to continue
 """

@@ -26,7 +26,7 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     whatever --drafter proposes.
 
     Answered chats are appended to FILE batch by batch; run the same command again after an interruption, and the bytes
-    are those of a run that was not interrupted. FILE.regeneration.json beside it says who answered, how, and how far.
+    are those of a run that was not interrupted. NAME.regeneration.json beside NAME.jsonl says who answered, and how.
 
     \b
     Examples:
@@ -216,9 +216,15 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * damage.target}")
         return
     if model is None and damage.damages:
-        raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
+        raise Findings(
+            f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts "
+            "with --drop and run the command that made it again."
+        )
     if model is None:
-        raise Incomplete(f"{store} is incomplete: {damage.missing}. Complete it with --model MODEL.")
+        raise Incomplete(
+            f"{store} is incomplete: {damage.missing}. Run the command that made it again, or where its "
+            "extraction had ended, this one with --model MODEL."
+        )
     from ..pipeline.extract import repair as run_repair
 
     with ProgressLine("token") as progress:

@@ -85,7 +85,7 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
     return Group(*[piece for block in blocks for piece in (block, Text())][:-1])
 
 
-COMPLETE_IT = "Run the command that writes it again, or `moa-data repair STORE --model MODEL`."
+COMPLETE_IT = "Run the command that made it again: it writes what is missing."
 """What to do with an incomplete store."""
 
 

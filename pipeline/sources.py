@@ -190,6 +190,6 @@ def recorded_config(store: StorePath) -> ExtractConfig:
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     raise WorkerError(
-        f"{runs} records no finished extraction, so its settings are not known. Run `moa-data repair "
-        f"{json.dumps(str(store))} --drop`, then the command that made the store: it writes what is missing."
+        f"{runs} records no finished extraction, so its settings are not known. Run the command that made the store: "
+        f"it writes what is missing, after `moa-data repair {json.dumps(str(store))} --drop` also what is damaged."
     )

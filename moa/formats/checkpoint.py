@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ...errors import CheckpointError, DrafterError
@@ -194,7 +194,7 @@ def write_layout(
     config.pop("dtype", None)
     config[_OWN_KEY] = {"format": layout.name, "drafter": sizes.to_dict()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / _LAYOUT_WEIGHTS, metadata={"format": "pt"})
+    write_tensors(folder / _LAYOUT_WEIGHTS, weights)
     (folder / _LAYOUT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return len(weights)
 
