@@ -52,7 +52,7 @@ class Backend(Protocol):
         ...
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist; returns whether it holds ``data`` now, whoever wrote it."""
+        """Write a file that must not exist; returns whether it holds ``data`` now, also where another writer put it."""
         ...
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:

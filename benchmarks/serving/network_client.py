@@ -205,7 +205,7 @@ def run_cut(clients: Clients, job: JSON) -> JSON:
         if cuts and shown.n_verified >= cuts[0][0]:
             _, seconds = cuts.pop(0)
             say({"request": "cut", "n_verified": shown.n_verified})
-            timers.append(threading.Timer(seconds, say, [{"request": "mend"}]))
+            timers.append(threading.Timer(seconds, say, [{"request": "restore"}]))
             timers[-1].start()
 
     count()

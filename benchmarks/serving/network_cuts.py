@@ -31,7 +31,7 @@ def cut_answer(world: World, method: str, chat: Any, max_new_tokens: int, cuts: 
     times: list[tuple[str, float]] = []
 
     def act(request: JSON) -> None:
-        times.append((request["request"], world.cut() if request["request"] == "cut" else world.mend()))
+        times.append((request["request"], world.cut() if request["request"] == "cut" else world.restore()))
 
     job = {"do": "cut", "method": method, "chat": chat, "max_new_tokens": max_new_tokens, "cuts": cuts}
     return world.run(job, act) | {"cut_times": times}
@@ -39,20 +39,20 @@ def cut_answer(world: World, method: str, chat: Any, max_new_tokens: int, cuts: 
 
 def complete_cut(result: JSON, reference: list[int]) -> JSON:
     """Figures of an answer with one cut."""
-    (_, cut_s), (_, mended_s) = result["cut_times"]
+    (_, cut_s), (_, restored_s) = result["cut_times"]
     changes = [change for change in result["changes"] if change["at_s"] >= cut_s]
-    alone = [change for change in changes if "alone" in change and change["at_s"] < mended_s]
+    alone = [change for change in changes if "alone" in change and change["at_s"] < restored_s]
     start = alone[0]["start"] if alone else 0
     tokens = [token for change in alone for token in change["alone"]]
     right = [token == other for token, other in zip(tokens, reference[start:], strict=False)]
-    later = [at_s for at_s, _ in result["updates"] if at_s > mended_s]
+    later = [at_s for at_s, _ in result["updates"] if at_s > restored_s]
     return {
         "alone_after_s": alone[0]["at_s"] - cut_s if alone else None,
         "alone_tokens": len(tokens),
         "agrees": right,
         "prefix": next((place for place, same in enumerate(right) if not same), len(right)),
         "rolled_back": result["n_rolled_back"],
-        "recovery_s": later[0] - mended_s if later else None,
+        "recovery_s": later[0] - restored_s if later else None,
     }
 
 

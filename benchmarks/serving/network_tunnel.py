@@ -136,9 +136,9 @@ class Tunnel:
         """Lose every packet from now on, and those on their way."""
         self._ask("cut")
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Carry packets again; connections come back when TCP sends again, which it does ever more rarely."""
-        self._ask("mend")
+        self._ask("restore")
 
     def counts(self) -> dict[Literal["up", "down"], PacketCounts]:
         """What happened to packets of each direction so far; bytes are those of IP packets, headers included."""
@@ -271,8 +271,8 @@ class _Carrier:
 def carry(control: socket.socket, client: int, server: int, up: Direction, down: Direction, seed: int) -> None:
     """Carry packets until the control socket is closed.
 
-    Each message of the control socket is a verb, ``cut``, ``mend`` or ``counts``, and is answered by the counts of both
-    directions as JSON.
+    Each message of the control socket is a verb, ``cut``, ``restore`` or ``counts``, and is answered by the counts of
+    both directions as JSON.
     """
     carriers = {"up": _Carrier(client, server, up, 2 * seed), "down": _Carrier(server, client, down, 2 * seed + 1)}
     is_cut = False

@@ -105,9 +105,9 @@ class World:
         self._tunnel.cut()
         return time.monotonic()
 
-    def mend(self) -> float:
+    def restore(self) -> float:
         """Carry packets again; returns when."""
-        self._tunnel.mend()
+        self._tunnel.restore()
         return time.monotonic()
 
     def _start(self, side: Any, *arguments: str) -> "subprocess.Popen[str]":

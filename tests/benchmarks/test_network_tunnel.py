@@ -136,7 +136,7 @@ def test_tcp_survives_a_cut(conditions: Any, tunnels: Any) -> None:
         client.stdin.flush()  # type: ignore[union-attr]
         while not tunnel.counts()["up"].cut:
             assert client.poll() is None
-        tunnel.mend()
+        tunnel.restore()
         assert client.communicate(timeout=60)[0] == "10000\n"
         tunnel._shuttle.kill()
         with pytest.raises(RuntimeError):
