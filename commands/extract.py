@@ -204,7 +204,7 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
     """
     if model and drop:
         raise StageFailure("give --model to extract the damaged parts again, or --drop to delete them, not both.")
-    from ..storage.care.repair import drop_damage, plan_repair
+    from ..storage.write.repair import drop_damage, plan_repair
 
     with ProgressLine("B", scaled=True) as progress:
         damage = plan_repair(store, progress=progress)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import Interrupted
-from ..serving.server.config import ServeConfig
+from ..serving.config import ServeConfig
 from .console import out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
     from ..moa.drafters.base import Drafter
     from ..moa.targets.live import Target
-    from ..serving.server.grpc import Identities
-    from ..serving.server.http import Service
-    from ..serving.server.run import ServerEnd
+    from ..serving.grpc import Identities
+    from ..serving.http import Service
+    from ..serving.run import ServerEnd
 
 
 @click.command(cls=StageCommand)
@@ -44,7 +44,7 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
-    from ..serving.server.run import ServerRun, check_tls, raise_file_limit
+    from ..serving.run import ServerRun, check_tls, raise_file_limit
 
     if config.tls is not None:
         check_tls(*config.tls)  # before a model is loaded
@@ -76,9 +76,9 @@ def _service(config: ServeConfig) -> "Service":
     from ..moa.targets.chat_tokens import check_template
     from ..moa.targets.live import Target
     from ..moa.targets.template import choose_template_arguments
+    from ..serving.access import BearerTokens
     from ..serving.engine.engine import Engine
-    from ..serving.server.access import BearerTokens
-    from ..serving.server.http import Service
+    from ..serving.http import Service
 
     tokens = BearerTokens.load(config.token_file) if config.token_file else BearerTokens()
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
@@ -95,7 +95,7 @@ def _service(config: ServeConfig) -> "Service":
 
 def _identities(service: "Service") -> "Identities":
     """Hash what clients compare."""
-    from ..serving.server.grpc import Identities
+    from ..serving.grpc import Identities
     from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
     target, drafters = service.target, service.engine.drafters
@@ -114,7 +114,7 @@ def _drafters(config: ServeConfig, target: "Target") -> "dict[str, Drafter]":
 
 def _log_json_lines() -> None:
     """Write the server's log to standard error, one JSON object a line."""
-    from ..serving.server.metrics import JsonLines
+    from ..serving.metrics import JsonLines
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())

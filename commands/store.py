@@ -27,7 +27,7 @@ def inspect(store: StorePath, sample: int | None) -> None:
       moa-data inspect store --sample 3
       moa-data inspect s3://bucket/store
     """
-    from ..storage.care.summary import summarize_store
+    from ..storage.read.summary import summarize_store
     from .views import sample_view, summary_view
 
     if sample is None:
@@ -69,7 +69,7 @@ def verify(store: StorePath, checksums_only: bool) -> None:
       moa-data verify store --checksums-only
       moa-data verify s3://bucket/store --checksums-only
     """
-    from ..storage.care.verify import verify_store
+    from ..storage.read.verify import verify_store
     from .views import COMPLETE_IT, verify_view
 
     with ProgressLine("B", scaled=True) as progress:

@@ -14,8 +14,8 @@ from ..trainer.config import DRAFTER
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import Generation
-    from ..storage.care.summary import StoreSummary
-    from ..storage.care.verify import VerifyReport
+    from ..storage.read.summary import StoreSummary
+    from ..storage.read.verify import VerifyReport
     from ..trainer.fit import RunPlan, TrainReport
 
 BAR_CELLS = 40

@@ -24,13 +24,12 @@ from ..machine import fix_sums
 from ..moa.targets.bundle import held_layers, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
+from ..storage.commit import read_part_commit
 from ..storage.dtypes import to_float32
-from ..storage.names import PLAN_NAME, commit_path
-from ..storage.parts.commit import read_part_commit
-from ..storage.parts.plan import read_plan
 from ..storage.paths import StorePath
+from ..storage.plan import read_plan
 from ..storage.read.store import ActivationStore, read_manifest
-from ..storage.schema import TOKENS, StoreManifest
+from ..storage.schema import PLAN_NAME, TOKENS, StoreManifest, commit_path
 from ..storage.write.addition import (
     StoreAddition,
     extended_codec,

@@ -20,9 +20,9 @@ from ..moa.targets.live import Target, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, asked_the_time
 from ..storage.backend import names_in, read_file
 from ..storage.dtypes import to_float32
-from ..storage.names import RUNS_NAME
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
+from ..storage.schema import RUNS_NAME
 from ..text import Progress
 from .config import ActivationSpec
 from .dataset import ChatSource, Columns

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.backend import put
-from ..storage.care.summary import FieldSummary, StoreSummary, summarize_store
-from ..storage.names import CARD_NAME, below
 from ..storage.paths import AnyPath, StorePath
+from ..storage.read.summary import FieldSummary, StoreSummary, summarize_store
+from ..storage.schema import CARD_NAME, below
 from .config import ExtractConfig
 
 _SIZE_CATEGORIES = (

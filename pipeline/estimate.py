@@ -22,8 +22,8 @@ from ..machine import keep_freed_memory
 from ..moa.targets.bundle import target_sizes
 from ..moa.targets.live import DeviceClock
 from ..storage.codecs.registry import StoreCodec
-from ..storage.parts.encoding import EncodePool
-from ..storage.parts.plan import plan_parts
+from ..storage.encoding import EncodePool
+from ..storage.plan import plan_parts
 from ..storage.schema import ALIGNMENT_TOKENS, StoreManifest
 from ..storage.write.store import StoreWriter
 from ..text import format_hours

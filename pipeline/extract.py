@@ -31,11 +31,11 @@ from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
 from ..storage.backend import open_path
-from ..storage.care.repair import RepairPlan, retract_damage
-from ..storage.names import CODEC_NAME, TEXTS_NAME, commit_path
-from ..storage.parts.commit import read_part_commit
+from ..storage.commit import read_part_commit
 from ..storage.paths import StorePath
+from ..storage.schema import CODEC_NAME, TEXTS_NAME, commit_path
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
+from ..storage.write.repair import RepairPlan, retract_damage
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 from .add import refuse_addition

@@ -24,9 +24,9 @@ from ..moa.targets.template import TEMPLATE_TIME, parse_template_arguments
 from ..storage.backend import open_path
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import StoreCodec
-from ..storage.parts.commit import committed_bytes
-from ..storage.parts.plan import plan_counts, plan_parts
+from ..storage.commit import committed_bytes
 from ..storage.paths import RemotePath, StorePath
+from ..storage.plan import plan_counts, plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
     FieldSpec,

@@ -23,9 +23,9 @@ from ..files import parse_object
 from ..moa.targets.bundle import hash_target, weight_files
 from ..moa.targets.template import template_text
 from ..storage.backend import names_in, read_file
-from ..storage.names import RUNS_NAME
 from ..storage.paths import StorePath
 from ..storage.read.store import read_manifest
+from ..storage.schema import RUNS_NAME
 from ..text import Progress
 from .config import ExtractConfig
 from .dataset import DEFAULT_SPLIT, ChatSource

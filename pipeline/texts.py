@@ -19,8 +19,8 @@ import pyarrow as pa
 from ..files import replacing
 from ..moa.targets.template import parse_template_arguments
 from ..storage.backend import download
-from ..storage.names import TEXTS_NAME
 from ..storage.paths import StorePath
+from ..storage.schema import TEXTS_NAME
 from .config import ExtractConfig
 from .dataset import ChatSource, Columns
 from .sequences import Sequences

@@ -33,9 +33,8 @@ from ..errors import MoaDataError, OptionInvalid, WorkerError
 from ..machine import fix_sums
 from ..moa.targets.live import Target, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
-from ..storage.names import TEXTS_NAME
-from ..storage.parts.shard import new_attempt
-from ..storage.schema import StoreManifest
+from ..storage.schema import TEXTS_NAME, StoreManifest
+from ..storage.shard import new_attempt
 from ..storage.write.store import StoreWriter
 from ..text import Progress
 from .config import parse_fields

@@ -40,7 +40,7 @@ def test_the_tree_is_the_one_of_the_schema() -> None:
 def test_every_manifest_key_and_plan_column_is_explained() -> None:
     from dataclasses import fields
 
-    from moa_data.storage.parts.plan import PLAN_SCHEMA
+    from moa_data.storage.plan import PLAN_SCHEMA
 
     for name in [item.name for item in fields(schema.StoreManifest)] + PLAN_SCHEMA.names:
         assert f"`{name}`" in DOCUMENT

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.server.grpc import STATUSES
+from moa_data.serving.grpc import STATUSES
 from moa_data.serving.wire import CODECS, bytes_per_position
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")

@@ -21,11 +21,11 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target, load_target_tokenizer
 from moa_data.pipeline.audit import audit
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.names import target_commit_path
-from moa_data.storage.parts.commit import target_commit_json
-from moa_data.storage.parts.shard import FileRecord
+from moa_data.storage.commit import target_commit_json
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import target_commit_path
+from moa_data.storage.shard import FileRecord
 from moa_data.tests.kit.command import copied
 from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, only_own_errors, replaced, try_examples
 from moa_data.trainer.config import TrainConfig

@@ -17,11 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moa_data.storage.names import target_commit_path
-from moa_data.storage.parts.commit import target_commit_json
-from moa_data.storage.parts.manifest_commit import write_manifest_commit
-from moa_data.storage.parts.shard import FileRecord
-from moa_data.storage.schema import StoreManifest
+from moa_data.storage.commit import target_commit_json
+from moa_data.storage.manifest_commit import write_manifest_commit
+from moa_data.storage.schema import StoreManifest, target_commit_path
+from moa_data.storage.shard import FileRecord
 from moa_data.tests.kit.command import TRAIN, copied, error_line, refused, run
 from moa_data.tests.kit.hostile import bounded_memory, endless
 

@@ -241,7 +241,7 @@ MIDDLES: dict[str, tuple[str, str, str]] = {
     ),
     "add": ("moa_data.pipeline.forwards.parts:capture", COMMANDS["add"].replace("OUT", "store"), "store is as it was"),
     "recode": ("moa_data.storage.write.part:PartWriter.write", COMMANDS["recode"], "parts are committed in OUT"),
-    "verify": ("moa_data.storage.care.verify:_check_sequence", "verify store", "Nothing was written"),
+    "verify": ("moa_data.storage.read.verify:_check_sequence", "verify store", "Nothing was written"),
     "train": (
         "moa_data.trainer.step:DrafterModule.training_step",
         COMMANDS["train"],

@@ -21,9 +21,9 @@ from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from ..moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
 from ..moa.targets.live import resolve_model_folder
 from ..storage.backend import exists, open_path
-from ..storage.names import MANIFEST_NAME, TARGET_NAME
 from ..storage.paths import RemotePath
 from ..storage.read.store import ActivationStore
+from ..storage.schema import MANIFEST_NAME, TARGET_NAME
 from .config import RUN_FILE, DrafterExportConfig
 
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -32,12 +32,12 @@ from benchmarks.kit.accelerator import device_name
 from benchmarks.kit.harness import in_turn, run
 from moa_data.pipeline.forwards.calibrate import learning_on
 from moa_data.pipeline.recode import codec_for
+from moa_data.storage.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
 from moa_data.storage.codecs.field import FieldCodec
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.parts.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
-from moa_data.storage.parts.grid import array_grid
+from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import TOKENS, FieldSpec, StoredArray, kv_field
 

@@ -26,11 +26,11 @@ import numpy as np
 from benchmarks.kit.harness import run
 from moa_data.moa.targets.bundle import load_target_config
 from moa_data.pipeline.forwards.calibrate import target_rope
+from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.codecs import calibration
 from moa_data.storage.codecs.transform import TransformCodec, TransformSettings
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.parts.chunk import encode_chunk
-from moa_data.storage.parts.grid import array_grid
+from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
 
 INDEX_ENTRY_BYTES = 16

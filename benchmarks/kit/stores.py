@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.parts.plan import plan_counts, plan_parts
+from moa_data.storage.plan import plan_counts, plan_parts
 from moa_data.storage.schema import ALIGNMENT_TOKENS, FieldSpec, StoreManifest
 
 

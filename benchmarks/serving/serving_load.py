@@ -32,7 +32,7 @@ from benchmarks.kit.harness import run
 from moa_data.errors import MoaDataError
 from moa_data.serving.client.client import DraftingClient, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
-from moa_data.serving.server.run import raise_file_limit
+from moa_data.serving.run import raise_file_limit
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
     connect,

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.kit.harness import in_turn, run
 from benchmarks.store.read_data import SHAPES, draw, files_below, write_store
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
 
 REPEATS = 5
 

@@ -19,14 +19,21 @@ import pyarrow as pa
 
 from benchmarks.kit.harness import in_turn, run
 from benchmarks.kit.stores import recipe
-from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.names import PARTS_NAME, commit_path
-from moa_data.storage.parts.commit import PartCommit
-from moa_data.storage.parts.grid import array_grid
-from moa_data.storage.parts.shard import FileRecord
+from moa_data.storage.commit import PartCommit
+from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.read.summary import summarize_store
+from moa_data.storage.schema import (
+    PARTS_NAME,
+    StoreManifest,
+    commit_path,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
+from moa_data.storage.shard import FileRecord
 from moa_data.storage.write.store import StoreWriter
 
 PART_TOKENS = 65_536

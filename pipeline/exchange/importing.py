@@ -17,8 +17,8 @@ from ...errors import InteropError
 from ...moa.targets.bundle import FrozenTarget, hash_target, load_target_config, save_target_bundle, target_sizes
 from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
-from ...storage.parts.plan import plan_parts
 from ...storage.paths import StorePath
+from ...storage.plan import plan_parts
 from ...storage.schema import (
     ALIGNMENT_TOKENS,
     FieldSpec,

@@ -5,7 +5,7 @@
     main thread    forward, gathering, lossy codecs on the device
     copy stream    from the device to pinned host memory (``host_copy``)
     writer thread  cuts values into chunks, hands them out, writes what comes back (``storage.write.part``)
-    encoders       chunks to bytes, on ``n_encode_threads`` threads (``storage.parts.encoding``)
+    encoders       chunks to bytes, on ``n_encode_threads`` threads (``storage.encoding``)
 
 A stage that is slower than those before it makes them wait: at most ``_BATCHES_AHEAD`` batches wait for the writer.
 """
@@ -29,7 +29,7 @@ from ...machine import keep_freed_memory
 from ...moa.targets.bundle import held_layers, load_target_config, save_target_bundle
 from ...moa.targets.live import DeviceClock, Mark, Target, load_target_model
 from ...storage.codecs.registry import StoreCodec
-from ...storage.parts.encoding import EncodePool
+from ...storage.encoding import EncodePool
 from ...storage.write.addition import StoreAddition
 from ...storage.write.lock import BUNDLE_BYTE
 from ...storage.write.part import PartWriter

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..parts.chunk import encode_chunk
+from ..chunk import encode_chunk
 from .calibration import Kept, Place, Sample, Scratch, learn_basis, learn_regression, metric_scale, on_host
 from .coding import (
     CODES_PER_BYTE,

@@ -10,13 +10,12 @@ import numpy as np
 
 from ...errors import StoreDamaged
 from ..backend import MISSING, CachedAs, LocalFile, RemoteFile, crc32c, open_file, read_file, scratch_bytes
-from ..names import PARTS_NAME, ZARR_NAME
-from ..parts.chunk import CRC_BYTES, decode_chunk
-from ..parts.commit import PartCommit
-from ..parts.grid import ArrayGrid, grid_from_metadata
+from ..chunk import CRC_BYTES, decode_chunk
+from ..commit import PartCommit
+from ..grid import ArrayGrid, grid_from_metadata
 from ..paths import StorePath
 from ..read_cache import ReadCache
-from ..schema import StoredArray, StoreManifest
+from ..schema import PARTS_NAME, ZARR_NAME, StoredArray, StoreManifest
 
 MAX_SHARDS = 4096
 """Shards whose indexes a reader keeps: each has 16 bytes per inner chunk, 128 KiB for a shard of 2 GiB."""

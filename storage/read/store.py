@@ -22,21 +22,25 @@ from ...errors import (
 from ..backend import download, exists, open_path, read_file, sizes_of
 from ..codecs.field import FieldCodec, LosslessCodec
 from ..codecs.registry import StoreCodec
+from ..commit import find_size_damage, read_commits, read_target_commit
 from ..dtypes import from_float32
-from ..names import (
+from ..manifest_commit import check_manifest
+from ..paths import StorePath
+from ..plan import check_plan, part_lengths, plan_counts, read_plan
+from ..read_cache import ReadCache, cache_at
+from ..schema import (
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
     TARGET_NAME,
+    TOKENS,
+    FieldSpec,
+    StoredArray,
+    StoreManifest,
     commit_path,
     target_commit_path,
+    tokens_field,
 )
-from ..parts.commit import find_size_damage, read_commits, read_target_commit
-from ..parts.manifest_commit import check_manifest
-from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
-from ..paths import StorePath
-from ..read_cache import ReadCache, cache_at
-from ..schema import TOKENS, FieldSpec, StoredArray, StoreManifest, tokens_field
 from .batch import RowRange, read_ranges, run_in_threads
 from .shards import PartShards
 

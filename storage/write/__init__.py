@@ -1,4 +1,4 @@
-"""Writes stores: one process at a time writes parts, commits them and adds fields to them.
+"""Writing a store: parts, their commits, additions of fields, and repairs.
 
-Every change of a store that is not a repair goes through here.
+Every change of a store goes through here; nothing here runs a model.
 """

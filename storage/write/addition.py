@@ -20,25 +20,14 @@ from ...errors import StoreError, StoreIncomplete, StoreLocked
 from ...files import write_atomic
 from ..backend import put_if_absent, replace_file
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
-from ..names import CODEC_NAME, ZARR_NAME, commit_path
-from ..parts.commit import PartCommit, array_of, read_part_commit
-from ..parts.encoding import EncodePool
+from ..commit import PartCommit, read_part_commit
+from ..encoding import EncodePool
 from ..paths import StorePath
-from ..schema import FieldSpec, StoreManifest
+from ..read.summary import unfinished_fields
+from ..schema import CODEC_NAME, ZARR_NAME, FieldSpec, StoreManifest, commit_path
 from .bucket import changed_meanwhile
 from .part import PartWriter
 from .store import StoreWriter
-
-
-def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
-    """Count the parts that have fields which store.json does not name yet: field -> parts."""
-    found: dict[str, int] = {}
-    for commit in commits:
-        arrays = {array for array in map(array_of, commit.files) if array is not None}
-        steps = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
-        for field in sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps}):
-            found[field] = found.get(field, 0) + 1
-    return found
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:

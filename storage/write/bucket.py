@@ -43,17 +43,10 @@ from pathlib import Path
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
 from ...files import PARTIAL_SUFFIX, disk_full_guard, mapping, parse_object, relative_name, walk, whole_number
 from ..backend import MISSING, download, file_crc32, names_in, read_file
-from ..names import (
-    COMMITS_NAME,
-    PARTS_NAME,
-    TARGET_NAME,
-    commit_path,
-    publication_path,
-    target_commit_path,
-)
-from ..parts.commit import PartCommit, read_part_commit, read_target_commit, target_commit_json
-from ..parts.shard import FileRecord, MakeDurable, new_attempt, partial_name
+from ..commit import PartCommit, read_part_commit, read_target_commit, target_commit_json
 from ..paths import RemotePath, StorePath, requests
+from ..schema import COMMITS_NAME, PARTS_NAME, TARGET_NAME, commit_path, publication_path, target_commit_path
+from ..shard import FileRecord, MakeDurable, new_attempt, partial_name
 from .lock import StoreLock
 
 COMMIT_WITHIN_S = 24 * 3600.0

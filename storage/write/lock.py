@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ...errors import StoreLocked
 from ...files import LockHeld, lock, no_locks, open_lock, read_only
-from ..names import LOCK_NAME, PUBLISH_NAME
+from ..schema import LOCK_NAME, PUBLISH_NAME
 
 # Bytes of publish.lock: documents that several processes may want to write, then parts, then claims of parts.
 TEXTS_BYTE, CARD_BYTE, BUNDLE_BYTE = 0, 1, 2

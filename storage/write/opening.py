@@ -26,7 +26,12 @@ from ..backend import (
     sync_names,
 )
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME
-from ..names import (
+from ..grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
+from ..manifest_commit import find_manifest_damage, restore_files
+from ..paths import StorePath
+from ..plan import plan_bytes, plan_counts, read_plan
+from ..read.store import read_manifest
+from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
     LOCK_NAME,
@@ -34,15 +39,12 @@ from ..names import (
     PARTS_NAME,
     PLAN_NAME,
     ZARR_NAME,
+    StoredArray,
+    StoreManifest,
+    flatten,
     is_known,
     manifest_commit_path,
 )
-from ..parts.grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
-from ..parts.manifest_commit import find_manifest_damage, restore_files
-from ..parts.plan import plan_bytes, plan_counts, read_plan
-from ..paths import StorePath
-from ..read.store import read_manifest
-from ..schema import StoredArray, StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:

@@ -13,13 +13,13 @@ from ...errors import StoreError, StoreIncomplete
 from ...files import disk_full_guard
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
+from ..commit import PartCommit
 from ..dtypes import to_float32
-from ..parts.commit import PartCommit
-from ..parts.encoding import EncodePool
-from ..parts.grid import ArrayGrid
-from ..parts.shard import FileRecord, ShardWriter
+from ..encoding import EncodePool
+from ..grid import ArrayGrid
 from ..paths import StorePath
 from ..schema import StoredArray
+from ..shard import FileRecord, ShardWriter
 from .publish import PartPublisher
 
 

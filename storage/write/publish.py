@@ -17,7 +17,9 @@ from typing import Protocol
 from ...errors import StoreDamaged, StoreError
 from ...files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic
 from ..backend import exists, file_crc32
-from ..names import (
+from ..commit import PartCommit, read_part_commit, target_commit_json
+from ..paths import RemotePath, StorePath
+from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
     PARTS_NAME,
@@ -28,9 +30,7 @@ from ..names import (
     is_known,
     target_commit_path,
 )
-from ..parts.commit import PartCommit, read_part_commit, target_commit_json
-from ..parts.shard import FileRecord, MakeDurable, partial_name, sync_file
-from ..paths import RemotePath, StorePath
+from ..shard import FileRecord, MakeDurable, partial_name, sync_file
 from .lock import StoreLock
 
 

@@ -55,26 +55,26 @@ from ..backend import (
     sync_names,
 )
 from ..codecs.registry import StoreCodec
-from ..names import (
+from ..commit import PartCommit, find_size_damage, read_commits, read_part_commit, read_target_commit
+from ..encoding import EncodePool
+from ..grid import ArrayGrid
+from ..manifest_commit import find_manifest_damage, metadata_names, write_manifest_commit
+from ..paths import RemotePath, StorePath
+from ..plan import check_plan, part_lengths, read_plan
+from ..read.store import read_manifest
+from ..schema import (
     COMMITS_NAME,
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
     RUNS_NAME,
     TARGET_NAME,
+    StoreManifest,
     commit_path,
     manifest_commit_path,
     target_commit_path,
 )
-from ..parts.commit import PartCommit, find_size_damage, read_commits, read_part_commit, read_target_commit
-from ..parts.encoding import EncodePool
-from ..parts.grid import ArrayGrid
-from ..parts.manifest_commit import find_manifest_damage, metadata_names, write_manifest_commit
-from ..parts.plan import check_plan, part_lengths, read_plan
-from ..parts.shard import FileRecord, new_attempt
-from ..paths import RemotePath, StorePath
-from ..read.store import read_manifest
-from ..schema import StoreManifest
+from ..shard import FileRecord, new_attempt
 from .bucket import BucketPublisher, changed_meanwhile
 from .lock import StoreLock
 from .opening import (

@@ -30,7 +30,7 @@ from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
-from ..serving.server.drafting import Server
+from ..serving.drafting import Server
 
 QUESTION = "the cat sat on"
 N_NEW = 24

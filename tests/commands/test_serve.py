@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
-from moa_data.serving.server.run import bind
+from moa_data.serving.run import bind
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import write_target

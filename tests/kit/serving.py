@@ -10,11 +10,11 @@ import torch
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
+from moa_data.serving.config import ServeConfig
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.options import EngineOptions
-from moa_data.serving.server.config import ServeConfig
-from moa_data.serving.server.http import Service
-from moa_data.serving.server.run import ServerEnd, ServerRun
+from moa_data.serving.http import Service
+from moa_data.serving.run import ServerEnd, ServerRun
 
 from .models import build_text_model, build_tokenizer
 from .templates import LLAMA3_TEMPLATE

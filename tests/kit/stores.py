@@ -13,8 +13,8 @@ import zarr
 
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
-from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.paths import AnyPath
+from moa_data.storage.plan import plan_parts
 from moa_data.storage.schema import (
     TOKENS,
     FieldSpec,

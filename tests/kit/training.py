@@ -13,7 +13,7 @@ from moa_data.pipeline.config import parse_activations
 from moa_data.pipeline.forwards.capture import capture
 from moa_data.pipeline.plan import field_specs
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.parts.plan import plan_parts
+from moa_data.storage.plan import plan_parts
 from moa_data.storage.schema import StoreManifest
 from moa_data.storage.write.store import StoreWriter
 

@@ -25,9 +25,9 @@ from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards.capture import capture
 from moa_data.pipeline.recode import recode
-from moa_data.storage.care.repair import plan_repair
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree

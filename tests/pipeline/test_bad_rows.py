@@ -15,7 +15,7 @@ from moa_data.pipeline import dataset as dataset_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.plan import ExtractPlan, build_plan
-from moa_data.storage.parts.plan import plan_bytes
+from moa_data.storage.plan import plan_bytes
 from moa_data.tests.kit.chats import random_chats, rejected, write_jsonl
 
 GOOD = [json.dumps(row) for row in random_chats(60)]

@@ -24,10 +24,10 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.forwards.parts import BackgroundWriter, batches
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.parts import encoding, shard
-from moa_data.storage.parts.chunk import encode_chunk
+from moa_data.storage import encoding, shard
+from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE

@@ -15,7 +15,7 @@ import torch
 from moa_data.errors import TargetError
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import error_line, refused, run
 from moa_data.tests.kit.models import build_text_model, build_tokenizer

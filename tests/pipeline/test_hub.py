@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from moa_data.errors import InteropError, OutputOccupied
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.pipeline.hub import drafter_card, pull, push
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.hub import Hub, serving
 

@@ -14,9 +14,9 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
 from moa_data.pipeline.sources import recorded_config
-from moa_data.storage.care.repair import drop_damage, plan_repair
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.parts import shard
+from moa_data.storage import shard
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree

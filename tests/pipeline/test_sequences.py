@@ -18,7 +18,7 @@ from moa_data.pipeline import sequences
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.pipeline.sequences import tokenise_rows
-from moa_data.storage.parts.plan import plan_bytes
+from moa_data.storage.plan import plan_bytes
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 

@@ -19,10 +19,10 @@ from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.sources import pinned_revision, recorded_sources
-from moa_data.storage.care.repair import plan_repair
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.names import TEXTS_NAME, commit_path
 from moa_data.storage.read.store import read_manifest
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import TEXTS_NAME, commit_path
+from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats
 from moa_data.tests.kit.hub import Hub, serving
 

@@ -17,9 +17,9 @@ from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.sequences import Sequences
 from moa_data.pipeline.texts import keep_texts, read_texts
-from moa_data.storage.care.repair import plan_repair
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.names import TEXTS_NAME, commit_path
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import TEXTS_NAME, commit_path
+from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 
 

@@ -18,7 +18,7 @@ from moa_data.pipeline.forwards.parts import Timings
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.texts import keep_texts
 from moa_data.pipeline.workers import PartProgress, device_orders, pending_in_turn, portable, run_processes, run_worker
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.kills import die
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree

@@ -23,14 +23,14 @@ from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.events import Event, LinkChanged, Tokens
-from moa_data.serving.server.config import DraftingOptions
+from moa_data.serving.config import DraftingOptions
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts
 from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 from .client.world import Display
-from .server.drafting import Server
+from .drafting import Server
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import pytest
 
 from moa_data.errors import StorageUnavailable, StoreError
 from moa_data.storage.backend import exists
-from moa_data.storage.care.repair import drop_damage, plan_repair
-from moa_data.storage.care.verify import VerifyReport, verify_store
+from moa_data.storage.read.verify import VerifyReport, verify_store
+from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
@@ -222,9 +222,9 @@ from pathlib import Path
 
 from moa_data.tests.kit import stores as kit
 from moa_data.errors import StorageUnavailable, StoreError
-from moa_data.storage.care.verify import VerifyReport
-from moa_data.storage.care.repair import drop_damage, plan_repair
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.read.verify import VerifyReport
+from moa_data.storage.write.repair import drop_damage, plan_repair
+from moa_data.storage.read.verify import verify_store
 
 recipe, store = kit.make_recipe((70, 3, 130, 64), part_tokens=256), Path("store")
 if os.geteuid() == 0:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreError, StoreNotFound
-from moa_data.storage.care.repair import drop_damage, plan_repair, retract_damage
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write.repair import drop_damage, plan_repair, retract_damage
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
@@ -165,7 +165,7 @@ KILLED_REPAIRS = """
 import shutil, sys
 from pathlib import Path
 
-from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.tests.kit.kills import kill_at_every_change
 
 def repair(n, arm):
@@ -208,7 +208,7 @@ KILLED_REWRITES = """
 import shutil, sys
 from pathlib import Path
 
-from moa_data.storage.care.repair import plan_repair, retract_damage
+from moa_data.storage.write.repair import plan_repair, retract_damage
 from moa_data.tests.kit import stores
 from moa_data.tests.kit.kills import kill_at_every_change
 

@@ -22,9 +22,9 @@ import pytest
 
 from moa_data.errors import StorageUnavailable
 from moa_data.storage.backend import open_path
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.faults import Faults, faulty
 from moa_data.tests.kit.object_stores import Seaweed, empty_place, environment, read_remote_tree, use

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from moa_data.errors import StoreDamaged, StoreError, WorkerError
 from moa_data.pipeline.sources import recorded_config
 from moa_data.storage.backend import crc32c
-from moa_data.storage.care.summary import summarize_store
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec
-from moa_data.storage.parts.manifest_commit import write_manifest_commit
-from moa_data.storage.parts.plan import PLAN_SCHEMA, plan_bytes, read_plan
+from moa_data.storage.manifest_commit import write_manifest_commit
+from moa_data.storage.plan import PLAN_SCHEMA, plan_bytes, read_plan
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.summary import summarize_store
+from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.tests.kit.hostile import (
     QUICK_AND_LONG,

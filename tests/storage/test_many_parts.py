@@ -13,11 +13,10 @@ import pytest
 from moa_data.storage.codecs.coding import Columns, GroupFit
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import TransformCodec
-from moa_data.storage.names import commit_path
-from moa_data.storage.parts.commit import PartCommit, committed_bytes, read_part_commit
-from moa_data.storage.parts.grid import array_grid
+from moa_data.storage.commit import PartCommit, committed_bytes, read_part_commit
+from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import commit_path, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import make_recipe
 

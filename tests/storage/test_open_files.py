@@ -16,8 +16,8 @@ import pytest
 from moa_data.errors import StoreDamaged
 from moa_data.storage import backend
 from moa_data.storage.backend import LocalFile
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 N_PARTS = 32
@@ -101,8 +101,8 @@ def test_too_few_descriptors_for_anything_delete_nothing(many: tuple[Path, Recip
     script = """
 import os, resource, sys
 from moa_data.errors import StorageUnavailable
-from moa_data.storage.care.repair import plan_repair
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.write.repair import plan_repair
+from moa_data.storage.read.verify import verify_store
 
 verify_store(sys.argv[1])  # whatever is imported late is there now
 n_open = max(int(fd) for fd in os.listdir("/dev/fd"))

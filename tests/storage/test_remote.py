@@ -8,12 +8,12 @@ import pytest
 import zarr
 
 from moa_data.errors import StoreDamaged, StoreNotFound
-from moa_data.storage.care.summary import summarize_store
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.summary import summarize_store
+from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.stores import make_recipe
 

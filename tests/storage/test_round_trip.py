@@ -12,7 +12,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.storage.parts import grid
+from moa_data.storage import grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_by_zarr, read_tree, rows_in_store, zarr_array

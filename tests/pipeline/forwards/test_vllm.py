@@ -16,7 +16,7 @@ from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards.vllm_source import VLLM_VERSION, check_vllm
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit import vllm
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run

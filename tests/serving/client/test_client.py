@@ -19,7 +19,7 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import MODES, DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.events import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
-from moa_data.serving.server.grpc import Identities
+from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import drafter_identity, tokenizer_identity
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
@@ -27,7 +27,7 @@ from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.tests.kit.variants import quick
 
-from ..server.drafting import Server
+from ..drafting import Server
 from .room import DRAFTERS, HASTY, PROMPTS, Watched, model, plain, restored, target
 
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.95, repetition_penalty=1.1)

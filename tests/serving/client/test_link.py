@@ -16,7 +16,7 @@ from moa_data.serving.client.link import Down, Link, LinkEvent, Received, Up
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.proxy import Proxy
 
-from ..server.drafting import Server
+from ..drafting import Server
 from .room import target
 
 OPEN = pb.ClientMessage(sequence=1, open=pb.Open(protocol=1, tokens=[5, 6], n_prompt=2, max_new_tokens=4))

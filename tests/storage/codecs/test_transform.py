@@ -13,7 +13,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from moa_data.errors import CodecUnknown, StoreDamaged, StoreError
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.codecs import coding
 from moa_data.storage.codecs.calibration import early_means
 from moa_data.storage.codecs.coding import mean_rows
@@ -21,8 +21,8 @@ from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.parts.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip

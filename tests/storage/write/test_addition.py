@@ -12,17 +12,16 @@ import pytest
 import zarr
 
 from moa_data.errors import StorageUnavailable, StoreDamaged, StoreError, StoreIncomplete
-from moa_data.storage.care.repair import drop_damage, plan_repair
-from moa_data.storage.care.summary import summarize_store
-from moa_data.storage.care.verify import verify_store
+from moa_data.storage import manifest_commit
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.names import commit_path
-from moa_data.storage.parts import manifest_commit
-from moa_data.storage.parts.commit import read_commits, read_file_records, read_target_commit
-from moa_data.storage.parts.plan import read_plan
+from moa_data.storage.commit import read_commits, read_file_records, read_target_commit
+from moa_data.storage.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
-from moa_data.storage.schema import hidden_field
-from moa_data.storage.write.addition import StoreAddition, extended_codec, unfinished_fields
+from moa_data.storage.read.summary import summarize_store, unfinished_fields
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import commit_path, hidden_field
+from moa_data.storage.write.addition import StoreAddition, extended_codec
+from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from moa_data.storage.backend import open_path
-from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.names import commit_path, publication_path
+from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
-from moa_data.storage.parts.commit import read_part_commit
 from moa_data.storage.paths import RemotePath
-from moa_data.storage.schema import hidden_field, tokens_field
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import commit_path, hidden_field, publication_path, tokens_field
 from moa_data.storage.write.bucket import Publication
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use

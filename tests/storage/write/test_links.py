@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moa_data.errors import StoreDamaged
-from moa_data.storage.care.repair import drop_damage, plan_repair
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.parts.plan import read_plan
+from moa_data.storage.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 

@@ -14,9 +14,9 @@ import pytest
 
 from moa_data.errors import StorageUnavailable, StoreDamaged, StoreError, StoreLocked, StoreMismatch
 from moa_data.files import LockHeld, lock_file
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.names import commit_path
-from moa_data.storage.parts.commit import read_part_commit
+from moa_data.storage.commit import read_part_commit
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import commit_path
 from moa_data.storage.write import lock as lock_module
 from moa_data.storage.write.lock import StoreLock
 from moa_data.storage.write.store import StoreWriter

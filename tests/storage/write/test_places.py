@@ -14,17 +14,16 @@ import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreLocked, StoreMismatch
 from moa_data.storage.backend import names_in, open_path, put, remove_file
-from moa_data.storage.care.repair import drop_damage, plan_repair
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.names import commit_path
-from moa_data.storage.parts.commit import read_part_commit
-from moa_data.storage.parts.shard import partial_name
+from moa_data.storage.commit import read_part_commit
 from moa_data.storage.paths import RemotePath, StorePath
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import hidden_field
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import commit_path, hidden_field
+from moa_data.storage.shard import partial_name
 from moa_data.storage.write import bucket as bucket_module
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.bucket import BucketPart
+from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
 from moa_data.tests.kit.stores import FIELDS, Recipe, make_recipe, read_tree

@@ -24,9 +24,9 @@ from moa_data.errors import (
     StoreLocked,
     StoreMismatch,
 )
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.parts.manifest_commit import write_manifest_commit
+from moa_data.storage.manifest_commit import write_manifest_commit
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.disks import tmpfs

@@ -1,0 +1,112 @@
+"""Settings of `moa-data serve`; the server's parts take them as they are."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from ..config import Common, Config, Count, NonNegative, Positive
+from ..pipeline.config import TemplateKwargs
+from .engine.options import EngineOptions
+
+Port = Annotated[int, Field(ge=0, lt=1 << 16)]
+
+
+class LimitOptions(Config):
+    """Bounds on connections of HTTP, and on what one client may ask for there."""
+
+    most_body_bytes: Count = 1 << 20
+    """Bytes of a request."""
+    body_s: Positive = 30.0
+    """Seconds in which a request's body has to arrive."""
+    answer_s: NonNegative = 600.0
+    """Seconds after which an answer ends, complete or not; 0 for no end."""
+    most_new_tokens: Count = 4096
+    """Tokens of an answer."""
+    requests_per_s: NonNegative = 0.0
+    """Requests of one token or, without tokens, one address; 0 for any number."""
+    requests_at_once: Count = 32
+    """Requests that may come together after a rest."""
+    most_connections: Count = 1024
+    """Open connections. A further one takes the place of the one that has waited longest for a request; where all are
+    being answered, it gets 503."""
+    most_connections_each: Count = 256
+    """Open connections of one address, likewise. A proxy in front has one address for all."""
+    head_s: Positive = 15.0
+    """Seconds in which the head of a request has to arrive, a TLS handshake included."""
+    write_s: Positive = 30.0
+    """Seconds in which a reader has to take the next part of its answer."""
+
+
+class DraftingOptions(Config):
+    """Bounds of the gRPC server, whose clients draft for themselves."""
+
+    most_sessions: Count = 256
+    """Drafting sessions of all clients, connected or not."""
+    most_sessions_each: Count = 64
+    """Sessions of one bearer token or, without tokens, one address."""
+    most_message_bytes: Count = 1 << 20
+    """Bytes of a message."""
+    messages_per_s: Positive = 200.0
+    """Messages of one session; more are read later."""
+    open_s: Positive = 10.0
+    """Seconds in which a stream has to open its session."""
+    idle_s: Positive = 600.0
+    """Seconds after which a session of which nothing was heard is forgotten."""
+    keepalive_s: Positive = 20.0
+    """Seconds of silence after which a connection is tried."""
+    take_s: Positive = 60.0
+    """Seconds in which a client has to take the next message."""
+    most_open_connections: Count = 8192
+    """Open connections; further ones are closed at once."""
+
+
+class ServeConfig(Config):
+    """Settings of `moa-data serve`."""
+
+    model: Common[str]
+    """The target: a folder or a hub id."""
+    drafter: Common[tuple[str, ...]] = ()
+    """Runs of `moa-data train`, or folders with drafters; requests use the first one unless they name another."""
+    name: Common[str | None] = None
+    """Name of the model in requests; default: the last part of --model."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; default: main."""
+    template_kwargs: TemplateKwargs = ()
+    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
+    the drafters were trained from."""
+    host: Common[str] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of the machine's."""
+    port: Common[Port] = 8000
+    """Port of HTTP; 0 for any that is free."""
+    grpc_port: Common[Port | None] = 8001
+    """Port of gRPC, for `moa-data chat` and other clients that draft; 0 for any that is free, none for no gRPC."""
+    allowed_host: tuple[str, ...] = ()
+    """Names, besides localhost and --host, by which web pages and proxies may address a server without tokens."""
+    token_file: Common[str | None] = None
+    """File of bearer tokens, one a line; those who have one may use the server. Default: everybody may."""
+    tls_cert: Common[str | None] = None
+    """File of the server's certificate chain (PEM); with --tls-key."""
+    tls_key: Common[str | None] = None
+    """File of its private key (PEM)."""
+    grace_s: NonNegative = 30.0
+    """Seconds that answers have to end after Ctrl-C or SIGTERM."""
+    dtype: Common[Literal["float32", "bfloat16", "float16"]] = "float32"
+    """Dtype of target and drafters; only float32 promises the tokens of plain decoding."""
+    device: Common[str] = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    engine: EngineOptions = Field(default_factory=EngineOptions)
+    limits: LimitOptions = Field(default_factory=LimitOptions)
+    drafting: DraftingOptions = Field(default_factory=DraftingOptions)
+
+    @override
+    def problems(self) -> list[str]:
+        return ["tls_cert and tls_key belong together"] if bool(self.tls_cert) != bool(self.tls_key) else []
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """Files of the certificate chain and of its key; None for no TLS."""
+        if not self.tls_cert or not self.tls_key:
+            return None
+        return Path(self.tls_cert).expanduser(), Path(self.tls_key).expanduser()

@@ -1,0 +1,426 @@
+"""The gRPC server of ``moa.v1``: one bidirectional stream a drafting session, docs/serving.md explains the exchange.
+
+Three layers: a *stream* reads messages and writes those of its outbox; a *session* (``sessions``) is the text, which
+outlives its streams; the engine computes. Whatever comes in, from garbage to too much, ends at most its own stream,
+with a :class:`Failure` and the gRPC status that goes with it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ..errors import DrafterError, MoaDataError, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ..moa.decoding.sampling import SamplingConfig
+from ..text import first_line
+from . import moa_v1_pb2 as pb
+from .access import BearerTokens, Rate
+from .config import DraftingOptions
+from .engine.engine import Engine
+from .engine.sequence import Request
+from .sessions import DraftingSession, Outbox
+from .wire import PROTOCOL, check_codec
+
+_LOG = logging.getLogger(__name__)
+
+_CODES: dict[type[MoaDataError], str] = {
+    Overloaded: "overloaded", RequestInvalid: "invalid", NotAllowed: "not_allowed", ProtocolMismatch: "mismatch",
+    DrafterError: "invalid",
+}  # fmt: skip
+# Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another.
+_SILENT_S = 10.0
+STATUSES = {
+    "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED, "invalid": grpc.StatusCode.INVALID_ARGUMENT,
+    "not_allowed": grpc.StatusCode.UNAUTHENTICATED, "mismatch": grpc.StatusCode.FAILED_PRECONDITION,
+    "unavailable": grpc.StatusCode.UNAVAILABLE, "idle": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "internal": grpc.StatusCode.INTERNAL,
+}  # fmt: skip
+"""Code of a failure that ends a stream -> the stream's status."""
+
+
+@dataclass(frozen=True)
+class Identities:
+    """Hashes of what the server has, see ``wire``; empty ones are not compared.
+
+    Attributes:
+        drafters: name in the engine -> hash; the first one drafts for clients that name none.
+    """
+
+    target: str = ""
+    tokenizer: str = ""
+    drafters: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, body: pb.Open) -> None:
+        """Compare what an Open says.
+
+        Raises:
+            ProtocolMismatch: client and server do not belong together.
+        """
+        if body.protocol != PROTOCOL:
+            raise ProtocolMismatch(
+                f"the client speaks protocol {body.protocol}, this server {PROTOCOL}; install the same release on both."
+            )
+        given = body.identities
+        for what, theirs, own in (
+            ("target", given.target, self.target), ("tokenizer", given.tokenizer, self.tokenizer)
+        ):  # fmt: skip
+            if theirs and own and theirs != own:
+                raise ProtocolMismatch(
+                    f"the client's {what} is {theirs[:12]}, the server's {own[:12]}; use the same {what} on both sides."
+                )
+
+    def drafter(self, identity: str) -> str:
+        """Find the drafter whose contexts a client wants, by default the first.
+
+        Raises:
+            ProtocolMismatch: it is not here; likewise RequestInvalid where none is.
+        """
+        if not self.drafters:
+            raise RequestInvalid("this server has no drafter, so it makes no contexts; open without a codec.")
+        for name, own in self.drafters.items():
+            if not identity or not own or own == identity:
+                return name
+        known = ", ".join(own[:12] for own in self.drafters.values())
+        raise ProtocolMismatch(
+            f"the client's drafter is {identity[:12]}, the server has {known}; use the same drafter on both sides."
+        )
+
+
+@dataclass
+class DraftingCounts:
+    """What the server has done and holds; ``metrics`` has a line for each."""
+
+    n_sessions: int = 0
+    n_streams: int = 0
+    n_opened: int = 0
+    n_resumed: int = 0
+    n_rebuilt: int = 0
+    n_messages: Counter[str] = field(default_factory=Counter)
+    n_failures: Counter[str] = field(default_factory=Counter)
+    n_bytes_in: int = 0
+    n_bytes_out: int = 0
+
+
+class _Stream:
+    """One stream of one client."""
+
+    def __init__(self) -> None:
+        self.owner, self.address, self.outbox = "", "", Outbox()
+        self.session: DraftingSession | None = None
+        self.last_sequence = 0
+
+    def end(self) -> None:
+        """Send the client away, for the server ends."""
+        self.outbox.fail("unavailable", "the server is going down; open the session again later.", ends=True)
+
+
+class DraftingServer:
+    """Serves streams, and keeps the sessions.
+
+    Args:
+        engine: started before the server is.
+        tokens: of those who may use the server.
+
+    Attributes:
+        port: where it listens.
+        counts: what happened so far.
+    """
+
+    def __init__(self, engine: Engine, identities: Identities, settings: DraftingOptions, tokens: BearerTokens) -> None:
+        self.port, self.counts = 0, DraftingCounts()
+        self._engine, self._identities, self._settings, self._tokens = engine, identities, settings, tokens
+        self._sessions: dict[str, DraftingSession] = {}
+        self._streams: set[_Stream] = set()
+        self._is_draining = False
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0, credentials: Any = None) -> None:
+        """Serve in the running event loop from now on.
+
+        Args:
+            port: 0 for any free one.
+            credentials: ``grpc.ServerCredentials`` for TLS; None for none.
+
+        Raises:
+            ServingError: the port is in use.
+        """
+        settings, keepalive_ms = self._settings, round(self._settings.keepalive_s * 1000)
+        self._server = server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", settings.most_message_bytes),
+                ("grpc.max_concurrent_streams", 2 * settings.most_sessions_each),  # of one connection
+                ("grpc.keepalive_time_ms", keepalive_ms),
+                ("grpc.keepalive_timeout_ms", keepalive_ms),
+                ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives on a minute
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.server_handshake_timeout_ms", round(settings.open_s * 1000)),
+                ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),  # none is open
+                ("grpc.max_allowed_incoming_connections", settings.most_open_connections),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too
+                ("grpc.so_reuseport", 0),  # a port in use is an error
+            ],
+            # Twice the sessions: one that is taken up again has two streams for a moment.
+            maximum_concurrent_rpcs=2 * settings.most_sessions,
+        )
+        # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
+        methods = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("moa.v1.Drafting", methods),))
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = (
+                server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+            )
+        except RuntimeError as error:
+            raise ServingError(f"cannot listen on {address}: {first_line(error)}. Choose another port.") from error
+        await server.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take up nothing more, let what is being done end within some seconds, and stop."""
+        self._is_draining = True
+        end = time.monotonic() + grace_s
+        while self._streams and time.monotonic() < end:
+            for stream in self._streams:
+                if stream.session is None or stream.session.stopped.is_set():
+                    stream.end()
+            await asyncio.sleep(0.02)
+        for stream in self._streams:
+            stream.end()
+        await self._server.stop(1.0)
+        self._sweeper.cancel()
+
+    async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Serve one stream, until either side ends it."""
+        stream = _Stream()
+        self._streams.add(stream)
+        self.counts.n_streams = len(self._streams)
+        reader = asyncio.create_task(self._read(stream, requests, context))
+        try:
+            while (message := await stream.outbox.next()) is not None:
+                data = message.SerializeToString()
+                async with asyncio.timeout(self._settings.take_s):
+                    await context.write(data)
+                self.counts.n_bytes_out += len(data)
+                if stream.session is not None:
+                    stream.session.used_s = time.monotonic()
+                    stream.session.update_hold()
+        except TimeoutError as error:
+            with contextlib.suppress(TimeoutError):  # a client that reads nothing gets its status when it does
+                async with asyncio.timeout(1.0):
+                    message_ = f"nothing was read for {self._settings.take_s:g} s; open the session again."
+                    await context.abort(STATUSES["idle"], message_)
+            raise asyncio.CancelledError from error  # for grpc the stream has been broken off
+        finally:
+            reader.cancel()
+            self._leave(stream)
+        if (failure := stream.outbox.failure) is not None:
+            self.counts.n_failures[failure.code] += 1
+            await context.abort(STATUSES[failure.code], failure.message)
+
+    async def _sweep(self) -> None:
+        """Forget sessions of which nothing has been heard for too long; runs until it is cancelled."""
+        idle_s = self._settings.idle_s
+        while True:
+            await asyncio.sleep(min(5.0, idle_s / 4))
+            late = time.monotonic() - idle_s
+            for session in [each for each in self._sessions.values() if each.used_s < late]:
+                session.send_failure("idle", f"nothing was heard for {idle_s:g} s; open the session again.", ends=True)
+                self._forget(session)
+
+    # Reading
+
+    async def _read(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Take a stream's messages; whatever they are, only this stream may end of it."""
+        late = asyncio.get_running_loop().call_later(self._settings.open_s, self._end_unopened, stream)
+        try:
+            metadata = context.invocation_metadata() or ()
+            stream.owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
+            stream.address = context.peer().rpartition(":")[0]
+            await self._take_messages(stream, requests)
+        except MoaDataError as error:
+            stream.outbox.fail(_code(error), str(error), ends=True)
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # noqa: BLE001 - other streams must not end of it
+            _LOG.exception("a stream failed")
+            stream.outbox.fail("internal", "the server failed; open the session again.", ends=True)
+        finally:
+            late.cancel()
+
+    async def _take_messages(self, stream: _Stream, requests: AsyncIterator[bytes]) -> None:
+        rate = Rate(self._settings.messages_per_s, self._settings.messages_per_s)
+        async for data in requests:
+            self.counts.n_bytes_in += len(data)
+            if wait := rate.take():
+                await asyncio.sleep(wait)
+            await stream.outbox.wait_for_room()
+            try:
+                message = pb.ClientMessage.FromString(data)
+            except DecodeError as error:
+                raise RequestInvalid(f"these {len(data)} bytes are no message of moa.v1; check the client.") from error
+            await self._take(stream, message)
+        # The client says nothing more; it may still read the answers.
+        if stream.session is None:
+            stream.outbox.close()
+        elif stream.session.outbox is stream.outbox:
+            stream.session.end_when_idle()
+
+    def _end_unopened(self, stream: _Stream) -> None:
+        if stream.session is None:
+            stream.outbox.fail("idle", f"no session was opened within {self._settings.open_s:g} s.", ends=True)
+
+    async def _take(self, stream: _Stream, message: pb.ClientMessage) -> None:
+        if message.sequence <= stream.last_sequence:
+            return  # sent again
+        stream.last_sequence = message.sequence
+        kind, session = message.WhichOneof("body"), stream.session
+        self.counts.n_messages[kind or "unknown"] += 1
+        if kind == "ping":
+            stream.outbox.put(pb.ServerMessage(pong=pb.Pong(id=message.ping.id)))
+        elif kind == "open" and session is None:
+            await self._open(stream, message.open)
+        elif session is None:
+            raise RequestInvalid("the session is not open; send Open first.")
+        elif session.outbox is not stream.outbox:
+            return  # another stream has taken the session up
+        elif kind == "close":
+            self._forget(session)
+            stream.outbox.close()
+        elif kind in ("run", "verify", "pause"):
+            try:
+                session.take(message.sequence, getattr(message, kind))
+            except (Overloaded, RequestInvalid) as error:
+                self.counts.n_failures[_code(error)] += 1
+                session.send_failure(_code(error), str(error), answers=message.sequence)
+        else:
+            what = "the session is open already" if kind == "open" else "the message is of no known kind"
+            session.send_failure("invalid", f"{what}; it is ignored.", answers=message.sequence)
+        if session is not None:
+            session.used_s = time.monotonic()
+
+    # Sessions
+
+    async def _open(self, stream: _Stream, body: pb.Open) -> None:
+        if self._is_draining:
+            stream.end()
+            return
+        request = self._request(body)
+        known = self._sessions.get(body.session)
+        if known is None or known.owner != stream.owner:
+            session = self._new_session(stream, request)
+            self._answer_open(stream, session, body, request, was_rebuilt=bool(body.session))
+            return
+        async with known.taking_up:
+            was_rebuilt = await self._take_up(known, request)
+            self._answer_open(stream, known, body, request, was_rebuilt)
+
+    def _request(self, body: pb.Open) -> Request:
+        """Turn an Open into a request for the engine."""
+        self._identities.check(body)
+        drafter, wants_context = next(iter(self._identities.drafters), None), False
+        if body.codec:
+            check_codec(body.codec)
+            drafter = self._identities.drafter(body.identities.drafter)
+            wants_context = self._engine.drafters[drafter].context_width != 0
+        given = body.sampling
+        sampling = SamplingConfig(given.temperature, given.top_p or 1.0, given.top_k, given.repetition_penalty or 1.0)
+        deadline_s = time.monotonic() + body.deadline_ms / 1000 if body.deadline_ms else None
+        return Request(
+            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, given.seed, deadline_s, drafter,
+            wants_context, body.n_context,
+        )  # fmt: skip
+
+    def _answer_open(
+        self, stream: _Stream, session: DraftingSession, body: pb.Open, request: Request, was_rebuilt: bool
+    ) -> None:
+        """Attach a session to its new stream."""
+        engine, own = self._engine, self._identities
+        width = engine.drafters[request.drafter].context_width if request.drafter and request.wants_context else 0
+        drafter = own.drafters.get(request.drafter or "", "")
+        opened = pb.Opened(
+            session=session.id, n_committed=len(session.tokens), context_width=width, was_rebuilt=was_rebuilt,
+            most_drafts=engine.limits.max_drafts, most_positions=engine.target.max_positions,
+            identities=pb.Identities(target=own.target, tokenizer=own.tokenizer, drafter=drafter),
+        )  # fmt: skip
+        stream.session, session.used_s = session, time.monotonic()
+        stream.outbox.put(pb.ServerMessage(opened=opened))
+        session.attach(stream.outbox, len(body.tokens))
+        if width and request.n_context >= session.contexts.first:
+            stream.outbox.send_contexts(session.contexts, body.codec, request.n_context, width)
+
+    async def _take_up(self, known: DraftingSession, request: Request) -> bool:
+        """Take a session from its stream, if it has one; returns whether its text must be read again."""
+        known.check_text(request)
+        known.send_failure("invalid", "another stream has taken the session up.", ends=True)
+        known.detach()
+        await known.stopped.wait()
+        self.counts.n_resumed += 1
+        if self._sessions.get(known.id) is not known:
+            raise Overloaded("the session was forgotten just now; open it again.")
+        known.check_text(request)  # the engine may have added tokens meanwhile
+        if not known.must_rebuild(request):
+            return False
+        self.counts.n_rebuilt += 1
+        known.begin_anew(request)
+        return True
+
+    def _new_session(self, stream: _Stream, request: Request) -> DraftingSession:
+        counted_by = stream.owner or stream.address
+        own = [session for session in self._sessions.values() if session.counted_by == counted_by]
+        if len(own) >= self._settings.most_sessions_each:
+            self._make_room(own)
+        if len(self._sessions) >= self._settings.most_sessions:
+            self._make_room(list(self._sessions.values()))
+        try:
+            session = DraftingSession(
+                secrets.token_urlsafe(), stream.owner, counted_by, self._engine, request, self._forget
+            )
+        except Overloaded:
+            # The engine forgets a text between two calls, so the room is for the next attempt.
+            self._make_room(list(self._sessions.values()))
+            raise
+        self._sessions[session.id] = session
+        self.counts.n_opened += 1
+        self.counts.n_sessions = len(self._sessions)
+        return session
+
+    def _make_room(self, sessions: list[DraftingSession]) -> None:
+        """Forget the session that has been without a stream for longest, else the one whose stream has been silent.
+
+        Raises:
+            Overloaded: all are used.
+        """
+        late = time.monotonic() - _SILENT_S
+        silent = [
+            each for each in sessions
+            if each.outbox is None or (each.used_s < late and (each.stopped.is_set() or each.outbox.is_full))
+        ]  # fmt: skip
+        if not silent:
+            raise Overloaded(f"{len(sessions)} sessions are open, which is the most; close one, or try again later.")
+        session = min(silent, key=lambda session: (session.outbox is not None, session.used_s))
+        session.send_failure("unavailable", "the session gave way to another; open it again.", ends=True)
+        self._forget(session)
+
+    def _forget(self, session: DraftingSession) -> None:
+        session.close()
+        self._sessions.pop(session.id, None)
+        self.counts.n_sessions = len(self._sessions)
+
+    def _leave(self, stream: _Stream) -> None:
+        self._streams.discard(stream)
+        self.counts.n_streams = len(self._streams)
+        session = stream.session
+        if session is not None and session.outbox is stream.outbox:
+            session.detach()
+
+
+def _code(error: MoaDataError) -> str:
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), "internal")

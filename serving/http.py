@@ -1,0 +1,371 @@
+"""OpenAI's API over HTTP: chat completions, completions, models, streamed or not; health and metrics.
+
+The way of a request::
+
+    connections   bounds on connections and times
+    access        foreign pages, tokens, rates
+    here          body within bounds, settings (api), prompt -> tokens in a thread, engine, text as it comes (answer)
+
+A client that goes away frees its text in the engine, one that reads slowly holds it.
+"""
+
+import asyncio
+import copy
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ..errors import Overloaded, PromptUnusable, ServingError, TemplateError
+from ..moa.decoding.sampling import SamplingConfig
+from ..moa.targets.chat import Rejection, parse_prompt
+from ..moa.targets.chat_tokens import prompt_tokens
+from ..moa.targets.live import Target
+from .access import BearerTokens, Guard, Rate
+from .answer import AnswerText
+from .api import AnswerForm, AnswerRequest, ApiError, ChatRequest, CompletionRequest, event
+from .config import LimitOptions
+from .connections import Connection
+from .engine.engine import Engine
+from .engine.sequence import Request, Work
+from .metrics import Metrics, RequestLog, facts_of
+
+_T = TypeVar("_T")
+# Stands for a top_p of 0: only the most likely token.
+_MIN_TOP_P = 1e-9
+# Seconds that a request waits for the room of a reader that was cut off.
+_ROOM_S = 5.0
+# Owners of tokens, or addresses, whose rates are remembered.
+_MAX_OWNERS = 10_000
+# Status in the log of a request whose client has gone; nobody gets it.
+_CLIENT_GONE = 499
+# Characters whose tokens take some hundredths of a second.
+_SHORT_CHARS = 1 << 15
+# Short and long prompts that wait for tokens; further ones are refused.
+_MAX_WAITING = (1024, 16)
+
+
+class Service:
+    """The routes, and what they work with.
+
+    Args:
+        model_name: by which requests name the target.
+        drafter: the drafter of requests that name none; None for plain decoding.
+        fingerprint: stands for the weights in answers.
+
+    Attributes:
+        is_draining: set when the server ends: new requests are refused.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        target: Target,
+        model_name: str,
+        drafter: str | None = None,
+        fingerprint: str = "",
+        tokens: BearerTokens | None = None,
+        limits: LimitOptions | None = None,
+    ) -> None:
+        self.engine, self.target, self.model_name, self.drafter = engine, target, model_name, drafter
+        self.fingerprint, self.tokens, self.limits = fingerprint, tokens or BearerTokens(), limits or LimitOptions()
+        self.is_draining, self._created = False, int(time.time())
+        self.metrics = Metrics(engine.snapshot)
+        self._rates: OrderedDict[str, Rate] = OrderedDict()
+        self._max_chars = engine.limits.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
+        self._tokenizers = [_Tokenizer(target.tokenizer, max_waiting) for max_waiting in _MAX_WAITING]
+
+    def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
+        """Make the application, for :class:`~.connections.HttpServer`; ``access.Guard`` explains the arguments."""
+        app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
+        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        app.add_api_route("/v1/completions", self._completions, methods=["POST"])
+        app.add_api_route("/v1/models", self._models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
+        app.add_api_route("/health", self._health, methods=["GET"])
+        app.add_api_route("/metrics", self._metrics, methods=["GET"])
+        for kind in (ApiError, ServingError, HTTPException, ClientDisconnect, Exception):
+            app.add_exception_handler(kind, _show_error)
+        app.add_middleware(Guard, names=names, checks_hosts=checks_hosts, checks_pages=self.tokens.is_open)
+        app.add_middleware(RequestLog, metrics=self.metrics)
+        return app
+
+    # Routes
+
+    async def _chat(self, request: HttpRequest) -> Response:
+        asked = ChatRequest.parse(await self._body(request))
+        self._check_model(asked.model)
+        encoding = self._tokenize(asked.n_chars, lambda tokenizer: _chat_tokens(tokenizer, asked.messages))
+        return await self._answer(request, asked, await _while_connected(request, encoding))
+
+    async def _completions(self, request: HttpRequest) -> Response:
+        asked = CompletionRequest.parse(await self._body(request))
+        self._check_model(asked.model)
+        prompt = asked.single_prompt
+        if isinstance(prompt, list):
+            return await self._answer(request, asked, prompt)
+        encoding = self._tokenize(len(prompt), lambda tokenizer: _text_tokens(tokenizer, prompt))
+        return await self._answer(request, asked, await _while_connected(request, encoding))
+
+    async def _models(self, request: HttpRequest) -> Response:
+        self._admit(request)
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def _model(self, request: HttpRequest) -> Response:
+        self._admit(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._description())
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "draining"}, 503) if self.is_draining else JSONResponse({"status": "ok"})
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        self._check_token(request)
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _description(self) -> dict[str, Any]:
+        facts = {"id": self.model_name, "object": "model", "created": self._created, "owned_by": "moa-data"}
+        return facts | {"drafters": list(self.engine.drafters)}
+
+    # What is refused: ApiError or ServingError says why
+
+    def _admit(self, request: HttpRequest) -> None:
+        """Check token and rate of a request: 401 or 429."""
+        owner = self._check_token(request)
+        if self.limits.requests_per_s <= 0:
+            return
+        owner = owner or (request.client.host if request.client else "")
+        rate = self._rates.pop(owner, None) or Rate(self.limits.requests_per_s, self.limits.requests_at_once)
+        self._rates[owner] = rate
+        if len(self._rates) > _MAX_OWNERS:
+            self._rates.popitem(last=False)
+        if wait_s := rate.take():
+            raise ApiError(429, "too many requests; send fewer, or later.", None, "rate_limit_exceeded", wait_s)
+
+    def _check_token(self, request: HttpRequest) -> str:
+        return self.tokens.check(request.headers.getlist("authorization"))
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model_name:
+            message = f"there is no model {name[:120]!r} here; this server has {self.model_name}."
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        """Read the body of a request that may be answered: else 400, 401, 408, 413, 429 or 503."""
+        self._admit(request)
+        if self.is_draining:
+            raise ApiError(503, "the server is about to end; ask another, or later.", None, "draining", 5)
+        limits, most = self.limits, self.limits.most_body_bytes
+        too_large = ApiError(413, f"the body has more than {most} bytes; send less.", None, "request_too_large")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        parts, n_bytes = [], 0
+        try:
+            async with asyncio.timeout(limits.body_s):
+                async for part in request.stream():
+                    n_bytes += len(part)
+                    if n_bytes > most:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError as error:
+            message = f"the body did not arrive within {limits.body_s:g} s; send it at once."
+            raise ApiError(408, message, None, "timeout") from error
+        return b"".join(parts)
+
+    async def _tokenize(self, n_chars: int, encode: Callable[[Any], list[int]]) -> list[int]:
+        """Make the tokens of a prompt of so many characters; 400 where it cannot be used, 503 where too many wait."""
+        if n_chars > self._max_chars:  # whatever its tokens are
+            message = f"the prompt has {n_chars} characters, far more than fit; shorten it."
+            raise ApiError(400, message, None, "context_length_exceeded")
+        try:
+            return await self._tokenizers[n_chars > _SHORT_CHARS].run(encode)
+        except (PromptUnusable, TemplateError, UnicodeError) as error:
+            raise ApiError(400, f"the prompt cannot be used: {error}", None, "invalid_prompt") from error
+
+    # Answers
+
+    async def _answer(self, request: HttpRequest, asked: AnswerRequest, tokens: list[int]) -> Response:
+        """Complete a prompt, streamed or at once; the log's middleware closes the answer in any case."""
+        answer = await self._begin(asked, tokens, request.scope["moa_data.connection"])
+        facts = facts_of(request)
+        facts.answer, facts.n_prompt = answer, len(tokens)
+        is_chat = isinstance(asked, ChatRequest)
+        form = AnswerForm(is_chat, self.model_name, self.fingerprint, len(tokens), asked.has_usage)
+        if asked.stream:
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            return StreamingResponse(_events(request, answer, form), 200, headers, "text/event-stream")
+        text = await _while_connected(request, answer.whole())
+        if answer.finish_reason == "deadline":
+            raise _late()
+        return JSONResponse(form.whole(text, answer))
+
+    async def _begin(self, asked: AnswerRequest, tokens: list[int], connection: Connection) -> AnswerText:
+        """Give a prompt to the engine; where it is full, a reader that takes nothing gives way."""
+        start, work = self._request(asked, tokens)
+        give_up_s, has_room = time.monotonic() + _ROOM_S, False
+        while True:
+            try:
+                answer = AnswerText(self.engine, start, work, asked.stops, self._decode)
+            except Overloaded:
+                has_room = has_room or connection.book.drop_stuck()
+                if not has_room or time.monotonic() > give_up_s:
+                    raise
+                await asyncio.sleep(0.02)  # the engine forgets a text between two calls
+            else:
+                if start.deadline_s is not None:
+                    connection.ends_s = start.deadline_s
+                return answer
+
+    def _request(self, asked: AnswerRequest, tokens: list[int]) -> tuple[Request, Work]:
+        engine, limits, drafter = self.engine, self.limits, self.drafter
+        if asked.drafter is not None:
+            drafter = None if asked.drafter == "none" else asked.drafter
+        if drafter is not None and drafter not in engine.drafters:
+            known = ", ".join((*engine.drafters, "none"))
+            message = f"there is no drafter {drafter[:120]!r} here; expected one of {known}."
+            raise ApiError(400, message, "drafter", "invalid_value")
+        sampling = SamplingConfig(
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else max(asked.top_p, _MIN_TOP_P),
+            top_k=asked.top_k or 0,
+            repetition_penalty=asked.repetition_penalty or 1.0,
+        )
+        request = Request(
+            tuple(tokens), len(tokens), self._max_new_tokens(asked, len(tokens)), sampling,
+            secrets.randbits(63) if asked.seed is None else asked.seed,
+            time.monotonic() + limits.answer_s if limits.answer_s > 0 else None, drafter,
+        )  # fmt: skip
+        return request, Work.PLAIN if drafter is None else Work.SPECULATE
+
+    def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
+        """The bound on new tokens: the one asked for, else what is left of the context."""
+        context, most, limit = self.engine.limits.max_positions, asked.n_max_tokens, self.limits.most_new_tokens
+        if n_prompt >= context:
+            message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
+            raise ApiError(400, message, None, "context_length_exceeded")
+        if most is None:
+            return min(limit, context - n_prompt)
+        if n_prompt + most > context:
+            message = (
+                f"the prompt has {n_prompt} tokens and {most} are asked for, {context} fit in all; shorten the "
+                "prompt or ask for fewer."
+            )
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        if most > limit:
+            message = f"at most {limit} tokens an answer; {most} are asked for."
+            raise ApiError(400, message, "max_tokens", "invalid_value")
+        return most
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.target.tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class _Tokenizer:
+    """A tokenizer in a thread of its own: one is not meant to be used by several threads at once.
+
+    Long prompts have another one than short ones, which so never wait for them.
+    """
+
+    def __init__(self, tokenizer: Any, max_waiting: int) -> None:
+        self._original, self._own, self._max_waiting, self._n_waiting = tokenizer, None, max_waiting, 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    async def run(self, encode: Callable[[Any], list[int]]) -> list[int]:
+        """Encode a prompt; when this is cancelled before its turn, never."""
+        if self._n_waiting >= self._max_waiting:
+            raise ApiError(503, "too many prompts wait to be read; try again later.", None, "overloaded", 1)
+        self._n_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(self._encode, encode))
+        finally:
+            self._n_waiting -= 1
+
+    def _encode(self, encode: Callable[[Any], list[int]]) -> list[int]:
+        if self._own is None:
+            self._own = copy.deepcopy(self._original)
+        return encode(self._own)
+
+
+def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    chat = parse_prompt({"messages": messages})
+    if isinstance(chat, Rejection):
+        raise PromptUnusable(f"{chat.reason}: {chat.detail}")
+    return prompt_tokens(tokenizer, chat.messages)
+
+
+def _text_tokens(tokenizer: Any, text: str) -> list[int]:
+    text.encode()  # halves of surrogate pairs are no text
+    return list(tokenizer(text)["input_ids"])
+
+
+async def _events(request: HttpRequest, answer: AnswerText, form: AnswerForm) -> AsyncIterator[bytes]:
+    """Stream an answer as server-sent events; an error comes as the last one."""
+    if first := form.first():
+        yield first
+    error: ApiError | None = None
+    try:
+        async for piece in answer.pieces():
+            yield form.piece(piece)
+    except ServingError as failure:
+        error = ApiError.of(failure)
+    if answer.finish_reason == "deadline":
+        error = _late()
+    if error is not None:
+        facts_of(request).error = error.message
+        yield event(error.body)
+    else:
+        yield form.last(answer)
+
+
+def _late() -> ApiError:
+    return ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
+
+
+async def _show_error(request: HttpRequest, error: Exception) -> Response:
+    """Answer an error in the API's form, and note it for the log."""
+    if isinstance(error, ServingError):
+        error = ApiError.of(error)
+    elif isinstance(error, HTTPException):  # what no route takes
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+        error = ApiError(error.status_code, message, None, "unknown_url")
+    elif isinstance(error, ClientDisconnect):  # in the middle of its body
+        error = ApiError(_CLIENT_GONE, "the client has gone.")
+    elif not isinstance(error, ApiError):  # a fault of the server, which the log has in full
+        error = ApiError(500, "the server failed at this request.", None, "internal_error")
+    facts_of(request).error = error.message
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for some work as long as the client is there.
+
+    Raises:
+        ApiError: it has gone.
+    """
+
+    async def until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(_CLIENT_GONE, "the client has gone.")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()

@@ -1,0 +1,226 @@
+"""A server from its start to its end: engine, HTTP and gRPC in one process and one event loop.
+
+A first signal drains: listeners close, requests that come over open connections are refused, answers have a grace
+period to end, and drafting sessions are told to come back later. A second one, or the end of that period, breaks the
+rest off.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import resource
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvicorn
+
+from ..errors import RequestInvalid
+from .config import ServeConfig
+from .connections import HttpServer
+from .grpc import DraftingServer, Identities
+from .http import Service
+
+_LOG = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MAX_HEADER_BYTES = 1 << 16
+_MAX_FILES = 1 << 16
+# Text that waits in the kernel for each reader: some hundreds of tokens, enough for any line.
+_SEND_BUFFER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class ServerEnd:
+    """How a server ended.
+
+    Attributes:
+        signum: the signal that ended it; None where it was told to end otherwise.
+        n_broken_off: answers that had not ended.
+    """
+
+    signum: int | None
+    n_broken_off: int
+
+
+class ServerRun:
+    """One run of a server.
+
+    Args:
+        config: where to listen, and bounds; neither model nor drafters are loaded from it.
+        on_ready: called with the addresses of HTTP and gRPC once requests are taken; the latter may be None.
+        identities: what drafting clients compare; None for no gRPC.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        config: ServeConfig,
+        on_ready: Callable[[str, str | None], None],
+        identities: Identities | None = None,
+    ) -> None:
+        self._service, self._config, self._on_ready, self._identities = service, config, on_ready, identities
+        self._signum: int | None = None
+        self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
+
+    def end(self, signum: int | None = None) -> None:
+        """Drain, or, when called again, break off; to be called in the event loop."""
+        self._signum = signum
+        if self._ending.is_set():
+            self._breaking_off.set()
+        self._ending.set()
+
+    async def serve(self) -> ServerEnd:
+        """Serve until a signal comes or :meth:`end` is called.
+
+        Raises:
+            ServingError: an address cannot be used, or the files of TLS.
+        """
+        engine = self._service.engine
+        with bind(self._config.host, self._config.port) as listener, self._signals():
+            http = self._http(listener)
+            engine.start()
+            drafting: DraftingServer | None = None
+            try:
+                drafting = await self._start_drafting()
+                serving = asyncio.create_task(http.serve(sockets=[listener]))
+                while not http.started and not serving.done():
+                    await asyncio.sleep(0.01)
+                if http.started:
+                    host, port = listener.getsockname()[:2]
+                    shown = f"[{host}]" if ":" in host else host
+                    scheme = "https" if self._config.tls else "http"
+                    self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
+                    await _first_of(serving, self._ending.wait())
+                return await self._drain(http, serving, drafting)
+            finally:
+                if drafting is not None:
+                    await drafting.stop()
+                engine.stop()
+
+    def _http(self, listener: socket.socket) -> HttpServer:
+        config, service = self._config, self._service
+        names = frozenset(name.lower() for name in (config.host, *config.allowed_host))
+        app = service.app(names, checks_hosts=ip_address(listener.getsockname()[0]).is_loopback)
+        cert, key = config.tls or (None, None)
+        if cert is not None and key is not None:
+            check_tls(cert, key)
+        settings = uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
+            log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_keep_alive=max(1, round(service.limits.head_s)),
+            timeout_graceful_shutdown=max(1, round(config.grace_s)),
+        )  # fmt: skip
+        return HttpServer(settings, service.limits)
+
+    async def _start_drafting(self) -> DraftingServer | None:
+        config, service = self._config, self._service
+        if self._identities is None or config.grpc_port is None:
+            return None
+        credentials = None
+        if config.tls is not None:
+            cert, key = (file.read_bytes() for file in config.tls)
+            credentials = grpc.ssl_server_credentials([(key, cert)])
+        server = DraftingServer(service.engine, self._identities, config.drafting, service.tokens)
+        await server.start(config.host, config.grpc_port, credentials)
+        service.metrics.add(lambda: server.counts)
+        return server
+
+    async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> ServerEnd:
+        """Let what is being done end, or break it off."""
+        self._service.is_draining = True
+        http.should_exit = True
+        _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
+        tasks = [serving]
+        if drafting is not None:
+            tasks.append(asyncio.create_task(drafting.stop(self._config.grace_s)))
+        await _first_of(asyncio.gather(*tasks), self._breaking_off.wait())
+        http.force_exit = True
+        for task in tasks[1:]:
+            task.cancel()
+        await serving
+        rest = list(http.server_state.tasks)
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        return ServerEnd(self._signum, self._service.metrics.n_broken_off)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Let signals end the run, where the event loop is in the main thread."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            # Not by loop.add_signal_handler, which would replace the wakeup descriptor that commands/signals.py reads.
+            end = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.end)
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+                    before[number] = signal.signal(number, lambda signum, _frame: end(signum))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on an address.
+
+    Raises:
+        RequestInvalid: it cannot be used.
+    """
+    with contextlib.ExitStack() as undo:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it. By itself the kernel would take megabytes for a reader that does not read.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            listener.bind((host, port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).rstrip(".")
+            raise RequestInvalid(
+                f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
+            ) from error
+        undo.pop_all()
+    listener.setblocking(False)
+    return listener
+
+
+def raise_file_limit() -> None:
+    """Let the process open as many files as it may: each connection is one, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_tls(cert: Path, key: Path) -> None:
+    """Refuse files that make no TLS server.
+
+    Raises:
+        RequestInvalid: one of them cannot be read, or they do not belong together.
+    """
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise RequestInvalid(
+            f"{cert} and {key} make no TLS server: {error}. Give a certificate chain and its key, both PEM."
+        ) from error
+
+
+async def _first_of(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> None:
+    """Wait for some work or for an event; errors of the work are raised."""
+    waiting = asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        waiting.cancel()

@@ -1,0 +1,508 @@
+"""Drafting sessions: one text each, which the engine decodes and a stream of messages steers.
+
+A session outlives its stream. Everything here happens in the event loop; the engine's commits come to it from its
+thread. What the client asks for is done in order, one thing at a time, since what a message means depends on what is
+committed by then::
+
+    idle        nothing to do, or the engine has nothing to do
+    verifying   one Verify is with the engine; its commit answers it
+    running     the engine decodes, and each commit is sent
+    stopping    the engine was told to stop, and says so after the last commit of the run
+
+What is to be sent waits in the :class:`Outbox` of the stream, the drafter's contexts in the session's own
+:class:`ContextLog`, from which the outbox takes them: after a cut the next stream continues there.
+
+Shapes: n positions, W numbers of a context.
+"""
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import Overloaded, RequestInvalid, ServingError
+from . import moa_v1_pb2 as pb
+from .engine.engine import Engine
+from .engine.sequence import Commit, Request, Work
+from .wire import bytes_per_position, encode
+
+# Messages that wait for the engine. A client that drafts ahead has two on their way.
+_MAX_PENDING = 16
+_RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
+# Contexts sent at once. A chunk on its way delays the next answer, by 3 ms at 20 Mbit/s.
+_CHUNK_BYTES = 8192
+# Answers that wait to be sent, at which their reader is slow.
+_MAX_MESSAGES = 64
+# Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop its answer.
+_MAX_UNSENT = 32 << 20
+# Bytes of contexts that are kept when they were sent: a cut takes with it what was on its way.
+_MAX_KEPT = 4 << 20
+
+
+class State(enum.Enum):
+    """What a session waits for, see above."""
+
+    IDLE = enum.auto()
+    VERIFYING = enum.auto()
+    RUNNING = enum.auto()
+    STOPPING = enum.auto()
+
+
+class DraftingSession:
+    """One text.
+
+    Args:
+        id: what a client takes it up again with.
+        owner: stands for the bearer token of the client that may do so; empty where there are none.
+        counted_by: what bounds the sessions of one client: its owner, or its address, which may change.
+        request: the text, as the client gave it.
+        on_lost: called when the engine has failed with this text.
+
+    Attributes:
+        tokens: prompt and committed answer.
+        finish: why the answer ended; empty before.
+        used_s: ``time.monotonic()`` of the last message from or to its client; kept by the streams.
+        taking_up: held by the stream that attaches itself.
+        stopped: set while the engine does nothing for it.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        owner: str,
+        counted_by: str,
+        engine: Engine,
+        request: Request,
+        on_lost: Callable[["DraftingSession"], None],
+    ) -> None:
+        self.id, self.owner, self.counted_by, self.used_s = id, owner, counted_by, 0.0
+        self.outbox: Outbox | None = None
+        self.taking_up = asyncio.Lock()
+        self._engine, self._loop, self._on_lost = engine, asyncio.get_running_loop(), on_lost
+        # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
+        # committed before it came.
+        self._asked: tuple[int, int, int]
+        self._state, self._asked, self._tag, self._n_begun = State.IDLE, (0, 0, 0), 0, 0
+        self._pending: deque[tuple[int, pb.Run | pb.Verify | pb.Pause]] = deque()
+        self._is_held = self._ends_when_idle = False
+        self.stopped = asyncio.Event()
+        self.stopped.set()
+        self._n_sent = 0  # tokens that the stream's client has, or will have when it has read what was sent
+        self.begin(request)
+
+    def begin(self, request: Request) -> None:
+        """Give the text to the engine, which does nothing with it yet; raises what the engine does."""
+        n_begun = self._n_begun + 1
+        self._sequence_id: int | None = self._engine.add(
+            request, self._hand_commit, lambda error: self._hand_error(n_begun, error)
+        )
+        self._n_begun = n_begun
+        self.request, self.tokens, self.finish = request, list(request.tokens), ""
+        self.contexts = ContextLog(request.n_context)
+
+    def begin_anew(self, request: Request) -> None:
+        """Give the text to the engine once more, with what the client knows of it; for a detached session."""
+        before = self._sequence_id
+        self.begin(replace(request, tokens=max(tuple(self.tokens), request.tokens, key=len)))
+        if before is not None:
+            self._engine.remove(before)
+
+    # The stream
+
+    def check_text(self, request: Request) -> None:
+        """Refuse another text with RequestInvalid, whose answer would be neither the one nor the other.
+
+        A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
+        """
+        own, n_common = self.request, min(len(self.tokens), len(request.tokens))
+        is_same = (
+            (own.n_prompt, own.max_new_tokens, own.sampling, own.seed)
+            == (request.n_prompt, request.max_new_tokens, request.sampling, request.seed)
+            and n_common >= own.n_prompt
+            and list(request.tokens[:n_common]) == self.tokens[:n_common]
+        )  # fmt: skip
+        if not is_same:
+            raise RequestInvalid("the session has another prompt, other settings or other tokens; open a new one.")
+        if request.n_context > len(request.tokens):
+            raise RequestInvalid(f"contexts of {request.n_context} positions cannot be known of this text.")
+
+    def must_rebuild(self, request: Request) -> bool:
+        """Whether the text must be read again: contexts are wanted that are gone, or the client knows more tokens."""
+        if self.finish:
+            return False
+        lacks_contexts = request.wants_context and (
+            not self.request.wants_context
+            or self.request.drafter != request.drafter
+            or request.n_context < self.contexts.first
+        )
+        return lacks_contexts or len(request.tokens) > len(self.tokens)
+
+    def attach(self, outbox: "Outbox", n_known: int) -> None:
+        """Answer to this outbox from now on, first with the tokens that its client, who knows n, lacks."""
+        self.outbox, self._n_sent, self._ends_when_idle = outbox, n_known, False
+        if n_known < len(self.tokens) or self.finish:
+            self._send_tokens()
+
+    def detach(self) -> None:
+        """Answer to nobody, forget what was asked for, and stop the engine."""
+        self.outbox = None
+        self._pending.clear()
+        self.update_hold()
+        self._stop()
+
+    def end_when_idle(self) -> None:
+        """Close the outbox as soon as all that was asked for is answered."""
+        self._ends_when_idle = True
+        self._continue()
+
+    def take(self, sequence: int, body: pb.Run | pb.Verify | pb.Pause) -> None:
+        """Do what a message asks for, after those before it.
+
+        Raises:
+            Overloaded: too many wait already.
+            RequestInvalid: it makes no sense.
+        """
+        if self._sequence_id is None and not self.finish:
+            return  # the engine failed with it, and the client was told
+        if not self.request.n_prompt <= body.start <= len(self.tokens):
+            raise RequestInvalid(
+                f"the message starts at {body.start}, the session has {len(self.tokens)} tokens, "
+                f"{self.request.n_prompt} of them the prompt; open it again with the tokens that you have."
+            )
+        if isinstance(body, pb.Run) and body.mode not in _RUNS:
+            raise RequestInvalid(f"there is no mode {body.mode} of a run; ask for a plain or a speculative one.")
+        if isinstance(body, pb.Verify):  # what _follow could not read; the engine checks the rest
+            n_drafts, most = len(body.tokens), self._engine.limits.max_drafts
+            if n_drafts > most:
+                raise RequestInvalid(f"{n_drafts} drafts are more than the {most} of one call; send them in parts.")
+            if len(body.parents) not in (0, n_drafts):
+                raise RequestInvalid(f"{n_drafts} drafts have {len(body.parents)} parents; give one for each, or none.")
+        if len(self._pending) >= _MAX_PENDING:
+            raise Overloaded(f"{_MAX_PENDING} messages wait to be done; wait for their answers.")
+        self._pending.append((sequence, body))
+        if self._state is State.RUNNING:
+            self._stop()
+        self._continue()
+
+    def update_hold(self) -> None:
+        """Hold the engine while the outbox is full."""
+        is_full = self.outbox is not None and self.outbox.is_full
+        if self._sequence_id is not None and is_full != self._is_held:
+            self._engine.hold(self._sequence_id, is_full)
+        self._is_held = is_full
+
+    def close(self) -> None:
+        """Give up the text."""
+        if self._sequence_id is not None:
+            self._engine.remove(self._sequence_id)
+            self._sequence_id = None
+        self._pending.clear()
+        self._set_state(State.IDLE)
+
+    # What is asked for
+
+    def _continue(self) -> None:
+        while self._state is State.IDLE and self._pending:
+            sequence, body = self._pending.popleft()
+            if isinstance(body, pb.Verify):
+                self._verify(sequence, body)
+            elif isinstance(body, pb.Run):
+                self._run(body)
+            else:
+                self._send_tokens(body.start, answers=sequence)
+        if self._state is State.IDLE and self._ends_when_idle and self.outbox is not None:
+            self.outbox.close()
+
+    def _verify(self, sequence: int, body: pb.Verify) -> None:
+        drafts, parents, known = tuple(body.tokens), tuple(body.parents), self.tokens[body.start :]
+        n_agreed = 0
+        if known or self.finish:
+            node, n_agreed = _follow(drafts, parents, known)
+            if n_agreed < len(known) or self.finish:
+                self._send_tokens(body.start, n_agreed, sequence)
+                return
+            drafts, parents = _below(drafts, parents, node)
+        try:
+            self._start(State.VERIFYING, Work.VERIFY, drafts, parents)
+        except RequestInvalid as error:
+            self.send_failure("invalid", str(error), answers=sequence)
+            return
+        self._asked = (sequence, body.start, n_agreed)
+
+    def _run(self, body: pb.Run) -> None:
+        if self.finish or self._n_sent < len(self.tokens):
+            self._send_tokens()
+        if not self.finish:
+            self._start(State.RUNNING, _RUNS[body.mode])
+
+    def _stop(self) -> None:
+        if self._state in (State.RUNNING, State.VERIFYING):
+            self._start(State.STOPPING, Work.IDLE)
+
+    def _start(self, state: State, work: Work, drafts: tuple[int, ...] = (), parents: tuple[int, ...] = ()) -> None:
+        assert self._sequence_id is not None
+        self._tag += 1
+        self._engine.set_work(self._sequence_id, work, drafts, parents, self._tag)
+        self._set_state(state)
+
+    def _set_state(self, state: State) -> None:
+        self._state = state
+        self.stopped.set() if state is State.IDLE else self.stopped.clear()
+
+    # In the engine's thread
+
+    def _hand_commit(self, commit: Commit) -> None:
+        if commit.context is not None:  # copied here, so that the event loop never waits for a device
+            commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
+        self._loop.call_soon_threadsafe(self._take_commit, commit)
+
+    def _hand_error(self, n_begun: int, error: ServingError) -> None:
+        self._loop.call_soon_threadsafe(self._fail, n_begun)
+
+    # In the event loop
+
+    def _take_commit(self, commit: Commit) -> None:
+        if commit.sequence_id != self._sequence_id:
+            return  # of a text that was given up meanwhile
+        if commit.context is not None:
+            self.contexts.append(commit.context_start, commit.context)
+        self.tokens += commit.tokens
+        if commit.finish:
+            self.finish = commit.finish
+            self._engine.remove(commit.sequence_id)
+            self._sequence_id = None
+        # Contexts of a prompt wait for its end, so that the first tokens go first.
+        is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
+        if commit.tokens or commit.finish or is_read:
+            self.contexts.release()
+            if self.outbox is not None:
+                self.outbox.wake()
+        if commit.tokens or commit.finish:
+            if self._state is State.VERIFYING:
+                sequence, start, n_agreed = self._asked
+                self._send_tokens(start, n_agreed + commit.n_accepted, sequence, commit)
+                self._set_state(State.IDLE)
+            else:
+                self._send_tokens(commit.start, commit.n_accepted, commit=commit)
+        if commit.finish or (self._state is State.STOPPING and commit.answers == self._tag):
+            self._set_state(State.IDLE)
+        self.update_hold()
+        self._continue()
+
+    def _fail(self, n_begun: int) -> None:
+        if n_begun != self._n_begun or self._sequence_id is None:
+            return  # as above
+        self._sequence_id = None
+        self._pending.clear()
+        self._set_state(State.IDLE)
+        # What exactly is in the server's log, and nobody else's affair.
+        self.send_failure("internal", "this text failed on the server; open the session again.", ends=True)
+        self._on_lost(self)
+
+    # What the client gets
+
+    def _send_tokens(
+        self, start: int | None = None, n_accepted: int = 0, answers: int = 0, commit: Commit | None = None
+    ) -> None:
+        """Send the tokens from ``start`` on, by default those that were not sent yet."""
+        if self.outbox is None:
+            return
+        start = self._n_sent if start is None else start
+        committed = pb.Committed(
+            start=start, tokens=self.tokens[start:], n_accepted=n_accepted, answers=answers, finish=self.finish
+        )
+        if commit is not None:
+            times = (commit.call_s, commit.queue_s, commit.draft_s)
+            committed.call_us, committed.queue_us, committed.draft_us = (
+                min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1) for seconds in times
+            )
+        self._n_sent = len(self.tokens)
+        self.outbox.put(pb.ServerMessage(committed=committed))
+
+    def send_failure(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
+        """Tell the client what went wrong, if there is one."""
+        if self.outbox is not None:
+            self.outbox.fail(code, message, ends, answers)
+
+
+class ContextLog:
+    """The contexts of one text, in order: those that wait to be sent, and the newest of those that were.
+
+    Args:
+        start: position of the first one to come.
+
+    Attributes:
+        first: position of the first that is here.
+        stop: position after the last one.
+        released: position after the last one that may be sent.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.first = self.stop = self.released = start
+        self._rows: Tensor | None = None  # [capacity, W] bfloat16 on the host; row i is of position first + i
+
+    def append(self, start: int, context: Tensor) -> None:
+        """Add contexts [n, W] of the positions from ``start`` on; those that are here already are skipped."""
+        assert start <= self.stop
+        fresh = context[self.stop - start :]
+        n_here, n_rows = self.stop - self.first, self.stop - self.first + len(fresh)
+        if self._rows is None or n_rows > len(self._rows):
+            grown = torch.empty(2 * n_rows, fresh.shape[1], dtype=torch.bfloat16)
+            if self._rows is not None:
+                grown[:n_here] = self._rows[:n_here]
+            self._rows = grown
+        self._rows[n_here:n_rows] = fresh
+        self.stop += len(fresh)
+
+    def release(self) -> None:
+        """Let all that is here be sent.
+
+        The contexts of a prompt come before the first token of its answer, and would fill a slow network by then.
+        """
+        self.released = self.stop
+
+    def n_unsent_bytes(self, sent: int) -> int:
+        """Count the bytes of the released positions from ``sent`` on."""
+        return max(0, self.released - sent) * self._row_bytes
+
+    def read(self, start: int, most: int) -> Tensor:
+        """Return up to so many released contexts from a position on, which must be here: [n, W]."""
+        assert self._rows is not None
+        return self._rows[start - self.first : min(start + most, self.released) - self.first]
+
+    def drop_sent(self, sent: int) -> None:
+        """Forget the oldest of the contexts before a position, but not the newest of them."""
+        n_useless = sent - self.first - _MAX_KEPT // max(1, self._row_bytes)
+        if self._rows is not None and n_useless > (self.stop - self.first) // 2:  # seldom, for the rest is copied
+            self._rows = self._rows[n_useless : self.stop - self.first].clone()
+            self.first += n_useless
+
+    @property
+    def _row_bytes(self) -> int:
+        return 0 if self._rows is None else 2 * self._rows.shape[1]
+
+
+class Outbox:
+    """Messages of one stream.
+
+    Answers overtake contexts. It is *full* when its reader is slow: then the text's decoding is to be held, and nothing
+    more to be read from the client.
+
+    Attributes:
+        failure: what ended the stream; None otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.failure: pb.Failure | None = None
+        self._answers: deque[pb.ServerMessage] = deque()
+        self._contexts: ContextLog | None = None
+        self._codec, self._n_context, self._chunk = "", 0, 1
+        self._sequence = 0
+        self._is_closed = False
+        self._changed, self._has_room = asyncio.Event(), asyncio.Event()
+        self._has_room.set()
+
+    def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
+        """Send the contexts of a text from a position on, as they come."""
+        self._contexts, self._codec, self._n_context = contexts, codec, n_context
+        self._chunk = max(1, _CHUNK_BYTES // bytes_per_position(codec, width))
+        self.wake()
+
+    def put(self, message: pb.ServerMessage) -> None:
+        """Add an answer, unless it is closed."""
+        if not self._is_closed:
+            self._answers.append(message)
+        self.wake()
+
+    def fail(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
+        """Say what went wrong; ``ends`` closes the outbox, once."""
+        if self._is_closed:
+            return
+        failure = pb.Failure(code=code, message=message, ends=ends, answers=answers)
+        self.put(pb.ServerMessage(failure=failure))
+        if ends:
+            self.failure = failure
+            self._contexts = None
+            self.close()
+
+    def close(self) -> None:
+        """Add nothing more; what is here is still sent."""
+        self._is_closed = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again: contexts were released."""
+        self._changed.set()
+        if self.is_full:
+            self._has_room.clear()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the reader is slow."""
+        unsent = self._contexts.n_unsent_bytes(self._n_context) if self._contexts is not None else 0
+        return len(self._answers) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
+
+    async def wait_for_room(self) -> None:
+        """Wait until it is not full."""
+        await self._has_room.wait()
+
+    async def next(self) -> pb.ServerMessage | None:
+        """Wait for the next message to send; None when it is closed and empty."""
+        while True:
+            message = self._take()
+            if message is not None or self._is_closed:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        if message is not None:
+            self._sequence += 1
+            message.sequence = self._sequence
+        if not self.is_full:
+            self._has_room.set()
+        return message
+
+    def _take(self) -> pb.ServerMessage | None:
+        if self._answers:
+            return self._answers.popleft()
+        if self._contexts is None or self._n_context >= self._contexts.released:
+            return None
+        part = self._contexts.read(self._n_context, self._chunk)
+        values = encode(self._codec, part)
+        context = pb.Context(start=self._n_context, n_positions=len(part), codec=self._codec, values=values)
+        self._n_context += len(part)
+        self._contexts.drop_sent(self._n_context)
+        return pb.ServerMessage(context=context)
+
+
+def _follow(drafts: Sequence[int], parents: Sequence[int], known: Sequence[int]) -> tuple[int, int]:
+    """Follow known tokens through a tree of drafts.
+
+    Returns:
+        The last node reached, -1 for the root, and how many tokens were found.
+    """
+    parents = parents or range(-1, len(drafts) - 1)
+    children = {(parent, token): node for node, (token, parent) in enumerate(zip(drafts, parents, strict=True))}
+    at = -1
+    for n_found, token in enumerate(known):
+        node = children.get((at, token))
+        if node is None:
+            return at, n_found
+        at = node
+    return at, len(known)
+
+
+def _below(drafts: Sequence[int], parents: Sequence[int], root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cut out the drafts below a node, which becomes the root; a root of -1 leaves the drafts as they are."""
+    if root < 0 or not parents:
+        return tuple(drafts[root + 1 :]), tuple(parents)
+    places = {root: -1}
+    kept: list[int] = []
+    for node, parent in enumerate(parents):
+        if node > root and parent in places:
+            places[node] = len(kept)
+            kept.append(node)
+    return tuple(drafts[node] for node in kept), tuple(places[parents[node]] for node in kept)

@@ -1,0 +1,218 @@
+"""What a store holds, in numbers, from its manifest, plan and commits alone; no shard is opened."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..backend import exists, open_path
+from ..codecs.registry import StoreCodec
+from ..commit import PartCommit, array_of, read_commits
+from ..manifest_commit import check_manifest
+from ..paths import StorePath
+from ..plan import check_plan, read_plan
+from ..schema import PLAN_NAME, TARGET_NAME, StoreManifest, target_commit_path
+from .store import read_manifest
+from .verify import lacks_target, missing_text
+
+
+def _ratio(stored: float, n: float) -> float:
+    """Divide; NaN while nothing is committed."""
+    return stored / n if n else float("nan")
+
+
+@dataclass(frozen=True)
+class ArraySummary:
+    """Size of one stored array over all committed parts.
+
+    Attributes:
+        name: path inside a part, e.g. ``"kv/key_codes"``.
+        dtype: what its numbers mean.
+    """
+
+    name: str
+    dtype: str
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class FieldSummary:
+    """Sizes of one field over all committed parts.
+
+    Attributes:
+        raw_bytes: bytes of the tokens' values, without padding and compression.
+        n_values: numbers in the tokens' values, without padding.
+        arrays: what is stored for it; lossless is one array of the field's name.
+    """
+
+    name: str
+    dtype: str
+    token_shape: tuple[int, ...]
+    description: str
+    raw_bytes: int
+    n_values: int
+    arrays: tuple[ArraySummary, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(array.stored_bytes for array in self.arrays)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits per number."""
+        return 8 * _ratio(self.stored_bytes, self.n_values)
+
+    @property
+    def ratio(self) -> float:
+        """Stored over raw."""
+        return _ratio(self.stored_bytes, self.raw_bytes)
+
+
+@dataclass(frozen=True)
+class LengthHistogram:
+    """Lengths of the committed sequences.
+
+    Attributes:
+        edges: bin edges in tokens, one more than counts.
+        counts: sequences with ``edges[k] <= n_tokens < edges[k + 1]`` (the last bin includes its end).
+    """
+
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """What ``inspect`` shows.
+
+    Attributes:
+        manifest: what shapes the store's data.
+        n_pending_parts: planned parts without a commit.
+        n_sequences: committed sequences.
+        n_response_tokens: committed tokens that the assistant wrote.
+        has_target: whether ``target/`` is there.
+        missing: what of the plan is still to be written, in words; empty for a complete store.
+        unfinished: fields that an addition has written to some parts only -> how many parts.
+    """
+
+    path: StorePath
+    manifest: StoreManifest
+    fields: tuple[FieldSummary, ...]
+    n_pending_parts: int
+    n_sequences: int
+    n_tokens: int
+    n_response_tokens: int
+    lengths: LengthHistogram
+    has_target: bool
+    missing: str
+    unfinished: Mapping[str, int]
+
+    @property
+    def codec(self) -> str:
+        """The codec's name."""
+        return str(self.manifest.codec["name"])
+
+    @property
+    def raw_bytes(self) -> int:
+        """Raw bytes of all fields."""
+        return sum(item.raw_bytes for item in self.fields)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all committed files of all fields."""
+        return sum(item.stored_bytes for item in self.fields)
+
+    @property
+    def ratio(self) -> float:
+        """Stored over raw."""
+        return _ratio(self.stored_bytes, self.raw_bytes)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Stored bytes per token."""
+        return _ratio(self.stored_bytes, self.n_tokens)
+
+
+def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
+    """Summarise a store: its folder, or its URL.
+
+    Raises:
+        StoreNotFound: not a store.
+        SchemaVersionError: another schema version.
+        StoreDamaged: damaged manifest, plan or commit.
+    """
+    store = open_path(path)
+    manifest = read_manifest(store)
+    check_manifest(store)
+    plan = read_plan(store / PLAN_NAME)
+    check_plan(plan, manifest.alignment_tokens)
+    commits = read_commits(store, range(manifest.n_parts))
+    committed = np.isin(plan["part"].to_numpy(), np.fromiter(commits, np.int32, len(commits)))
+    lengths = plan["n_tokens"].to_numpy()[committed]
+    n_tokens = int(lengths.sum(dtype=np.int64))
+    codec = StoreCodec.open(manifest, store)
+    n_pending = manifest.n_parts - len(commits)
+    n_bytes = _array_bytes(commits.values())
+    fields = tuple(
+        FieldSummary(
+            name=spec.name,
+            dtype=spec.dtype,
+            token_shape=spec.token_shape,
+            description=spec.description,
+            raw_bytes=spec.token_bytes * n_tokens,
+            n_values=math.prod(spec.token_shape) * n_tokens,
+            arrays=tuple(
+                ArraySummary(array.name, array.logical_dtype, n_bytes.get(array.name, 0))
+                for array in codec.fields[spec.name].arrays
+            ),
+        )
+        for spec in manifest.fields
+    )
+    return StoreSummary(
+        path=store,
+        manifest=manifest,
+        fields=fields,
+        n_pending_parts=n_pending,
+        n_sequences=len(lengths),
+        n_tokens=n_tokens,
+        n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
+        lengths=length_histogram(lengths),
+        has_target=any(exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")),
+        missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),
+        unfinished=unfinished_fields(commits.values(), codec),
+    )
+
+
+def _array_bytes(commits: Iterable[PartCommit]) -> dict[str, int]:
+    """Return the bytes of the shards of each array by its name."""
+    n_bytes: dict[str, int] = {}
+    for commit in commits:
+        for file, record in commit.files.items():
+            if (array := array_of(file)) is not None:
+                n_bytes[array] = n_bytes.get(array, 0) + record.bytes
+    return n_bytes
+
+
+def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> LengthHistogram:
+    """Count lengths (int [n_sequences], may be empty) in bins of equal, whole width."""
+    longest = int(lengths.max(initial=0))
+    width = max(1, -(-longest // n_bins))
+    edges = np.arange(0, longest + width, width) if longest else np.array([0, 1])
+    counts, _ = np.histogram(lengths, edges)
+    return LengthHistogram(tuple(edges.tolist()), tuple(counts.tolist()))
+
+
+def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
+    """Count the parts that have fields which store.json does not name yet: field -> parts."""
+    found: dict[str, int] = {}
+    for commit in commits:
+        arrays = {array for array in map(array_of, commit.files) if array is not None}
+        steps = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
+        for field in sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps}):
+            found[field] = found.get(field, 0) + 1
+    return found

@@ -1,0 +1,168 @@
+"""A real gRPC server on a free port, and clients that speak its messages one by one."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from moa_data.moa.targets.live import Target
+from moa_data.serving import moa_v1_pb2 as pb
+from moa_data.serving.access import BearerTokens
+from moa_data.serving.config import DraftingOptions
+from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.options import EngineOptions
+from moa_data.serving.grpc import DraftingServer, Identities
+from moa_data.serving.wire import CLIENT_OPTIONS
+
+METHOD = "/moa.v1.Drafting/Session"
+PLAIN, SPECULATE = pb.RUN_MODE_PLAIN, pb.RUN_MODE_SPECULATE
+WAIT_S = 60.0
+"""Seconds after which a test gives up waiting for a message."""
+
+
+class Server:
+    """An engine and its gRPC server, in an event loop of their own."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Any = None,
+        identities: Identities | None = None,
+        settings: DraftingOptions | None = None,
+        tokens: Sequence[str] = (),
+        credentials: Any = None,
+        port: int = 0,
+        **engine: Any,
+    ) -> None:
+        self.engine = Engine(target, drafters, EngineOptions(**engine))
+        self.engine.start()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        names = Identities(drafters=dict.fromkeys(drafters or {}, ""))
+        limits = settings or DraftingOptions()
+        self.server = DraftingServer(self.engine, identities or names, limits, BearerTokens(tokens))
+        self.run(self.server.start("127.0.0.1", port, credentials))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run something in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    @property
+    def counts(self) -> Any:
+        return self.server.counts
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        self.run(self.server.stop(grace_s))
+        self.engine.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Talk:
+    """One stream; what arrives is kept in order."""
+
+    def __init__(
+        self, address: str, metadata: Any = (), credentials: Any = None, options: Any = (), waits: bool = True
+    ) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1), *options, *CLIENT_OPTIONS]
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, options)
+        else:
+            self.channel = grpc.secure_channel(address, credentials, options)
+        self._requests: queue.Queue[bytes | None] = queue.Queue()
+        self.sequence, self.failure = 0, None
+        self.got: list[pb.ServerMessage] = []
+        call = self.channel.stream_stream(METHOD, response_deserializer=pb.ServerMessage.FromString)
+        self.call: Any = call(iter(self._requests.get, None), metadata=metadata, timeout=WAIT_S, wait_for_ready=waits)
+
+    def send_bytes(self, data: bytes) -> None:
+        self._requests.put(data)
+
+    def send(self, sequence: int | None = None, **body: Any) -> int:
+        """Send a message; returns its sequence number."""
+        self.sequence = self.sequence + 1 if sequence is None else sequence
+        self.send_bytes(pb.ClientMessage(sequence=self.sequence, **body).SerializeToString())
+        return self.sequence
+
+    def open(self, tokens: Sequence[int], n_prompt: int | None = None, **settings: Any) -> None:
+        settings = {"protocol": 1, "max_new_tokens": 12} | settings
+        self.send(open=pb.Open(tokens=tokens, n_prompt=len(tokens) if n_prompt is None else n_prompt, **settings))
+
+    def opened(self, *arguments: Any, **settings: Any) -> pb.Opened:
+        self.open(*arguments, **settings)
+        return self.read("opened").opened
+
+    def read(self, *kinds: str) -> pb.ServerMessage:
+        """The next message of some kinds, or of any; what comes before is kept in ``got`` as well."""
+        while True:
+            message: pb.ServerMessage = next(self.call)
+            self.got.append(message)
+            if not kinds or message.WhichOneof("body") in kinds:
+                return message
+
+    def verify(self, start: int, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> pb.Committed:
+        """Ask for one call, and return its answer."""
+        sequence = self.send(verify=pb.Verify(start=start, tokens=tokens, parents=parents))
+        while True:
+            message = self.read("committed", "failure")
+            assert message.WhichOneof("body") == "committed", message
+            if message.committed.answers == sequence:
+                return message.committed
+
+    def rest(self) -> list[pb.ServerMessage]:
+        """All messages up to the end of the stream."""
+        try:
+            while True:
+                self.read()
+        except StopIteration:
+            return self.got
+        except grpc.RpcError as error:
+            self.failure = error
+            return self.got
+
+    def status(self) -> Any:
+        """The status with which the stream ends."""
+        self.rest()
+        return self.call.code()
+
+    @property
+    def text(self) -> dict[int, int]:
+        """Position -> token of all that was committed; no two messages contradict each other."""
+        found: dict[int, int] = {}
+        for committed in self.committed():
+            for position, token in enumerate(committed.tokens, committed.start):
+                assert found.setdefault(position, token) == token
+        return found
+
+    def committed(self) -> Iterator[pb.Committed]:
+        return (message.committed for message in self.got if message.WhichOneof("body") == "committed")
+
+    def hang_up(self) -> None:
+        """Say nothing more."""
+        self._requests.put(None)
+
+    def cut(self) -> None:
+        self.call.cancel()
+        self._requests.put(None)
+        self.channel.close()
+
+    def __enter__(self) -> "Talk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cut()

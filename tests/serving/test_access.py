@@ -1,0 +1,64 @@
+"""Bearer tokens are compared as wholes, and rates let through what they say."""
+
+from pathlib import Path
+
+import pytest
+
+from moa_data.errors import NotAllowed, RequestInvalid
+from moa_data.serving.access import BearerTokens, Rate
+
+
+def test_tokens() -> None:
+    tokens = BearerTokens(["one", "two"])
+    owners = {
+        tokens.check([f"{scheme} {token}"]) for scheme in ("Bearer", "bearer", "BEARER") for token in ("one", "two")
+    }
+    assert len(owners) == 2
+    assert not any("one" in owner or "two" in owner for owner in owners)
+    wrong = ("", "one", "Basic one", "Bearer", "Bearer ", "Bearer on", "Bearer one two", "Bearer \udcff")
+    for given in ([], *([each] for each in wrong), ["Bearer one", "Bearer one"]):
+        with pytest.raises(NotAllowed):
+            tokens.check(given)
+    assert BearerTokens().check([]) == BearerTokens().check(["Bearer one"]) == ""
+
+
+def test_every_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time tells neither which one it was nor how much of it was right."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    tokens = BearerTokens(["one", "two", "three"])
+    tokens.check(["Bearer one"])
+    with pytest.raises(NotAllowed):
+        tokens.check(["Bearer wrong"])
+    assert len(compared) == 6
+    assert {len(digest) for pair in compared for digest in pair} == {32}
+
+
+def test_a_file_of_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("# of the lab\n\n one \ntwo\n")
+    tokens = BearerTokens.load(file)
+    assert tokens.check(["Bearer one"]) != tokens.check(["Bearer two"])
+    file.write_text("# none\n\n")
+    with pytest.raises(RequestInvalid):
+        BearerTokens.load(file)
+    file.write_bytes(b"\xff\xfe")
+    for path in (file, tmp_path / "absent"):
+        with pytest.raises(RequestInvalid):
+            BearerTokens.load(path)
+
+
+def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    rate = Rate(per_second=2.0, at_once=3.0)
+    assert [rate.take() for _ in range(5)] == [0, 0, 0, 0.5, 1.0]
+    now = 1.0  # the fifth may go on
+    assert rate.take() == 0.5
+    now = 100.0
+    assert [rate.take() for _ in range(4)] == [0, 0, 0, 0.5], "a rest saves no more than the burst"

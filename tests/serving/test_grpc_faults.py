@@ -1,0 +1,637 @@
+"""The gRPC server outlives what clients and networks do to it, and says what was wrong."""
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, cast
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moa_data.errors import ServingError
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.targets.live import Target
+from moa_data.serving import moa_v1_pb2 as pb
+from moa_data.serving.access import BearerTokens
+from moa_data.serving.config import DraftingOptions
+from moa_data.serving.engine.runner import Runner
+from moa_data.serving.grpc import STATUSES, DraftingServer, Identities
+from moa_data.tests.kit.certificates import Authority
+from moa_data.tests.kit.drafters import build, build_drafter
+from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.proxy import Proxy
+
+from .drafting import PLAIN, SPECULATE, WAIT_S, Server, Talk
+
+PROMPT = [5, 9, 33, 12, 40]
+N = len(PROMPT)
+N_NEW = 12
+IDENTITIES = Identities("aa" * 32, "bb" * 32, {"moa": "cc" * 32})
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """It never ends an answer."""
+    target = Target(build_model(num_hidden_layers=2))
+    target.eos_token_ids = frozenset()
+    return target
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> Any:
+    return build_drafter(target.model)
+
+
+@pytest.fixture(scope="module")
+def answer(target: Target) -> list[int]:
+    return PROMPT + plain_generate(target, PROMPT, max_new_tokens=N_NEW).tokens
+
+
+@pytest.fixture(scope="module")
+def server(target: Target, drafter: Any) -> Iterator[Server]:
+    limits = DraftingOptions(most_message_bytes=4096, messages_per_s=1e6)
+    with Server(target, {"moa": drafter}, IDENTITIES, limits, most_drafts=16) as server:
+        yield server
+
+
+def check_health(server: Server, answer: list[int]) -> None:
+    """A new client gets the plain answer."""
+    with Talk(server.address) as talk:
+        talk.open(PROMPT, codec="int4")
+        talk.send(run=pb.Run(start=N, mode=SPECULATE))
+        talk.hang_up()
+        talk.rest()
+        assert talk.failure is None
+        assert [talk.text[position] for position in sorted(talk.text)] == answer[N:]
+
+
+def wait_for(condition: Any, seconds: float = WAIT_S) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def failure_of(talk: Talk) -> pb.Failure:
+    """The failure that ends a stream; the status says the same."""
+    talk.rest()
+    failure = talk.got[-1].failure
+    assert failure.ends
+    assert talk.call.details() == failure.message
+    assert "\n" not in failure.message
+    return failure
+
+
+# The handshake
+
+
+OTHER = "dd" * 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"protocol": 2}, "mismatch"),
+        ({"identities": pb.Identities(target=OTHER)}, "mismatch"),
+        ({"identities": pb.Identities(tokenizer=OTHER)}, "mismatch"),
+        ({"identities": pb.Identities(drafter=OTHER), "codec": "bf16"}, "mismatch"),
+        ({"codec": "int2"}, "invalid"),
+        ({"tokens": []}, "invalid"),
+        ({"tokens": [5, 66, 67]}, "invalid"),
+        ({"tokens": [5] * 96}, "invalid"),
+        ({"max_new_tokens": 0}, "invalid"),
+        ({"n_context": 6}, "invalid"),
+        ({"sampling": pb.Sampling(temperature=-1)}, "invalid"),
+        ({"sampling": pb.Sampling(temperature=float("nan"))}, "invalid"),
+        ({"sampling": pb.Sampling(top_p=2)}, "invalid"),
+        ({"sampling": pb.Sampling(repetition_penalty=float("inf"))}, "invalid"),
+    ],
+)
+def test_an_open_that_does_not_fit_is_refused(server: Server, changes: dict[str, Any], code: str) -> None:
+    tokens = changes.pop("tokens", PROMPT)
+    with Talk(server.address) as talk:
+        talk.open(tokens, **changes)
+        failure = failure_of(talk)
+        assert failure.code == code
+        assert talk.call.code() == STATUSES[code]
+
+
+def test_what_fits_or_is_not_said_is_taken(server: Server) -> None:
+    same = pb.Identities(target="aa" * 32, tokenizer="bb" * 32, drafter="cc" * 32)
+    other = pb.Identities(drafter="dd" * 32)
+    for identities, codec in ((same, "bf16"), (pb.Identities(), "bf16"), (other, "")):
+        with Talk(server.address) as talk:
+            opened = talk.opened(PROMPT, identities=identities, codec=codec)
+            assert opened.identities == same, "without contexts the client's drafter is its own affair"
+            assert opened.context_width == (48 if codec else 0)
+
+
+def test_drafters_that_have_no_contexts(target: Target) -> None:
+    glide, independent = build("glide", target.model), build("independent", target.model)
+    with Server(target, {"glide": glide}) as server, Talk(server.address) as talk:
+        talk.open(PROMPT, codec="bf16")
+        assert "glide cannot draft away from the target" in failure_of(talk).message
+    with Server(target, {"independent": independent}) as server, Talk(server.address) as talk:
+        assert talk.opened(PROMPT, codec="bf16").context_width == 0
+        assert talk.verify(N).tokens
+    with Server(target) as server, Talk(server.address) as talk:
+        talk.open(PROMPT, codec="bf16")
+        assert "no drafter, so it makes no contexts; open without a codec" in failure_of(talk).message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_prompt": N - 1}, {"tokens": [6, *PROMPT[1:]]}, {"max_new_tokens": 13},
+        {"sampling": pb.Sampling(temperature=0.5)}, {"sampling": pb.Sampling(seed=3)}, {"more": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_session_goes_on_with_its_own_text_alone(server: Server, answer: list[int], changes: dict[str, Any]) -> None:
+    with Talk(server.address) as first, Talk(server.address) as second:
+        session = first.opened(PROMPT).session
+        first.verify(N, answer[N : N + 2])
+        tokens = changes.pop("tokens", PROMPT) + [(t + answer[N]) % 60 for t in changes.pop("more", [])]
+        second.open(tokens, changes.pop("n_prompt", N), session=session, **changes)
+        assert "another prompt, other settings or other tokens; open a new one" in failure_of(second).message
+        assert list(first.verify(N + 3).tokens) == answer[N + 3 : N + 4], "the first stream is unharmed"
+
+
+def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int]) -> None:
+    """Its tokens are the text; if they are none, the session stays as it was."""
+    with Talk(server.address) as talk:
+        session = talk.opened(PROMPT).session
+        talk.verify(N)
+    with Talk(server.address) as talk:
+        talk.open([*answer[: N + 1], 67], N, session=session)
+        assert "tokens must be from 0 to 66" in failure_of(talk).message
+    with Talk(server.address) as talk:
+        opened = talk.opened(answer[: N + 1], N, session=session)
+        assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, False, N + 1)
+    with Talk(server.address) as talk:
+        opened = talk.opened(answer[: N + 5], N, session=session)
+        assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, True, N + 5)
+        assert list(talk.verify(N + 5, answer[N + 5 : N + 7]).tokens) == answer[N + 5 : N + 8]
+
+
+# Who may come in
+
+
+def test_bearer_tokens(target: Target, answer: list[int]) -> None:
+    with Server(target, tokens=["secret", "other"]) as server:
+        for value in (None, "", "secret", "Bearer", "Bearer wrong", "Bearer secre", "Basic secret", "Bearer sécret"):
+            metadata = () if value is None else (("authorization", value.encode("ascii", "ignore").decode()),)
+            with Talk(server.address, metadata) as talk:
+                talk.open(PROMPT)
+                assert failure_of(talk).code == "not_allowed"
+                assert talk.call.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert server.counts.n_sessions == 0
+        with Talk(server.address, (("authorization", "Bearer secret"),)) as talk:
+            session = talk.opened(PROMPT).session
+            assert list(talk.verify(N).tokens) == answer[N : N + 1]
+        for token, is_new in (("other", True), ("secret", False)):
+            with Talk(server.address, (("authorization", f"bearer {token}"),)) as talk:
+                opened = talk.opened(PROMPT, session=session)
+                assert opened.was_rebuilt == is_new == (opened.session != session), "sessions are their owner's"
+
+
+def test_tls(target: Target, answer: list[int]) -> None:
+    authority = Authority.make()
+    credentials = grpc.ssl_server_credentials([authority.server()])
+    with Server(target, credentials=credentials, tokens=["secret"]) as server:
+        known = grpc.ssl_channel_credentials(authority.certificate)
+        with Talk(server.address, (("authorization", "Bearer secret"),), known) as talk:
+            talk.open(PROMPT)
+            assert list(talk.verify(N).tokens) == answer[N : N + 1]
+        for refused in (grpc.ssl_channel_credentials(Authority.make().certificate), None):
+            with Talk(server.address, credentials=refused, waits=False) as talk:
+                talk.open(PROMPT)
+                assert talk.status() == grpc.StatusCode.UNAVAILABLE
+
+
+# What makes no sense
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"verify": pb.Verify(start=N + 1)},
+        {"verify": pb.Verify(start=N - 1)},
+        {"run": pb.Run(start=1 << 31, mode=PLAIN)},
+        {"run": pb.Run(start=N)},
+        {"run": pb.Run(start=N, mode=cast(Any, 9))},
+        {"verify": pb.Verify(start=N, tokens=[1] * 1000)},
+        {"verify": pb.Verify(start=N, tokens=[67])},
+        {"verify": pb.Verify(start=N, tokens=[5] * 17)},
+        {"verify": pb.Verify(start=N, tokens=[5], parents=[-1, 0])},
+        {"verify": pb.Verify(start=N, tokens=[5, 6], parents=[1, -1])},
+        {"verify": pb.Verify(start=N, tokens=[5], parents=[-2])},
+        {"open": pb.Open(protocol=1, tokens=PROMPT)},
+        {},
+    ],
+    ids=str,
+)
+def test_a_message_that_makes_no_sense_harms_nobody(server: Server, answer: list[int], body: dict[str, Any]) -> None:
+    with Talk(server.address) as talk:
+        talk.open(PROMPT)
+        sequence = talk.send(**body)
+        failure = talk.read("failure").failure
+        assert (failure.code, failure.answers, failure.ends) == ("invalid", sequence, False)
+        found = talk.verify(N, answer[N : N + 3])
+        assert (list(found.tokens), found.n_accepted) == (answer[N : N + 4], 3), "the session goes on"
+
+
+def test_the_session_is_opened_first(server: Server) -> None:
+    with Talk(server.address) as talk:
+        talk.send(ping=pb.Ping(id=3))
+        assert talk.read().pong.id == 3, "a ping needs none"
+        talk.send(verify=pb.Verify(start=N))
+        assert "send Open first" in failure_of(talk).message
+
+
+def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list[int]) -> None:
+    """Repeated, replayed, or overtaken by later ones."""
+    with Talk(server.address) as talk:
+        talk.open(PROMPT)
+        talk.verify(N)
+        for sequence in (0, 1, 2):
+            talk.send(sequence, run=pb.Run(start=N, mode=PLAIN))
+            talk.send(sequence, open=pb.Open(protocol=1, tokens=PROMPT))
+        talk.send(9, verify=pb.Verify(start=N + 1, tokens=answer[N + 1 : N + 3]))
+        talk.send(8, close=pb.Close())
+        talk.send(9, verify=pb.Verify(start=N + 1, tokens=[1]))
+        talk.send(1 << 63, pause=pb.Pause(start=N))
+        talk.hang_up()
+        talk.rest()
+        assert talk.failure is None
+        assert [one.answers for one in talk.committed()] == [2, 9, 1 << 63]
+        assert talk.text == dict(enumerate(answer[N : N + 4], N))
+
+
+def test_garbage_ends_its_own_stream(server: Server, answer: list[int]) -> None:
+    with Talk(server.address) as other:
+        other.open(PROMPT)
+        for data in (b"\xff", b"\x00" * 100, bytes(range(256)), b"GET / HTTP/1.1\r\n\r\n"):
+            with Talk(server.address) as talk:
+                talk.open(PROMPT)
+                talk.send_bytes(data)
+                assert f"these {len(data)} bytes are no message of moa.v1" in failure_of(talk).message
+                assert talk.call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert list(other.verify(N).tokens) == answer[N : N + 1]
+
+
+def test_messages_that_are_too_large(server: Server, answer: list[int]) -> None:
+    with Talk(server.address) as talk:
+        session = talk.opened(PROMPT).session
+        talk.send(verify=pb.Verify(start=N, tokens=[1] * 5000))
+        assert talk.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    with Talk(server.address) as talk:
+        assert not talk.opened(PROMPT, session=session).was_rebuilt, "the session is unharmed"
+    check_health(server, answer)
+
+
+small, any32 = st.integers(0, 20) | st.just(N), st.integers(0, (1 << 32) - 1)
+tokens = st.lists(st.integers(0, 66) | any32, max_size=20)
+identities = st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5))
+sampling = st.builds(
+    pb.Sampling, temperature=st.floats(), top_p=st.floats(), top_k=any32, repetition_penalty=st.floats(),
+    seed=st.integers(-(1 << 63), (1 << 63) - 1),
+)  # fmt: skip
+bodies = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "open": st.builds(
+                pb.Open,
+                protocol=st.just(1) | any32,
+                session=st.text(max_size=5),
+                identities=identities,
+                tokens=tokens,
+                n_prompt=small | any32,
+                sampling=sampling,
+                max_new_tokens=small | any32,
+                codec=st.sampled_from(["", "int4", "bf16", "x"]),
+                n_context=small | any32,
+                deadline_ms=small | any32,
+            )
+        }
+    ),
+    st.fixed_dictionaries({"run": st.builds(pb.Run, start=small | any32, mode=st.integers(0, 5))}),
+    st.fixed_dictionaries(
+        {
+            "verify": st.builds(
+                pb.Verify,
+                start=small | any32,
+                tokens=tokens,
+                parents=st.lists(st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(-1, 5), max_size=20),
+            )
+        }
+    ),
+    st.fixed_dictionaries({"pause": st.builds(pb.Pause, start=small | any32)}),
+    st.fixed_dictionaries({"ping": st.builds(pb.Ping, id=any32)}),
+)
+
+
+def check_fuzz(server: Server, caplog: pytest.LogCaptureFixture, opens: bool, frames: list[bytes]) -> None:
+    """Any frames give answers, failures or a typed status, never an error of the server's own."""
+    with Talk(server.address) as talk:
+        if opens:
+            talk.open(PROMPT, codec="int4")
+        for frame in frames:
+            talk.send_bytes(frame)
+        talk.hang_up()
+        status = talk.status()
+        expected = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+        assert status in expected, talk.call.details()
+        assert all(message.failure.code != "internal" for message in talk.got)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    wait_for(lambda: server.counts.n_streams == 0)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(opens=st.booleans(), frames=st.lists(st.binary(max_size=60), max_size=4))
+def test_fuzzed_bytes(
+    server: Server, answer: list[int], caplog: pytest.LogCaptureFixture, opens: bool, frames: list[bytes]
+) -> None:
+    check_fuzz(server, caplog, opens, frames)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    opens=st.integers(0, 9).map(bool),
+    messages=st.lists(st.tuples(st.none() | st.integers(0, (1 << 64) - 1), bodies), max_size=8),
+)
+def test_fuzzed_messages(
+    server: Server, caplog: pytest.LogCaptureFixture, opens: bool, messages: list[tuple[int | None, dict[str, Any]]]
+) -> None:
+    n_verified = server.counts.n_messages["verify"]
+    frames = [
+        pb.ClientMessage(sequence=number if sequence is None else sequence, **body).SerializeToString()
+        for number, (sequence, body) in enumerate(messages, start=2)
+    ]
+    check_fuzz(server, caplog, opens, frames)
+    if opens and [list(body) for sequence, body in messages[:1]] == [["verify"]] and messages[0][0] is None:
+        assert server.counts.n_messages["verify"] > n_verified, "it was taken"
+
+
+def test_fuzz_left_the_server_well(server: Server, answer: list[int]) -> None:
+    check_health(server, answer)
+
+
+def test_other_protocols_on_the_port(server: Server, answer: list[int]) -> None:
+    noise = random.Random(1).randbytes(5000)
+    for data in (b"GET / HTTP/1.1\r\n\r\n", noise, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + noise[:99]):
+        with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
+            connection.settimeout(10)
+            connection.sendall(data)
+            with suppress(ConnectionError):
+                while connection.recv(4096):
+                    pass
+    check_health(server, answer)
+
+
+# Limits
+
+
+def test_sessions_of_a_client_and_of_all(target: Target) -> None:
+    """Those without a stream give way, the longest unused first."""
+    limits = DraftingOptions(most_sessions=4, most_sessions_each=2)
+    one, other = ((("authorization", f"Bearer {name}"),) for name in ("one", "other"))
+    with Server(target, tokens=["one", "other"], settings=limits) as server:
+        with Talk(server.address, one) as first, Talk(server.address, one) as second:
+            name = first.opened(PROMPT).session
+            second.opened(PROMPT)
+            with Talk(server.address, one) as third:
+                third.open(PROMPT)
+                failure = failure_of(third)
+                assert failure.code == "overloaded"
+                assert failure.message.startswith("2 sessions are open, which is the most; close one")
+                assert third.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            with Talk(server.address, other) as third:
+                third.opened(PROMPT)
+        wait_for(lambda: server.counts.n_streams == 0)
+        with Talk(server.address, one) as third:
+            third.opened(PROMPT)
+            assert server.counts.n_sessions == 3
+            with Talk(server.address, one) as again:
+                assert again.opened(PROMPT, session=name).was_rebuilt, "it gave way"
+
+
+def test_an_engine_that_is_full(target: Target) -> None:
+    with Server(target, most_sequences=1, most_waiting=1) as server:
+        with Talk(server.address) as first, Talk(server.address) as second, Talk(server.address) as third:
+            first.opened(PROMPT)
+            second.opened(PROMPT)
+            third.open(PROMPT)
+            assert failure_of(third).code == "overloaded"
+            assert first.verify(N).tokens
+        wait_for(lambda: server.counts.n_streams == 0)
+
+        def is_taken() -> bool:
+            with Talk(server.address) as talk:
+                talk.open(PROMPT)
+                is_opened: bool = talk.read().WhichOneof("body") == "opened"
+                return is_opened
+
+        wait_for(is_taken)
+
+
+def test_too_many_messages_in_flight(target: Target, answer: list[int]) -> None:
+    """The first ones are answered, those beyond the bound are refused one by one."""
+    with Server(target, target_ms=100.0) as server, Talk(server.address) as talk:
+        talk.opened(PROMPT)
+        sent = [talk.send(verify=pb.Verify(start=N)) for _ in range(25)]
+        talk.hang_up()
+        talk.rest()
+        refused = [message.failure for message in talk.got if message.WhichOneof("body") == "failure"]
+        answered = [one.answers for one in talk.committed()]
+        assert [failure.code for failure in refused] == ["overloaded"] * len(refused)
+        assert sorted(answered + [failure.answers for failure in refused]) == sent
+        assert len(refused) >= 7
+        assert talk.failure is None
+        assert talk.text == dict(enumerate(answer[N : N + len(talk.text)], N))
+
+
+def test_messages_beyond_the_rate_wait(target: Target) -> None:
+    limits = DraftingOptions(messages_per_s=20)
+    with Server(target, settings=limits) as server, Talk(server.address) as talk:
+        talk.opened(PROMPT)
+        began = time.monotonic()
+        for number in range(30):
+            talk.send(ping=pb.Ping(id=number))
+        for number in range(30):
+            assert talk.read("pong").pong.id == number
+        assert time.monotonic() - began > 10 / 20 * 0.9
+
+
+def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
+    """Nothing piles up: the engine waits for it, and others go on."""
+    target = Target(build_model(num_hidden_layers=2, max_position_embeddings=600))
+    target.eos_token_ids = frozenset()
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with Server(target, {"moa": drafter}, kv_tokens=1000) as server, Talk(server.address, options=window) as talk:
+        talk.open(PROMPT, codec="bf16", max_new_tokens=400)
+        talk.send(run=pb.Run(start=N, mode=PLAIN))
+        talk.hang_up()
+        n_calls, since = -1, 0.0
+        while n_calls != server.engine.snapshot().n_calls or time.monotonic() - since < 0.5:
+            if n_calls != server.engine.snapshot().n_calls:
+                n_calls, since = server.engine.snapshot().n_calls, time.monotonic()
+            time.sleep(0.05)
+        assert 64 <= n_calls < 300, "it is held"
+        with Talk(server.address) as other:
+            other.open(PROMPT)
+            assert other.verify(N).tokens
+        talk.rest()
+        assert talk.failure is None
+        assert sorted(talk.text) == list(range(N, N + 400)), "it goes on when it is read"
+
+
+@pytest.mark.parametrize("n_new", [400, 20], ids=["running", "done"])
+def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
+    target = Target(build_model(num_hidden_layers=2, max_position_embeddings=600))
+    target.eos_token_ids = frozenset()
+    window, limits = [("grpc.http2.lookahead_bytes", 1024)], DraftingOptions(take_s=1.0, idle_s=1.0)
+    with Server(target, {"moa": drafter}, settings=limits) as server, Talk(server.address, options=window) as talk:
+        talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
+        talk.send(run=pb.Run(start=100, mode=PLAIN))
+        wait_for(lambda: server.engine.snapshot().n_committed > 10)
+        wait_for(lambda: server.counts.n_streams == server.counts.n_sessions == 0)
+        wait_for(lambda: server.engine.snapshot().n_open == 0)
+        assert talk.status() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert talk.call.details() == "nothing was read for 1 s; open the session again."
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+# Time
+
+
+def test_who_opens_nothing_is_sent_away(target: Target) -> None:
+    with Server(target, settings=DraftingOptions(open_s=0.3)) as server, Talk(server.address) as talk:
+        failure = failure_of(talk)
+        assert (failure.code, failure.message) == ("idle", "no session was opened within 0.3 s.")
+
+
+def test_idle_sessions_are_forgotten(target: Target) -> None:
+    with Server(target, settings=DraftingOptions(idle_s=0.6)) as server:
+        with Talk(server.address) as idle, Talk(server.address) as busy:
+            session = idle.opened(PROMPT).session
+            busy.opened(PROMPT)
+            began = time.monotonic()
+            while time.monotonic() - began < 1.5:
+                busy.send(ping=pb.Ping())
+                busy.read("pong")
+                time.sleep(0.05)
+            assert failure_of(idle).code == "idle"
+            assert busy.verify(N).tokens
+            assert server.counts.n_sessions == 1
+        wait_for(lambda: server.counts.n_sessions == 0)
+        wait_for(lambda: server.engine.snapshot().n_open == 0)
+        with Talk(server.address) as talk:
+            assert talk.opened(PROMPT, session=session).was_rebuilt
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["half-open", "reset"])
+def test_connections_that_are_gone_end(target: Target, answer: list[int], is_silent: bool) -> None:
+    """A client that vanished without a word is found by keepalive, and its session waits for it."""
+    limits = DraftingOptions(keepalive_s=0.5)
+    with (
+        Server(target, settings=limits, target_ms=5.0) as server,
+        Proxy(("127.0.0.1", server.server.port)) as proxy,
+        Talk(proxy.address) as talk,
+    ):
+        session = talk.opened(PROMPT, max_new_tokens=80).session
+        talk.send(run=pb.Run(start=N, mode=PLAIN))
+        talk.read("committed")
+        proxy.cut(reset=not is_silent)
+        wait_for(lambda: server.counts.n_streams == server.engine.snapshot().n_working == 0, 30)
+        n_committed = server.engine.snapshot().n_committed
+        time.sleep(0.1)
+        assert server.engine.snapshot().n_committed == n_committed, "nothing is decoded for nobody"
+        with Talk(server.address) as again:
+            opened = again.opened(PROMPT, session=session, max_new_tokens=80)
+            assert not opened.was_rebuilt
+            assert opened.n_committed == N + n_committed
+
+
+def test_the_server_drains(target: Target, answer: list[int]) -> None:
+    """What runs ends; what is idle, and what comes, is sent away."""
+    with (
+        Server(target, target_ms=30.0) as server,
+        Talk(server.address) as running,
+        Talk(server.address) as idle,
+        Talk(server.address) as endless,
+    ):
+        for talk, n_new in ((running, N_NEW), (idle, N_NEW), (endless, 90)):
+            talk.opened(PROMPT, max_new_tokens=n_new)
+        running.send(run=pb.Run(start=N, mode=PLAIN))
+        endless.send(run=pb.Run(start=N, mode=PLAIN))
+        running.read("committed")
+        stopping = threading.Thread(target=server.run, args=(server.server.stop(1.0),))
+        stopping.start()
+        assert failure_of(idle).code == "unavailable"
+        assert idle.call.code() == grpc.StatusCode.UNAVAILABLE
+        with Talk(server.address) as late:
+            late.open(PROMPT)
+            assert failure_of(late).code == "unavailable"
+        assert failure_of(running).code == "unavailable"
+        assert [running.text[position] for position in sorted(running.text)] == answer[N:]
+        assert failure_of(endless).code == "unavailable"
+        assert 5 < len(endless.text) < 90
+        stopping.join()
+
+
+def test_a_port_in_use_is_said(target: Target) -> None:
+    with Server(target) as server:
+        other = DraftingServer(server.engine, Identities(), DraftingOptions(), BearerTokens())
+        with pytest.raises(ServingError):
+            server.run(other.start(port=server.server.port))
+
+
+# Faults of the engine
+
+
+def test_a_text_that_fails_is_opened_again(
+    target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What broke is the log's affair."""
+    real, is_broken = Runner.run, threading.Event()
+
+    def run(*arguments: Any) -> Any:
+        if is_broken.is_set():
+            raise RuntimeError("CUDA error: at /secret/path.cu\nTraceback")
+        return real(*arguments)
+
+    monkeypatch.setattr(Runner, "run", run)
+    with Server(target) as server:
+        with Talk(server.address) as talk:
+            session = talk.opened(PROMPT).session
+            talk.verify(N)
+            is_broken.set()
+            talk.send(verify=pb.Verify(start=N + 1))
+            failure = failure_of(talk)
+            assert failure.code == "internal"
+            assert talk.call.code() == grpc.StatusCode.INTERNAL
+            assert failure.message == "this text failed on the server; open the session again."
+            assert "/secret/path.cu" in caplog.text
+        is_broken.clear()
+        with Talk(server.address) as talk:
+            assert talk.opened(answer[: N + 1], N, session=session).was_rebuilt
+            assert list(talk.verify(N + 1).tokens) == answer[N + 1 : N + 2]
+
+
+def test_a_fault_of_the_server_ends_one_stream(
+    server: Server, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch, Talk(server.address) as talk:
+        patch.setattr("moa_data.serving.grpc.DraftingServer._request", lambda *_: 1 / 0)
+        talk.open(PROMPT)
+        failure = failure_of(talk)
+        assert (failure.code, failure.message) == ("internal", "the server failed; open the session again.")
+    assert "ZeroDivisionError" in caplog.text
+    check_health(server, answer)

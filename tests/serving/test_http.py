@@ -1,0 +1,517 @@
+"""The HTTP server as OpenAI's own client sees it, and as clients see it that do worse."""
+
+import asyncio
+import json
+import logging
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from moa_data.errors import RequestInvalid
+from moa_data.moa.targets.live import Target
+from moa_data.serving.access import BearerTokens
+from moa_data.serving.answer import AnswerText
+from moa_data.serving.config import LimitOptions
+from moa_data.serving.engine.options import EngineOptions
+from moa_data.serving.metrics import LOG, JsonLines
+from moa_data.serving.run import bind, check_tls
+from moa_data.tests.kit.attackers import head_of
+from moa_data.tests.kit.certificates import make_certificates
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target
+
+ENGINE = EngineOptions(tree="3")
+HELLO = [{"role": "user", "content": "Hello there"}]
+JSON = {"content-type": "application/json"}
+BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return text_target()
+
+
+@pytest.fixture(scope="module")
+def server(target: Target) -> Iterator[LiveServer]:
+    with LiveServer(
+        target, {"moa": build_drafter(target.model)}, ENGINE, limits=LimitOptions(most_new_tokens=200)
+    ) as live:
+        yield live
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[OpenAI]:
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server: LiveServer, key: str = "none", **options: Any) -> OpenAI:
+    return OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60, **options)
+
+
+def ask(client: OpenAI, said: Any = "Hello there", **options: Any) -> Any:
+    create: Any = client.chat.completions.create
+    options = {"model": MODEL, "temperature": 0, "max_tokens": 24} | options
+    return create(messages=[{"role": "user", "content": said}], **options)
+
+
+def text_of(answer: Any) -> str:
+    text: str = answer.choices[0].message.content
+    return text
+
+
+def streamed(client: OpenAI, **options: Any) -> tuple[str, list[Any]]:
+    chunks = list(ask(client, stream=True, **options))
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks
+
+
+def wait_until_free(server: LiveServer) -> None:
+    limit = time.monotonic() + 30
+    while server.engine.snapshot().n_open:
+        assert time.monotonic() < limit, "a text is held for nobody"
+        time.sleep(0.01)
+
+
+def test_a_chat_is_answered_as_by_plain_decoding(client: OpenAI, target: Target) -> None:
+    answer = ask(client)
+    assert text_of(answer) == plain_text(target, "Hello there", 24) != ""
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.object == "chat.completion"
+    assert answer.model == MODEL
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    assert answer.id.startswith("chatcmpl-")
+    assert answer._request_id.startswith("req-")
+    for drafter in ("none", "moa"):
+        assert text_of(ask(client, extra_body={"drafter": drafter})) == text_of(answer)
+
+
+def test_streaming_gives_the_same_in_pieces(client: OpenAI, target: Target) -> None:
+    text, chunks = streamed(client, stream_options={"include_usage": True})
+    assert text == plain_text(target, "Hello there", 24)
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 24
+    assert len(chunks) > 6, "in pieces"
+    text_again, chunks = streamed(client)
+    assert text_again == text
+    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
+    assert "\ufffd" not in text.rstrip("\ufffd") or "\ufffd" in plain_text(target, "Hello there", 24)
+
+
+def test_completions_take_a_text_or_tokens(client: OpenAI, target: Target) -> None:
+    tokens = target.tokenizer("the cat sat")["input_ids"]
+    expected = plain_text(target, tokens, 16)
+    for prompt in ("the cat sat", tokens, ["the cat sat"], [tokens]):
+        answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0)
+        assert answer.choices[0].text == expected
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16, "the API's default"
+        assert answer.object == "text_completion"
+    chunks = list(client.completions.create(model=MODEL, prompt=tokens, temperature=0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_answers_end_at_stop_strings_wherever_tokens_begin(client: OpenAI, target: Target) -> None:
+    text = plain_text(target, "Hello there", 60)
+    tried = 0
+    for at in range(1, len(text) - 4, 7):
+        stop = text[at : at + 4]
+        if "\ufffd" in stop:
+            continue
+        expected = text[: text.index(stop)]
+        answer = ask(client, max_tokens=60, stop=stop)
+        assert text_of(answer) == expected
+        assert answer.choices[0].finish_reason == "stop"
+        found, chunks = streamed(client, max_tokens=60, stop=["never there", stop])
+        assert found == expected, "also in a stream nothing of the stop string is sent"
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        tried += 1
+    assert tried > 3
+    # Held back as a possible beginning, and given out at the end.
+    assert text_of(ask(client, max_tokens=60, stop=text[-3:] + "?")) == text
+
+
+def test_seed_and_temperature(client: OpenAI) -> None:
+    settings: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 20}
+    one = text_of(ask(client, seed=1, **settings))
+    assert text_of(ask(client, seed=1, **settings)) == one
+    assert text_of(ask(client, seed=1, extra_body={"drafter": "none"}, **settings)) == one
+    assert text_of(ask(client, seed=2, **settings)) != one
+    assert text_of(ask(client, **settings)) != text_of(ask(client, **settings)), "another seed each time"
+    greedy = text_of(ask(client, max_tokens=20))
+    assert greedy != one
+    assert text_of(ask(client, seed=1, temperature=1.0, top_p=0, max_tokens=20)) == greedy
+    assert text_of(ask(client, seed=1, temperature=1.0, max_tokens=20, extra_body={"top_k": 1})) == greedy
+    penalised = text_of(ask(client, max_tokens=20, extra_body={"repetition_penalty": 3.0}))
+    assert penalised != greedy
+
+
+def test_the_answer_ends_with_the_end_of_sequence() -> None:
+    target = text_target(never_ends=False)
+    full = target.tokenizer("Hello there")["input_ids"]
+    with LiveServer(target) as server, client_of(server) as client:
+        plain = plain_text(text_target(), full, 12)
+        target.eos_token_ids = frozenset(range(400))
+        answer = client.completions.create(model=MODEL, prompt=full, temperature=0)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 1
+        assert plain.startswith(answer.choices[0].text)
+
+
+def test_eight_at_once_get_what_each_gets_alone(client: OpenAI, target: Target, server: LiveServer) -> None:
+    contents = [f"the cat {n} sat" for n in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda content: text_of(ask(client, content)), contents))
+    assert texts == [plain_text(target, content, 24) for content in contents]
+    wait_until_free(server)
+
+
+def test_models(client: OpenAI) -> None:
+    models = list(client.models.list())
+    assert [model.id for model in models] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "moa-data"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def said(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
+
+
+BAD: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"model": None}, "model", "invalid_value"),
+    ({"temperature": 3}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_value"),
+    ({"top_p": -1}, "top_p", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 201}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 255}, "max_tokens", "context_length_exceeded"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"stop": list("abcde")}, "stop", "invalid_value"),
+    ({"stop": [""]}, "stop", "invalid_value"),
+    ({"stream_options": {}}, "stream_options", "invalid_value"),
+    ({"n": 2}, "n", "unsupported_parameter"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_parameter"),
+    ({"logprobs": True}, "logprobs", "unsupported_parameter"),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"warmth": 0}, "warmth", "unknown_parameter"),
+    ({"drafter": "condor"}, "drafter", "invalid_value"),
+    (said("x", "oracle"), None, "invalid_prompt"),
+    (said([{"type": "image_url", "image_url": {"url": "x"}}]), None, "invalid_prompt"),
+    (said(""), None, "invalid_prompt"),
+    (said("<|eot_id|>"), None, "invalid_prompt"),
+    (said("word " * 300), None, "context_length_exceeded"),
+]
+
+
+@pytest.mark.parametrize(("changes", "param", "code"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_requests_are_refused_in_the_api_s_form(
+    client: OpenAI, changes: dict[str, Any], param: str | None, code: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post("/chat/completions", body=BODY | changes, cast_to=object)
+    error = caught.value
+    assert isinstance(error.body, dict)
+    assert "\n" not in error.body["message"]
+    assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+    assert error.request_id is not None
+
+
+def test_settings_that_change_nothing_are_taken(client: OpenAI) -> None:
+    answer = ask(
+        client, n=1, frequency_penalty=0, presence_penalty=0.0, logprobs=False, logit_bias={}, user="me", stop=None,
+        response_format={"type": "text"}, metadata={"a": "b"}, seed=None, max_tokens=None, max_completion_tokens=5,
+    )  # fmt: skip
+    assert answer.usage.completion_tokens == 5
+    parts = [{"type": "text", "text": "Hello there"}]
+    assert text_of(ask(client, parts, max_tokens=5)) == text_of(answer)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], ["a", "b"], [[1], [2]], [400], [-1], "", {"a": 1}, ["a", 1], "\ud800"], ids=repr
+)
+def test_bad_prompts_of_completions(server: LiveServer, prompt: Any) -> None:
+    body = json.dumps({"model": MODEL, "prompt": prompt})
+    answer = httpx.post(f"{server.address}/v1/completions", content=body, headers=JSON, timeout=30)
+    if prompt == "":  # the tokenizer begins each text with a token
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400), (b"{", 400), (b"null", 400), (b"[]", 400), (b"\xff\xfe", 400), (b'{"model": NaN}', 400),
+        (b"[" * 100_000, 400), (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, 400), (b"x" * (1 << 20) + b"x", 413),
+    ],
+    ids=["empty", "cut", "null", "list", "no text", "nan", "deep list", "deep object", "large"],
+)  # fmt: skip
+def test_garbage_is_refused(server: LiveServer, content: bytes, status: int) -> None:
+    answer = httpx.post(f"{server.address}/v1/chat/completions", content=content, headers=JSON, timeout=30)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_without_a_length_is_bounded_too(server: LiveServer) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b"x" * (1 << 16)
+
+    answer = httpx.post(f"{server.address}/v1/completions", content=endless(), headers=JSON, timeout=30)
+    assert answer.status_code == 413
+
+
+def test_other_paths_and_methods(server: LiveServer) -> None:
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+    ):
+        answer = httpx.request(method, f"{server.address}{path}")
+        assert answer.status_code == status
+        assert answer.json()["error"]["code"] == "unknown_url"
+    assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
+
+
+def test_tokens_let_their_owners_in(target: Target) -> None:
+    with LiveServer(target, tokens=BearerTokens(["secret-1", "secret-2"])) as server:
+        for key in ("secret-1", "secret-2"):
+            with client_of(server, key) as client:
+                assert ask(client, max_tokens=2).usage.completion_tokens == 2
+        for key in ("secret-3", "secret", "secret-11"):
+            with client_of(server, key) as client, pytest.raises(openai.AuthenticationError) as caught:
+                ask(client)
+            assert caught.value.code == "invalid_api_key"
+            assert caught.value.response.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/metrics", f"/v1/models/{MODEL}"):
+            assert httpx.get(f"{server.address}{path}").status_code == 401
+        assert httpx.get(f"{server.address}/health").status_code == 200
+        answer = httpx.get(f"{server.address}/metrics", headers={"authorization": "Bearer secret-2"})
+        assert "moa_http_requests_total" in answer.text
+
+
+def test_rates_are_bounded(target: Target) -> None:
+    limits = LimitOptions(requests_per_s=0.5, requests_at_once=2)
+    with LiveServer(target, limits=limits, tokens=BearerTokens(["one", "two"])) as server:
+        with client_of(server, "one") as client:
+            for _ in range(2):
+                client.models.list()
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.models.list()
+            assert caught.value.code == "rate_limit_exceeded"
+            assert 1 <= int(caught.value.response.headers["retry-after"]) <= 4
+        with client_of(server, "two") as client:
+            client.models.list()
+
+
+def test_a_full_server_says_so(target: Target) -> None:
+    settings = EngineOptions(most_sequences=1, most_waiting=1, target_ms=20)
+    with LiveServer(target, engine=settings) as server, client_of(server) as client:
+        first, second = (ask(client, stream=True, max_tokens=100) for _ in range(2))
+        next(first), next(second)
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask(client)
+        assert caught.value.status_code == 503
+        assert caught.value.code == "overloaded"
+        assert caught.value.response.headers["retry-after"] == "1"
+        first.close(), second.close()
+        wait_until_free(server)
+        assert ask(client, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_answers_that_take_too_long_end(target: Target) -> None:
+    settings = EngineOptions(target_ms=30)
+    with LiveServer(target, engine=settings, limits=LimitOptions(answer_s=0.3)) as server, client_of(server) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            ask(client, max_tokens=100)
+        assert caught.value.status_code == 408
+        stream = ask(client, max_tokens=100, stream=True)
+        assert next(stream).choices
+        with pytest.raises(openai.APIError):
+            list(stream)
+        wait_until_free(server)
+
+
+def test_a_slow_body_is_given_up(target: Target) -> None:
+    with LiveServer(target, limits=LimitOptions(body_s=0.2)) as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(head_of("/v1/completions", 100) + b"{")
+            assert b" 408 " in connection.recv(4096)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) -> None:
+    with LiveServer(target, engine=EngineOptions(target_ms=10)) as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        body = json.dumps(BODY | {"max_tokens": 200, "stream": stream}).encode()
+        head = head_of("/v1/chat/completions", len(body))
+        for n_read in (0, 1):
+            with socket.create_connection((host, int(port)), timeout=30) as connection:
+                connection.sendall(head + body)
+                if n_read and stream:
+                    assert connection.recv(4096)
+                else:
+                    limit = time.monotonic() + 30
+                    while not server.engine.snapshot().n_open:
+                        assert time.monotonic() < limit
+                        time.sleep(0.005)
+            wait_until_free(server)
+        assert server.engine.snapshot().n_committed < 390, "the rest was not decoded"
+
+
+def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moa_data.serving.answer._HOLD_AT", 4)
+    monkeypatch.setattr("moa_data.serving.answer._RELEASE_AT", 1)
+    held: list[bool] = []
+    with LiveServer(target) as server, client_of(server) as client:
+        hold = server.engine.hold
+
+        def note(id_: int, is_held: bool) -> None:
+            held.append(is_held)
+            hold(id_, is_held)
+
+        monkeypatch.setattr(server.engine, "hold", note)
+        # A reader that takes no piece for a while, as uvicorn waits for a client's full buffer.
+        pieces = AnswerText.pieces
+
+        async def slowly(answer: Any) -> Any:
+            async for piece in pieces(answer):
+                await asyncio.sleep(0.02)
+                yield piece
+
+        monkeypatch.setattr(AnswerText, "pieces", slowly)
+        assert text_of(ask(client, max_tokens=60)) == plain_text(target, "Hello there", 60)
+    assert True in held
+    assert False in held
+
+
+def test_metrics_count_what_happened(target: Target) -> None:
+    with LiveServer(target, {"moa": build_drafter(target.model)}, ENGINE) as server, client_of(server) as client:
+        ask(client)
+        with pytest.raises(openai.BadRequestError):
+            ask(client, n=2)
+        wait_until_free(server)
+        httpx.get(f"{server.address}/some/path")
+        text = httpx.get(f"{server.address}/metrics").text
+    values = dict(re.findall(r"^(moa_\S+) (\S+)$", text, flags=re.MULTILINE))
+    assert float(values['moa_http_requests_total{path="/v1/chat/completions",status="200"}']) == 1
+    assert float(values['moa_http_requests_total{path="/v1/chat/completions",status="400"}']) == 1
+    assert float(values['moa_http_requests_total{path="other",status="404"}']) == 1
+    assert float(values["moa_tokens_committed_total"]) == 24
+    assert 0 < float(values["moa_rounds_total"]) <= 24
+    assert float(values["moa_drafts_verified_total"]) > 0
+    assert float(values["moa_first_token_seconds_count"]) == 1
+    assert float(values["moa_target_calls_total"]) > 0
+    assert float(values["moa_sequences_open"]) == 0
+    assert float(values["moa_kv_tokens"]) == 16384
+    assert float(values["moa_http_requests_in_flight"]) == 1, "this one"
+
+
+def test_each_request_is_one_json_line(target: Target, server: LiveServer) -> None:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(self.format(record))
+
+    handler = Keep()
+    handler.setFormatter(JsonLines())
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    try:
+        with client_of(server) as client:
+            ask(client, max_tokens=3)
+            with pytest.raises(openai.BadRequestError):
+                ask(client, n=2)
+            wait_until_free(server)
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(logging.NOTSET)
+    first, second = map(json.loads, lines)
+    assert (first["status"], first["path"], first["new_tokens"], first["finish"]) == (
+        200, "/v1/chat/completions", 3, "length",
+    )  # fmt: skip
+    assert first["first_token_seconds"] <= first["seconds"]
+    assert second["error"] == "n is not supported by this server. Leave it out."
+    failed = logging.LogRecord("moa_data.x", logging.ERROR, "f", 1, "no %s", ("luck",), None)
+    assert json.loads(JsonLines().format(failed))["message"] == "no luck"
+
+
+def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    config = {"tls_cert": str(files.chain), "tls_key": str(files.key)}
+    with LiveServer(target, config=config) as server:
+        assert server.address.startswith("https://")
+        context = ssl.create_default_context(cafile=str(files.authority))
+        with httpx.Client(verify=context) as http, client_of(server, http_client=http) as client:
+            assert ask(client, max_tokens=2).usage.completion_tokens == 2
+        with client_of(server) as client, pytest.raises(openai.APIConnectionError):
+            ask(client)
+
+
+def test_files_that_are_no_certificates(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+    with pytest.raises(RequestInvalid):
+        check_tls(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RequestInvalid):
+            bind("127.0.0.1", port)
+    with pytest.raises(RequestInvalid):
+        bind("no-such-host.invalid", 0)
+
+
+def test_a_server_that_ends_finishes_its_answers_and_takes_no_more(target: Target) -> None:
+    with LiveServer(target, engine=EngineOptions(target_ms=10)) as server, client_of(server) as client:
+        stream = ask(client, stream=True, max_tokens=60)
+        text = next(stream).choices[0].delta.content
+        with httpx.Client() as idle:  # holds a connection open
+            assert idle.get(f"{server.address}/health").status_code == 200
+            server.end()
+            text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            with pytest.raises(httpx.HTTPError):
+                idle.get(f"{server.address}/health")
+        server.join()
+    assert text == plain_text(target, "Hello there", 60)
+    assert server.ended.n_broken_off == 0
+
+
+@pytest.mark.parametrize("how", ["grace", "second signal"])
+def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) -> None:
+    config = {"grace_s": 1 if how == "grace" else 60}
+    with LiveServer(target, engine=EngineOptions(target_ms=100), config=config) as server:
+        with client_of(server) as client:
+            stream = ask(client, stream=True, max_tokens=200)
+            next(stream)
+            began = time.monotonic()
+            server.end()
+            if how != "grace":
+                threading.Timer(0.3, server.end).start()
+            with pytest.raises(openai.APIConnectionError):
+                list(stream)
+        server.join()
+    assert time.monotonic() - began < 10
+    assert server.ended.n_broken_off == 1

@@ -1,0 +1,151 @@
+"""The outbox sends answers before contexts, each context once and in order, and says when its reader is slow."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moa_data.serving import moa_v1_pb2 as pb
+from moa_data.serving import sessions as module
+from moa_data.serving.sessions import ContextLog, Outbox
+from moa_data.serving.wire import decode
+
+WIDTH = 6
+
+
+def rows(start: int, stop: int) -> torch.Tensor:
+    """Contexts that tell their positions, exact in bfloat16."""
+    return (torch.arange(start, stop) % 251)[:, None].expand(-1, WIDTH).float()
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def pong(number: int) -> pb.ServerMessage:
+    return pb.ServerMessage(pong=pb.Pong(id=number))
+
+
+@given(
+    st.integers(0, 20),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5), st.integers(1, 9)), max_size=20),
+    st.integers(0, 200),
+)
+def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int]], most_kept: int) -> None:
+    """Chunks overlap, are read in pieces, and are forgotten when they were sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MAX_KEPT", most_kept)
+        log, sent = ContextLog(first), first
+        for n_new, n_again, piece in steps:
+            start = max(first, log.stop - n_again)
+            before = log.n_unsent_bytes(sent)
+            log.append(start, rows(start, log.stop + n_new))
+            assert log.n_unsent_bytes(sent) == before, "what is not released waits"
+            log.release()
+            for _ in range(2):
+                if sent < log.stop:
+                    assert log.n_unsent_bytes(sent) == 2 * WIDTH * (log.stop - sent)
+                    part = log.read(sent, piece)
+                    assert 0 < len(part) <= piece
+                    assert torch.equal(part.float(), rows(sent, sent + len(part)))
+                    sent += len(part)
+                    log.drop_sent(sent)
+            assert log.first <= max(first, sent - most_kept // (2 * WIDTH))
+            assert log.stop - log.first <= 2 * (log.stop - sent) + most_kept // WIDTH + 2
+            assert torch.equal(log.read(log.first, 1000).float(), rows(log.first, log.stop))
+
+
+def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 2 * WIDTH)
+
+    async def run() -> None:
+        outbox, log = Outbox(), ContextLog(3)
+        log.append(3, rows(3, 20))
+        log.release()
+        outbox.send_contexts(log, "bf16", 4, WIDTH)
+        outbox.put(pong(1))
+        got = [await outbox.next(), await outbox.next()]
+        outbox.put(pong(2))
+        got.append(await outbox.next())
+        log.append(20, rows(20, 22))
+        log.release()
+        log.append(22, rows(22, 30))
+        outbox.close()
+        outbox.put(pong(3))  # too late
+        while (message := await outbox.next()) is not None:
+            got.append(message)
+        kinds = [message.WhichOneof("body") for message in got if message is not None]
+        assert kinds == ["pong", "context", "pong", "context", "context", "context"]
+        assert [message.sequence for message in got if message is not None] == list(range(1, 7))
+        found = [message.context for message in got if message is not None and message.WhichOneof("body") == "context"]
+        assert [(one.start, one.n_positions) for one in found] == [(4, 5), (9, 5), (14, 5), (19, 3)]
+        values = torch.cat([decode(one.codec, one.values, one.n_positions, WIDTH) for one in found])
+        assert torch.equal(values, rows(4, 22))
+
+    in_loop(run)
+
+
+def test_a_failure_ends_it_before_contexts() -> None:
+    async def run() -> None:
+        outbox, log = Outbox(), ContextLog(0)
+        log.append(0, rows(0, 9))
+        log.release()
+        outbox.send_contexts(log, "int8", 0, WIDTH)
+        outbox.fail("invalid", "once.", answers=4)
+        outbox.fail("internal", "the end.", ends=True)
+        outbox.fail("idle", "too late.", ends=True)
+        got = [await outbox.next(), await outbox.next(), await outbox.next()]
+        assert [message and message.failure.code for message in got] == ["invalid", "internal", None]
+        assert outbox.failure is not None
+        assert outbox.failure.code == "internal"
+
+    in_loop(run)
+
+
+def test_a_full_outbox_has_room_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_MESSAGES", 3)
+    monkeypatch.setattr(module, "_MAX_UNSENT", 2 * WIDTH * 10)
+
+    async def run() -> None:
+        outbox, log = Outbox(), ContextLog(0)
+        outbox.send_contexts(log, "bf16", 0, WIDTH)
+        await outbox.wait_for_room()
+        for number in range(3):
+            assert not outbox.is_full
+            outbox.put(pong(number))
+        waiting = asyncio.create_task(outbox.wait_for_room())
+        await asyncio.sleep(0)
+        assert outbox.is_full
+        assert not waiting.done()
+        await outbox.next()
+        await waiting
+        log.append(0, rows(0, 12))
+        log.release()
+        outbox.wake()
+        assert outbox.is_full, "contexts count, too"
+        for _ in range(3):
+            await outbox.next()
+        assert not outbox.is_full
+
+    in_loop(run)
+
+
+def test_who_waits_is_woken() -> None:
+    async def run() -> None:
+        outbox = Outbox()
+        waiting = asyncio.create_task(outbox.next())
+        await asyncio.sleep(0)
+        outbox.put(pong(5))
+        message = await waiting
+        assert message is not None
+        assert message.pong.id == 5
+        waiting = asyncio.create_task(outbox.next())
+        await asyncio.sleep(0)
+        outbox.close()
+        assert await waiting is None
+
+    in_loop(run)

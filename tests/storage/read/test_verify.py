@@ -1,0 +1,181 @@
+"""Verification finds every kind of damage and names part and file; summaries count what is there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moa_data.errors import SchemaVersionError, StoreNotFound
+from moa_data.storage.read.summary import length_histogram, summarize_store
+from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import StoreManifest
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe
+
+
+def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
+    seen = []
+    report = verify_store(store, progress=lambda done, total, message: seen.append((done, total, message)))
+    assert report.ok
+    assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts, 0)
+    assert (report.n_sequences, report.n_tokens) == (12, 881)
+    assert report.n_bytes == sum(path.stat().st_size for path in (store / "parts").rglob("c.*"))
+    assert seen[-1][:2] == (report.n_bytes, report.n_bytes)
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+
+
+def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recipe: Recipe) -> None:
+    def spoil(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+        if name == "kv":
+            values[0, 0, 0, 0, 0] = 0x7FC0
+        return values
+
+    store = recipe.write(tmp_path / "store", spoil)
+    report = verify_store(store, values=False)
+    assert report.ok
+    assert (report.n_sequences, report.n_tokens) == (12, 881)
+    assert not verify_store(store).ok
+    flip(store / "parts/hidden/last/c.1.0", 20)
+    assert [damage.part for damage in verify_store(store, values=False).damages] == [1]
+
+
+def canonical(document: dict[str, Any]) -> str:
+    """The one way in which commits are written."""
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("change", ["truncate", "delete", "grow"])
+def test_missing_and_resized_files_are_found(store: Path, change: str) -> None:
+    path = store / "parts/hidden/last/c.1.0"
+    if change == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:50] if change == "truncate" else path.read_bytes() + b"x")
+    for values in (True, False):
+        (damage,) = verify_store(store, values=values).damages
+        assert (damage.part, damage.path) == (1, "parts/hidden/last/c.1.0")
+
+
+def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path) -> None:
+    """Every checksum inside the shard holds; only the commit's can tell."""
+    recipe = make_recipe((64, 64), part_tokens=64)
+    store = recipe.write(tmp_path / "store")
+    one, two = (store / f"parts/hidden/last/c.{k}.0" for k in (0, 1))
+    # As if both had the same length, so that the size does not give it away.
+    commit = store / "commits/part-00000.json"
+    document = json.loads(commit.read_text())
+    document["files"]["hidden/last/c.0.0"]["bytes"] = two.stat().st_size
+    commit.write_text(canonical(document))
+    one.write_bytes(two.read_bytes())
+    (damage,) = verify_store(store).damages
+    assert damage.path == "parts/hidden/last/c.0.0"
+    assert "checksum is" in damage.message
+
+
+def test_pending_parts_are_no_damage(store: Path, recipe: Recipe) -> None:
+    (store / "commits/part-00001.json").unlink()
+    report = verify_store(store)
+    assert report.ok
+    assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts - 1, 1)
+
+
+def test_damaged_commits_are_found(store: Path) -> None:
+    commit = store / "commits/part-00000.json"
+    good = commit.read_text()
+    document = json.loads(good)
+    commit.write_text(canonical(document | {"n_tokens": 1, "part": 3}))
+    messages = [damage.message for damage in verify_store(store).damages]
+    assert any("the commit says n_tokens 1, the plan has" in message for message in messages)
+    assert any("the commit belongs to part 3" in message for message in messages)
+    commit.write_text("{}")
+    (damage,) = verify_store(store).damages
+    assert (damage.part, damage.path) == (0, "commits/part-00000.json")
+    commit.write_text(good)
+    (store / "commits/part-00099.json").write_text(good)
+    (damage,) = verify_store(store).damages
+    assert damage.message == "a commit of a part that the plan does not have"
+
+
+@pytest.mark.parametrize(("bits", "layer"), [(0x7FC0, 2), (0xFF80, 0)])
+def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe, bits: int, layer: int) -> None:
+    def spoil(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+        if name == "kv" and row["source_row"] == 2:
+            values[150, layer, 1, 0, 3] = bits
+        return values
+
+    (damage,) = verify_store(recipe.write(tmp_path / "store", spoil)).damages
+    for what in ("id-2", f"in layer {layer};", f"token 150, layer {layer}, kv_head 1, key_value 0, head_dim 3"):
+        assert what in damage.message
+    row = next(row for row in recipe.plan.to_pylist() if row["source_row"] == 2)
+    assert (damage.part, damage.path) == (row["part"], "parts/kv")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("response_mask", 0, "response mask counts 0 tokens, the plan says 35"),
+        ("tokens", 100, "lie outside the vocabulary of 100"),
+    ],
+)
+def test_masks_and_tokens_are_held_to_the_plan(
+    tmp_path: Path, recipe: Recipe, field: str, value: int, message: str
+) -> None:
+    def spoil(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+        return np.full_like(values, value) if name == field and row["source_row"] == 0 else values
+
+    (damage,) = verify_store(recipe.write(tmp_path / "store", spoil)).damages
+    assert message in damage.message
+
+
+def test_unreadable_stores_raise(store: Path, tmp_path: Path, recipe: Recipe) -> None:
+    with pytest.raises(StoreNotFound):
+        verify_store(tmp_path)
+    text = replace(recipe.manifest, schema_version=7).to_json()
+    (store / "store.json").write_text(text)
+    (store / "commits/store.json").unlink()
+    with pytest.raises(SchemaVersionError):
+        verify_store(store)
+
+
+def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe: Recipe) -> None:
+    (store / "store.json").write_text(replace(recipe.manifest, n_tokens=3).to_json())
+    (damage,) = verify_store(store).damages
+    assert (damage.part, damage.path) == (None, "store.json")
+    assert "is not the file that was written" in damage.message
+    (store / "commits/store.json").unlink()  # as in stores from before there were seals
+    assert StoreManifest.from_json((store / "store.json").read_text()).n_tokens == 3
+    (damage,) = verify_store(store).damages
+    assert damage.message == "plan.parquet has n_tokens 881, store.json says 3"
+
+
+def test_summary_counts_what_is_committed(store: Path, recipe: Recipe) -> None:
+    (store / "commits/part-00001.json").unlink()
+    summary = summarize_store(store)
+    kept = [row for row in recipe.plan.to_pylist() if row["part"] != 1]
+    assert summary.n_sequences == len(kept)
+    assert summary.n_tokens == sum(row["n_tokens"] for row in kept)
+    assert summary.n_response_tokens == sum(row["n_response_tokens"] for row in kept)
+    assert (summary.manifest.n_sequences, summary.manifest.n_tokens, summary.n_pending_parts) == (12, 881, 1)
+    by_name = {item.name: item for item in summary.fields}
+    assert by_name["kv"].raw_bytes == summary.n_tokens * 4 * 2 * 2 * 8 * 2
+    assert by_name["kv"].stored_bytes > 0
+    assert summary.bytes_per_token == summary.stored_bytes / summary.n_tokens
+    assert sum(summary.lengths.counts) == summary.n_sequences
+    assert summary.manifest.identities == recipe.manifest.identities
+    assert not summary.has_target
+
+
+def test_summary_of_an_empty_store(tmp_path: Path, recipe: Recipe) -> None:
+    StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan).close()
+    summary = summarize_store(tmp_path / "store")
+    assert (summary.n_sequences, summary.stored_bytes) == (0, 0)
+    assert np.isnan(summary.ratio)
+
+
+def test_length_histogram_covers_every_length() -> None:
+    histogram = length_histogram(np.array([1, 5, 64, 100]), 10)
+    assert histogram.edges == tuple(range(0, 101, 10))
+    assert histogram.counts == (2, 0, 0, 0, 0, 0, 1, 0, 0, 1)
