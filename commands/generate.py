@@ -14,7 +14,7 @@ from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import OnTokens
-    from ..moa.decoding.tree import Shape
+    from ..moa.decoding.tree import TreeShape
 
 
 class GenerateConfig(DecodingConfig):
@@ -26,12 +26,12 @@ class GenerateConfig(DecodingConfig):
     """Stop after this many tokens."""
     tree: Common[str] = "auto"
     """Drafts per target call: a chain's length such as 5, 10@0.2 or 7c0.3 for one that stops early, a tree such as
-    6x8x62, static:NODES; or auto, plain where drafts do not pay (docs/decoding.md)."""
+    6x8x62; or auto, plain where drafts do not pay (docs/decoding.md)."""
     compare: Common[bool] = False
     """Decode without drafts, too, and compare: the same tokens, and how much slower."""
 
     @override
-    def tree_shape(self) -> "Shape | None":
+    def tree_shape(self) -> "TreeShape | None":
         return None if self.tree == "auto" else super().tree_shape()
 
 

@@ -9,7 +9,7 @@ from ..config import Common, Config, Count, Natural
 from ..pipeline.config import SamplingSettings, TemplateKwargs
 
 if TYPE_CHECKING:
-    from ..moa.decoding.tree import Shape
+    from ..moa.decoding.tree import TreeShape
 
 DRAFTING = ("chain", "tree", "auto")
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -29,7 +29,7 @@ class DecodingConfig(Config):
     max_new_tokens: Common[Count] = 128
     """Stop an answer after this many tokens."""
     tree: Common[str] = "6x8x62"
-    """Shape for tree: levels of drafts x breadth x most nodes verified, static:NODES, or a chain that stops early, as
+    """Shape for tree: levels of drafts x breadth x most nodes verified, or a chain that stops early, as
     LENGTH@PROBABILITY. The default is EAGLE-2's, whose depth 7 counts the root."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     dtype: Common[Dtype] = "float32"
@@ -50,11 +50,11 @@ class DecodingConfig(Config):
             return [str(error).rstrip(".")]
         return []
 
-    def tree_shape(self) -> "Shape | None":
+    def tree_shape(self) -> "TreeShape | None":
         """Return the shape of ``tree``; raises DrafterError where it cannot be decoded with this sampling."""
-        from ..moa.decoding.tree import parse_shape
+        from ..moa.decoding.tree import TreeShape
 
-        shape = parse_shape(self.tree)
+        shape = TreeShape.parse(self.tree)
         self.sampling.build().check_shape(shape)
         return shape
 

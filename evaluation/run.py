@@ -14,7 +14,7 @@ from ..moa.decoding.loop import generate as generate_tokens
 from ..moa.decoding.policy import AutoPolicy, ShapePolicy
 from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Proposer
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
-from ..moa.decoding.tree import Shape, TreeShape
+from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.base import Drafter
 from ..moa.targets.chat_tokens import check_template, prompt_tokens
 from ..moa.targets.live import Target
@@ -110,7 +110,7 @@ def build_methods(
     sampling, chain = config.sampling.build(), TreeShape(config.draft_length)
     decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=sampling)
 
-    def add(name: str, proposer: Proposer | None, shape: Shape | ShapePolicy | None) -> None:
+    def add(name: str, proposer: Proposer | None, shape: TreeShape | ShapePolicy | None) -> None:
         number = 1 + sum(known.split("#")[0] == name for known in methods)
         name = name if number == 1 else f"{name}#{number}"
         methods[name] = lambda prompts, seeds: decode(prompts, proposer=proposer, tree=shape, seed=seeds)
@@ -126,7 +126,7 @@ def build_methods(
             continue
         for drafter, loaded in drafters.items():
             proposer = DrafterProposer(target, loaded.drafter, loaded.frozen, sampling)
-            shape: Shape | ShapePolicy | None = config.tree_shape() if method == "tree" else chain
+            shape: TreeShape | ShapePolicy | None = config.tree_shape() if method == "tree" else chain
             if method == "auto":
                 shape = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
             add(f"{method} {drafter}" if len(drafters) > 1 else method, proposer, shape)
@@ -154,7 +154,7 @@ def generate(
     prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
     *,
     max_new_tokens: int = 256,
-    tree: Shape | ShapePolicy | None = None,
+    tree: TreeShape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int = 0,
     on_tokens: OnTokens | None = None,

@@ -17,7 +17,7 @@ from ..machine import usable_cores
 
 if TYPE_CHECKING:
     from ..moa.decoding.sampling import SamplingConfig
-    from ..moa.decoding.tree import Shape
+    from ..moa.decoding.tree import TreeShape
 
 
 def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
@@ -284,7 +284,7 @@ class RegenerateConfig(Config):
     """Most tokens of an answer; one that has not ended by then is left out."""
     tree: str | None = None
     """Drafts per target call: a chain's length such as 5, LENGTH@PROBABILITY for one that stops early, a tree's
-    DEPTHxBREADTHxNODES, static:NODES. Default: 10@0.2, and 5 where tokens are sampled."""
+    DEPTHxBREADTHxNODES. Default: 10@0.2, and 5 where tokens are sampled."""
     batch_size: Common[Count | None] = None
     """Chats that are answered together; default: 8, and 32 requests at once with --server."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -315,11 +315,11 @@ class RegenerateConfig(Config):
             return [f"server is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
         return []
 
-    def shape(self) -> Shape:
+    def shape(self) -> TreeShape:
         """Return the shape of the drafts, which is fixed: that of ``auto`` follows the machine's timing."""
-        from ..moa.decoding.tree import parse_shape
+        from ..moa.decoding.tree import TreeShape
 
-        shape = parse_shape(self.tree or ("5" if self.sampling.temperature else "10@0.2"))
+        shape = TreeShape.parse(self.tree or ("5" if self.sampling.temperature else "10@0.2"))
         self.sampling.build().check_shape(shape)
         return shape
 

@@ -36,7 +36,7 @@ from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, 
 from ..files import disk_full_guard, write_all, write_atomic
 from ..moa.decoding.loop import Generation, generate_batch
 from ..moa.decoding.proposer import DrafterProposer
-from ..moa.decoding.tree import Shape
+from ..moa.decoding.tree import TreeShape
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import check_template, prompt_tokens, tokenize_chat
@@ -403,7 +403,7 @@ class LocalTarget:
         self._target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         self._proposer: DrafterProposer | None = None
-        self._shape: Shape | None = None
+        self._shape: TreeShape | None = None
         recorded = {}
         if config.drafter is not None:
             drafter = load_drafter(config.drafter, self._target.model.dtype, self._target.device)

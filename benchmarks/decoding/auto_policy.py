@@ -25,7 +25,7 @@ from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.policy import AutoPolicy, ShapePolicy
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
-from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
+from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 
@@ -61,7 +61,7 @@ class Noting(Proposer):
         """Keep rows of the other."""
         self._inner.select_rows(rows)
 
-    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Record the drafts; the round is a plain step, so that every position gets its turn."""
         drafts = self._inner.propose(committed, shape)
         self.noted.append((len(committed[0]), drafts))

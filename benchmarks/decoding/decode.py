@@ -30,7 +30,7 @@ from benchmarks.kit.harness import medians, run
 from benchmarks.kit.shapes import SHAPES, shape_config
 from moa_data.moa.decoding.loop import OnRound, generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
-from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
+from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.block import CONTEXTS
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
@@ -87,7 +87,7 @@ class _Text:
         tokens = torch.zeros(1, n_tokens, dtype=torch.int64, device=self._target.device)
         return self._target.logits(self._target.forward(tokens, self._cache))
 
-    def propose(self, shape: Shape) -> DraftTree:
+    def propose(self, shape: TreeShape) -> DraftTree:
         return self._proposer.propose([self._committed], shape)
 
     def commit(self, tokens: list[int]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.kit.harness import in_turn, quartiles, run
 from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution, draw
-from moa_data.moa.decoding.tree import DraftTree, StaticTree
+from moa_data.moa.decoding.tree import DraftTree
 
 CONFIGS = {
     "temperature 1": SamplingConfig(1.0),
@@ -38,9 +38,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {f"{name}_ms": 1e3 * statistics.median(taken) for name, taken in sides.items()}
     figures["ratio_quartiles"] = quartiles(ratios)
     chain = DraftTree.chain(logits[:5].argmax(dim=-1)[None])
-    shape = StaticTree.likeliest(60)
     tokens = torch.randint(options.vocabulary, (1, 60), generator=generator).to(options.device)
-    tree = DraftTree(tokens, torch.tensor([shape.parents], device=options.device))
+    # Six levels of ten nodes: each node has two children.
+    parents = [[-1] * 10 + [node // 2 + 10 * level for level in range(5) for node in range(10)]]
+    tree = DraftTree(tokens, torch.tensor(parents, device=options.device))
     for name, config in CONFIGS.items():
         for kind, drafts in (("chain_of_5", chain), ("tree_of_60", tree)):
             verify = partial(accept_sampled, drafts, 0, logits, [1], config, generator)

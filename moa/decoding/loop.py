@@ -36,7 +36,7 @@ from ..targets.live import DeviceClock, Target
 from .policy import AutoPolicy, ShapePolicy
 from .proposer import DrafterProposer, Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
-from .tree import NO_DRAFT, DraftTree, Shape, ancestors
+from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
@@ -102,7 +102,7 @@ def generate(
     prompt_tokens: list[int],
     *,
     max_new_tokens: int = 256,
-    tree: Shape | ShapePolicy | None = None,
+    tree: TreeShape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int = 0,
     frozen: FrozenTarget | None = None,
@@ -127,7 +127,7 @@ def generate_batch(
     *,
     max_new_tokens: int,
     proposer: Proposer | None = None,
-    tree: Shape | ShapePolicy | None = None,
+    tree: TreeShape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int | Sequence[int] = 0,
     on_tokens: OnTokens | None = None,
@@ -220,7 +220,7 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer | 
     return [rows[index] for index in unfinished]
 
 
-def _useful(target: Target, shape: Shape | None, rows: list["_Row"], sampling: SamplingConfig) -> Shape | None:
+def _useful(target: Target, shape: TreeShape | None, rows: list["_Row"], sampling: SamplingConfig) -> TreeShape | None:
     """Cut greedy drafts to the positions that are left and the tokens that any row still needs; None if none are."""
     # Sampled drafts keep their shape: each level uses random numbers, and an answer must not depend on the rest of its
     # batch. Tokens beyond the last position are cut when they are committed.

@@ -23,7 +23,7 @@ from statistics import median
 
 from typing_extensions import override
 
-from .tree import Shape, TreeShape
+from .tree import TreeShape
 
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
 """The chain of ``auto``: the fastest of all chains and trees on one CPU core, where a draft costs a fifth to a third of
@@ -40,13 +40,13 @@ Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a mac
 class ShapePolicy:
     """Chooses the shape of each round's drafts: here always the same one, None for plain decoding."""
 
-    def __init__(self, shape: Shape | None = None) -> None:
+    def __init__(self, shape: TreeShape | None = None) -> None:
         self._shape = shape
 
     def begin(self) -> None:
         """Start a generation."""
 
-    def next_shape(self) -> Shape | None:
+    def next_shape(self) -> TreeShape | None:
         """Choose the shape of the next round's drafts; None for a plain decoding step."""
         return self._shape
 
@@ -80,7 +80,7 @@ class AutoPolicy(ShapePolicy):
         self._lost, self._has_drafted = 0.0, False
 
     @override
-    def next_shape(self) -> Shape | None:
+    def next_shape(self) -> TreeShape | None:
         # The more is lost, the sooner a plain step is timed: the machine may be slower, not the drafts worse.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (1 - self._lost / PATIENCE):
             return None

@@ -16,7 +16,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
-from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, most_likely, pick_best
+from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
 Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order."""
@@ -45,7 +45,7 @@ class Proposer:
             kept: per row which of the n tokens were committed, in order.
         """
 
-    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Propose the next tokens of each row, in the given shape.
 
         Args:
@@ -174,12 +174,10 @@ class DrafterProposer(Proposer):
 
     @override
     @torch.inference_mode()
-    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
-        """Grow a chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660)."""
+    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+        """Grow a chain or a tree (EAGLE-2, section 4.1; official inference lines 622-660)."""
         self.drafter.config.check_depth(shape.depth)
         features = self.drafter.draft_root(self.state, self.frozen, committed, self.cache)
-        if isinstance(shape, StaticTree):
-            return self._static_tree(features, shape)
         return self._chain(features, committed, shape) if shape.is_chain else self._tree(features, shape)
 
     @override
@@ -263,33 +261,6 @@ class DrafterProposer(Proposer):
             features = self.drafter.draft_level(self.state, self.frozen, nodes, self.cache)
         return pick_best(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(scores, dim=1), shape.n_nodes)
 
-    def _static_tree(self, features: Tensor, shape: StaticTree) -> DraftTree:
-        depths, with_children = shape.depths, set(shape.parents)
-        n_ranks = min(1 + max(shape.ranks), self.frozen.lm_head_weight.shape[0])
-        tokens: list[Tensor] = []
-        grown = [-1]  # nodes of the last level that have children, the root at first
-        fed = [-1]  # all nodes that were fed
-        for level in range(1, shape.depth + 1):
-            likeliest = most_likely(self.drafter.draft_logits(self.frozen, features), n_ranks)[1]  # [B, b, ranks]
-            nodes = [node for node, depth in enumerate(depths) if depth == level]
-            places = [grown.index(shape.parents[node]) for node in nodes]
-            # A vocabulary smaller than a rank gives its last token again, which is verified like any other draft.
-            ranks = [min(shape.ranks[node], n_ranks - 1) for node in nodes]
-            tokens.append(likeliest[:, places, ranks])  # [B, nodes of the level]
-            if level == shape.depth:
-                break
-            growing = [index for index, node in enumerate(nodes) if node in with_children]
-            grown = [nodes[index] for index in growing]
-            fed += grown
-            seen = torch.tensor([[node in shape.path(own) for node in fed] for own in grown], device=self._device)
-            nodes_fed = DraftLevel(
-                tokens[-1][:, growing], features[:, [places[index] for index in growing]],
-                seen.expand(len(features), -1, -1), level,
-            )  # fmt: skip
-            features = self.drafter.draft_level(self.state, self.frozen, nodes_fed, self.cache)
-        parents = torch.tensor(shape.parents, device=self._device).expand(len(features), -1)
-        return DraftTree(torch.cat(tokens, dim=1), parents)
-
 
 def _cut_chain(tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor) -> DraftTree:
     """Make chains of the drafts that are kept, [B, N] bool; a row with fewer than others is filled up."""
@@ -314,7 +285,7 @@ class PromptLookupProposer(Proposer):
         self._device, self._max_ngram = device, max_ngram
 
     @override
-    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Draft a chain of at most ``shape.depth`` tokens; empty where no row's last token occurred before."""
         found = [self._continuation(tokens, shape.depth) for tokens in committed]
         longest = max(map(len, found))

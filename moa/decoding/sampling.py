@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DrafterError
-from .tree import NO_DRAFT, DraftTree, Shape, TreeShape
+from .tree import NO_DRAFT, DraftTree, TreeShape
 
 _N_LIKELY = 1024
 """Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small."""
@@ -57,10 +57,10 @@ class SamplingConfig:
         """Whether the next token is the plain argmax of the logits."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
-    def check_shape(self, shape: Shape) -> None:
+    def check_shape(self, shape: TreeShape) -> None:
         """Refuse chains that stop by their probability where drafts are sampled."""
         # Their length would depend on the other rows of a batch, and so would the answer of a seed.
-        if self.temperature > 0 and isinstance(shape, TreeShape) and shape.stop_below:
+        if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
                 f"chains such as {shape} stop by their probability in greedy decoding only; give a chain's length "
                 f"such as {shape.depth}, or a temperature of 0."

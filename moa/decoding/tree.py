@@ -1,4 +1,4 @@
-"""Draft trees: shapes, fixed or grown, the choice of candidates, and ancestor masks.
+"""Draft trees: shapes, the choice of candidates, and ancestor masks.
 
 Shapes: B rows, N nodes (without the root), C candidates.
 
@@ -6,8 +6,6 @@ Nodes stand in level order. Parents are node indices, -1 for the root. The root 
 node, but :func:`ancestors` puts it first, because the target verifies it together with the nodes.
 """
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,8 +17,6 @@ from ...errors import DrafterError
 _MAX_CANDIDATES = 1 << 16
 NO_DRAFT = -1
 """Padding token of rows with fewer drafts than the others; never accepted."""
-RANK_ACCEPTANCE = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
-"""Probability that the first, second, ... choice of a trained drafter is the target's token, for static trees."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class TreeShape:
             return cls(sizes[0], sizes[1], sizes[2], stop_below, cut_below)
         raise DrafterError(
             f"{text!r} is no shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as 10@0.2, "
-            "LENGTHcCONFIDENCE such as 7c0.3, DEPTHxBREADTHxNODES such as 6x8x62, or static:NODES such as static:16."
+            "LENGTHcCONFIDENCE such as 7c0.3, or DEPTHxBREADTHxNODES such as 6x8x62."
         )
 
     def __str__(self) -> str:
@@ -116,85 +112,6 @@ class TreeShape:
     def cut(self, depth: int) -> "TreeShape":
         """Cut the shape to a depth of at least 1."""
         return replace(self, depth=min(self.depth, depth))
-
-
-@dataclass(frozen=True)
-class StaticTree:
-    """A tree of fixed form, whatever the drafter's probabilities, as in Medusa and EAGLE-1."""
-
-    parents: tuple[int, ...]  # of each node, in level order; -1 is the root
-    ranks: tuple[int, ...]  # which child of its parent each node is; 0 is the likeliest
-
-    @classmethod
-    def likeliest(
-        cls, n_nodes: int, max_depth: int = 6, rank_acceptance: Sequence[float] = RANK_ACCEPTANCE
-    ) -> "StaticTree":
-        """Make the tree of n nodes with the longest expected acceptance length, given each rank's probability.
-
-        A node's probability is the product along its path, so that the n likeliest nodes form a tree.
-
-        Args:
-            rank_acceptance: probability that the drafter's first, second, ... choice is the target's token.
-        """
-        if n_nodes < 1 or max_depth < 1:
-            raise DrafterError(f"a static tree needs at least 1 node and 1 level, got {n_nodes} and {max_depth}.")
-        open_paths: list[tuple[float, tuple[int, ...]]] = [(-rank_acceptance[0], (0,))]
-        paths: list[tuple[int, ...]] = []
-        while open_paths and len(paths) < n_nodes:
-            weight, path = heapq.heappop(open_paths)
-            paths.append(path)
-            rank = path[-1] + 1
-            if rank < len(rank_acceptance):
-                sibling = weight * rank_acceptance[rank] / rank_acceptance[path[-1]]
-                heapq.heappush(open_paths, (sibling, (*path[:-1], rank)))
-            if len(path) < max_depth:
-                heapq.heappush(open_paths, (weight * rank_acceptance[0], (*path, 0)))
-        paths.sort(key=lambda path: (len(path), path))
-        places = {path: place for place, path in enumerate(paths)}
-        return cls(tuple(places.get(path[:-1], -1) for path in paths), tuple(path[-1] for path in paths))
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """Level of each node, 1 for the children of the root."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        return tuple(depths)
-
-    @property
-    def depth(self) -> int:
-        """Levels below the root."""
-        return max(self.depths)
-
-    @property
-    def max_drafts(self) -> int:
-        """The drafts of a round."""
-        return len(self.parents)
-
-    def path(self, node: int) -> set[int]:
-        """The node, its ancestors, and -1 for the root."""
-        return {node} if node < 0 else {node, *self.path(self.parents[node])}
-
-    def cut(self, depth: int) -> "StaticTree":
-        """Cut the tree to a depth of at least 1."""
-        n_kept = sum(level <= depth for level in self.depths)
-        return StaticTree(self.parents[:n_kept], self.ranks[:n_kept])
-
-    def __str__(self) -> str:
-        """Write the shape as :func:`parse_shape` reads it, for trees that it made."""
-        return f"static:{len(self.parents)}"
-
-
-Shape = TreeShape | StaticTree
-"""The shape of the drafts of a round."""
-
-
-def parse_shape(text: str) -> Shape:
-    """Read a shape as :meth:`TreeShape.parse` does, or ``static:16``, a static tree of 16 nodes."""
-    kind, _, size = text.partition(":")
-    if kind == "static" and size.isdecimal():
-        return StaticTree.likeliest(int(size))
-    return TreeShape.parse(text)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from ...config import Config, Count, NonNegative
 from ...errors import DrafterError
 
 if TYPE_CHECKING:
-    from ...moa.decoding.tree import Shape
+    from ...moa.decoding.tree import TreeShape
 
 
 class EngineOptions(Config):
@@ -26,17 +26,17 @@ class EngineOptions(Config):
     most_drafts: Count = 64
     """Drafts of a client that one target call verifies."""
     tree: str = "auto"
-    """Shape of the server's own drafts: a chain's length such as 5, LENGTH@PROBABILITY, DEPTHxBREADTHxNODES,
-    static:NODES; or auto: 10@0.2, and plain steps while drafts do not pay."""
+    """Shape of the server's own drafts: a chain's length such as 5, LENGTH@PROBABILITY, DEPTHxBREADTHxNODES;
+    or auto: 10@0.2, and plain steps while drafts do not pay."""
     target_ms: NonNegative = 0.0
     """Let each target call take at least so many milliseconds, to stand for a slower target."""
 
     @property
-    def shape(self) -> "Shape | None":
+    def shape(self) -> "TreeShape | None":
         """The shape of the server's own drafts; None for auto. Raises DrafterError where ``tree`` is no shape."""
-        from ...moa.decoding.tree import parse_shape  # imports torch
+        from ...moa.decoding.tree import TreeShape  # imports torch
 
-        return None if self.tree == "auto" else parse_shape(self.tree)
+        return None if self.tree == "auto" else TreeShape.parse(self.tree)
 
     @override
     def problems(self) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...moa.decoding.coupling import ChainChoice, Text
 from ...moa.decoding.policy import AutoPolicy, ShapePolicy
 from ...moa.decoding.proposer import DrafterProposer
-from ...moa.decoding.tree import DraftTree, Shape, TreeShape
+from ...moa.decoding.tree import DraftTree, TreeShape
 from ...moa.drafters.base import Drafter
 from ...moa.targets.live import Target
 from .kv import JoinedKV
@@ -58,7 +58,7 @@ class Speculation:
         shape: shape of the drafts; None for chains that are replaced by plain steps where they do not pay.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, shape: Shape | None) -> None:
+    def __init__(self, target: Target, drafter: Drafter, shape: TreeShape | None) -> None:
         self.drafter = drafter
         self._proposer = DrafterProposer(target, drafter)
         max_depth = self._proposer.max_depth
@@ -128,7 +128,7 @@ class Speculation:
             if sequence.id in self._apart:
                 self._draft_rows([sequence], self._apart[sequence.id], shape)
 
-    def _draft_rows(self, rows: Rows[Sequence], state: Any, shape: Shape) -> None:
+    def _draft_rows(self, rows: Rows[Sequence], state: Any, shape: TreeShape) -> None:
         cache = JoinedKV([sequence.kv for sequence in rows])
         choice = ChainChoice([Text(s.tokens, s.request.sampling, s.request.seed) for s in rows])
         self._proposer.resume(cache, state, choice)
@@ -206,14 +206,14 @@ class Speculation:
             self.drafter.reuse_context(state, padded, [start for _, start in rows], counts)
 
 
-def _cut(tree: DraftTree, row: int, shape: Shape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _cut(tree: DraftTree, row: int, shape: TreeShape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Cut a row's drafts: a chain to what the sequence still needs, and after the draft at which it became unsure.
 
     Returns:
         Tokens and parents.
     """
     tokens, parents = (rows[row] for rows in tree.on_host)
-    if isinstance(shape, TreeShape) and shape.is_chain:
+    if shape.is_chain:
         length = min(len(tokens), max_length)
         if shape.stop_below and tree.scores is not None:
             is_unsure = (tree.scores[row] < math.log(shape.stop_below)).tolist()

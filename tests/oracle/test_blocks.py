@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
+from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters import training as blocks
 from moa_data.moa.drafters.block import BlockDrafter
 from moa_data.moa.drafters.training import BlockDraws, Draws, LossWeights, TrainingInputs, TrainingStep
@@ -189,7 +189,7 @@ class Rounds(DrafterProposer):
         self.block_drafter, self._cut_below = drafter, cut_below
         self.found: list[dict[str, Any]] = []
 
-    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         state = self.state
         facts = {"start": len(committed[0]) - 1, "cached": state.lengths[0], "new": sum(map(len, state.fresh[0]))}
         drafted = super().propose(committed, TreeShape(self.block_drafter.config.n_drafts)).tokens[0]

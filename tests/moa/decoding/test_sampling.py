@@ -120,7 +120,7 @@ def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_draft_that_stands_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
-    """Small vocabularies give static trees such drafts; the second has no mass left once the first is rejected."""
+    """The second has no mass left once the first is rejected."""
     tree, got = DraftTree(torch.tensor([[2, 2, 0, 2]]), torch.tensor([[-1, -1, -1, -1]])), [0.0] * V
     for token, probability in Enumeration(monkeypatch).outcomes(lambda: first_token(tree, logits, config)):
         got[token] += probability

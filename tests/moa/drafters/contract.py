@@ -22,7 +22,7 @@ from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
-from moa_data.moa.decoding.tree import Shape, StaticTree, TreeShape
+from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import Draws, LossWeights, TrainingInputs, TrainingStep
@@ -33,10 +33,7 @@ from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
 from moa_data.tests.kit.models import SIZES, build_model, random_prompts
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
-SHAPES: tuple[Shape, ...] = (
-    TreeShape(1), TreeShape(4), TreeShape(6, stop_below=0.2), TreeShape(3, 3, 8),
-    StaticTree((-1, -1, 0, 0, 2), (0, 1, 0, 1, 0)),
-)  # fmt: skip
+SHAPES = TreeShape(1), TreeShape(4), TreeShape(6, stop_below=0.2), TreeShape(3, 3, 8)
 ROUNDS = {
     "bounded": Draws(torch.tensor([5, 4]), torch.zeros(2, dtype=torch.bool), torch.tensor([2, 1])),
     # Longer than the windows of the families that have one.
@@ -321,7 +318,7 @@ class DrafterContract:
     # Decoding
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_a_taught_drafter_changes_speed_alone(self, taught: tuple[Target, Any], shape: Shape) -> None:
+    def test_a_taught_drafter_changes_speed_alone(self, taught: tuple[Target, Any], shape: TreeShape) -> None:
         target, drafter = taught
         committed: list[int] = []
         for prompt in PROMPTS:
@@ -334,7 +331,7 @@ class DrafterContract:
 
     @pytest.mark.parametrize("family", QUICK_FAMILIES)
     @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
-    def test_rows_of_a_batch_are_each_alone(self, family: str, shape: Shape) -> None:
+    def test_rows_of_a_batch_are_each_alone(self, family: str, shape: TreeShape) -> None:
         """Answers end at different times; drafts of a random drafter are mostly rejected."""
         target = Target(build_model(family, num_hidden_layers=2))
         target.eos_token_ids = frozenset({3, 24, 28, 40})
@@ -349,7 +346,7 @@ class DrafterContract:
 
     @pytest.mark.parametrize("shape", [SHAPES[1], *SHAPES[3:]], ids=str)
     def test_each_round_begins_as_a_fresh_one(
-        self, taught: tuple[Target, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape
+        self, taught: tuple[Target, Any], monkeypatch: pytest.MonkeyPatch, shape: TreeShape
     ) -> None:
         """Rejected drafts are forgotten and accepted ones are as if the target had read them; rows leave the batch."""
         target, drafter = taught
@@ -374,7 +371,7 @@ class DrafterContract:
         assert max(count for run in runs for count in run.stats.committed_per_call) > 1, "drafts are accepted"
 
     @pytest.mark.parametrize("shape", SHAPES[1:4:2], ids=str)
-    def test_samples_have_the_targets_distribution(self, taught: tuple[Target, Any], shape: Shape) -> None:
+    def test_samples_have_the_targets_distribution(self, taught: tuple[Target, Any], shape: TreeShape) -> None:
         """Total variation to the exact distribution of the first two tokens."""
         target, drafter = taught
         config, prompt, n_runs = SamplingConfig(temperature=0.9, top_k=12), [5, 9, 11], 600

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
+from moa_data.moa.decoding.tree import TreeShape, ancestors
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter, build_glide
@@ -65,7 +65,7 @@ def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str) -> None:
         TreeShape(3, 2, 6),
     ],
 )
-def test_a_few_graphs_serve_all_rounds(shape: Shape | None) -> None:
+def test_a_few_graphs_serve_all_rounds(shape: TreeShape | None) -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, counter = compiled(model)
     session = DrafterProposer(target, build_drafter(model)) if shape else None

@@ -159,7 +159,7 @@ def test_layers_of_the_target_draft_in_a_batch() -> None:
         assert engine.snapshot().n_accepted > 3
 
 
-@pytest.mark.parametrize("shape", ["3x2x6", "static:4", "auto"])
+@pytest.mark.parametrize("shape", ["3x2x6", "auto"])
 def test_trees_and_auto(target: Target, taught: Any, shape: str) -> None:
     engine = engine_for(target, {"moa": taught}, tree=shape)
     readers = [add(engine, prompt, 24, Work.SPECULATE, drafter="moa") for prompt in PROMPTS[:3]]
