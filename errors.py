@@ -67,6 +67,9 @@ class StoreMismatch(StoreError):
     The message shows the first keys of the groups that differ; a note of the exception, which tracebacks show, lists
     all of them.
 
+    Args:
+        advice: what to do; by default what one who extends a store can do.
+
     Attributes:
         changes: dotted key -> (value in the store, value given now), for every key that differs.
     """
@@ -76,7 +79,12 @@ class StoreMismatch(StoreError):
     _MAX_SHOWN = 3
     _MAX_VALUE_CHARS = 32
 
-    def __init__(self, path: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    def __init__(
+        self,
+        path: str,
+        changes: Mapping[str, tuple[Any, Any]],
+        advice: str = "Restore those inputs to go on with this store, or choose another output folder.",
+    ) -> None:
         self.changes = dict(changes)
         groups: dict[str, str] = {}
         for key in sorted(changes, key=lambda key: [not key.startswith(prefix) for prefix in self._CAUSES]):
@@ -85,10 +93,7 @@ class StoreMismatch(StoreError):
         listed = "; ".join(self._line(key, self._MAX_VALUE_CHARS) for key in shown)
         n_more = len(changes) - len(shown)
         more = f"; {n_more} more, which `moa-data --debug` lists" if n_more else ""
-        super().__init__(
-            f"{path} was made from other inputs ({listed}{more}). Restore those inputs to go on with this store, or "
-            "choose another output folder."
-        )
+        super().__init__(f"{path} was made from other inputs ({listed}{more}).", advice)
         self.add_note("\n".join(map(self._line, self.changes)))
 
     def _line(self, key: str, max_chars: int | None = None) -> str:

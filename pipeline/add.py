@@ -42,7 +42,7 @@ from ..text import Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
 from .card import CardOrigin, write_card
 from .config import ActivationSpec, AddConfig, ExtractConfig, parse_activations, parse_fields, resolve_encode_threads
-from .forwards.calibrate import learn_from_target, learning_on
+from .forwards.calibrate import LAST, learn_from_target, learning_on
 from .forwards.capture import capture
 from .forwards.parts import Forwards, Timings, batches, load_target, run_parts, save_bundle
 from .plan import (
@@ -56,7 +56,6 @@ from .plan import (
     kept_weights,
     weight_bytes,
 )
-from .sequences import content_id
 from .sources import (
     check_identities,
     check_weights,
@@ -66,7 +65,6 @@ from .sources import (
     target_identities,
 )
 
-LAST = "hidden/last"
 _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
 
 
@@ -78,22 +76,16 @@ class AddPlan(ForwardPlan):
         stored: the store's manifest before the addition.
         manifest: the manifest after it; of a codec that learns, without what the new fields will learn.
         full_codec: codec of old and new fields.
-        n_layers_before: decoder layers that target/ keeps before the addition.
-        n_layers_kept: decoder layers that it keeps after it.
         n_tokens: tokens of the committed parts.
         n_parts: committed parts.
-        n_left_parts: committed parts that lack new fields.
     """
 
     config: AddConfig
     stored: StoreManifest
     manifest: StoreManifest
     full_codec: StoreCodec = field(repr=False)
-    n_layers_before: int
-    n_layers_kept: int
     n_tokens: int
     n_parts: int
-    n_left_parts: int
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -101,20 +93,34 @@ class AddPlan(ForwardPlan):
         return self.spec.fields
 
     @property
+    def n_layers_kept(self) -> int:
+        """Decoder layers that target/ keeps after the addition."""
+        return int(self.manifest.extraction["target_layers"])
+
+    @property
+    def grows_bundle(self) -> bool:
+        """Whether target/ keeps more decoder layers than before."""
+        return self.n_layers_kept > int(self.stored.extraction["target_layers"])
+
+    @property
     def n_left_tokens(self) -> int:
         """Tokens of the committed parts that lack new fields."""
         return int(self.table["n_tokens"].to_numpy().sum())
 
+    @property
+    def n_left_parts(self) -> int:
+        """Committed parts that lack new fields."""
+        return len(self.table["part"].unique())
+
     def describe(self) -> str:
         """Return the plan as text."""
-        kept = f"{self.n_layers_kept} decoder layers instead of {self.n_layers_before}"
+        kept = f"; target/ keeps {self.n_layers_kept} decoder layers" if self.grows_bundle else ""
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.dtype}, codec "
             f"{self.codec.name}; all of it is kept",
-            f"adds         {', '.join(self.fields) or 'no field, the store has them all'}"
-            + (f"; target/ keeps {kept}" if self.n_layers_kept > self.n_layers_before else ""),
+            f"adds         {', '.join(self.fields) or 'no field, the store has them all'}{kept}",
             f"tokens       {self.n_left_tokens:,} of {self.n_tokens:,}, in {self.n_left_parts:,} of {self.n_parts:,} "
-            "parts" + (" (the others have the new fields already)" if self.n_left_parts < self.n_parts else ""),
+            "parts",
             f"raw          {format_bytes(self.n_raw_bytes)} ({self.n_raw_bytes / max(self.n_left_tokens, 1):,.0f} "
             "bytes per token)",
             f"on disk      about {format_bytes(self.stored_bytes)} more",
@@ -174,9 +180,7 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
 
     Raises:
         OptionInvalid: nothing can be added to this store, or the target gives other values than the store holds.
-        StorageUnavailable: the disk is too small.
-        StoreError: the store cannot be used, or was made with another target.
-        TargetError: the target cannot be loaded.
+        StoreMismatch: the store was made with another target.
     """
     fix_sums()
     start = time.perf_counter()
@@ -190,13 +194,12 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
             interruptible(f"in a part, which was discarded; until all of {added} is there, {plan.store} is as it was"),
             ActivationStore(plan.store) as reader,
         ):
-            agreement = _write_fields(plan, writer, _StoredTexts(reader), timings, progress)
+            agreement = _write_fields(plan, writer, reader, timings, progress)
         recorded = _recorded(plan)
         if recorded is not None:
             write_card(plan.store, CardOrigin.of(recorded))
         timings.wall_s = time.perf_counter() - start
-        report = _report(plan, writer, timings, agreement)
-        if plan.fields or plan.n_layers_kept != plan.n_layers_before:
+        if plan.fields or plan.grows_bundle:
             record = {
                 "added": config.named() | {"fields": plan.fields, "agreement": agreement},
                 "provenance": dict(provenance or {}),
@@ -205,30 +208,21 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
             }
             # These settings would make the whole store, for a repair.
             writer.record_run(record if recorded is None else record | {"config": recorded.named()})
-    return report
+        return _report(plan, writer, timings, agreement)
 
 
-class _StoredTexts:
-    """Tokens and masks of a store's sequences, checked against the ids that are their hashes."""
-
-    def __init__(self, reader: ActivationStore) -> None:
-        self.reader = reader
-        self.ids: list[str] = reader.sequences["sequence_id"].to_pylist()
-        self.rows = {key: row for row, key in enumerate(self.ids)}
-
-    def read(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
-        row = self.rows[sequence_id]
-        tokens, mask = self.reader.read(row, TOKENS), self.reader.read(row, "response_mask")
-        if content_id(tokens, mask) != sequence_id:
-            raise OptionInvalid(
-                f"{self.reader.path}: the tokens of sequence {sequence_id[:12]} are not those that it was named after. "
-                "Run `moa-data verify`, then `moa-data repair`."
-            )
-        return tokens, mask
+def _recorded(plan: AddPlan) -> ExtractConfig | None:
+    """Return the settings of the store's last extraction, with what is added; None where none is recorded."""
+    try:
+        recorded = recorded_config(plan.store)
+    except WorkerError:
+        return None
+    names = tuple(map(activation_name, plan.manifest.extraction["activations"]))
+    return recorded.replaced(model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)
 
 
 def _write_fields(
-    plan: AddPlan, writer: StoreWriter, texts: _StoredTexts, timings: Timings, progress: Progress | None
+    plan: AddPlan, writer: StoreWriter, reader: ActivationStore, timings: Timings, progress: Progress | None
 ) -> str:
     """Write the bundle and the new fields of all parts, then the manifest; returns how the target agrees."""
     agreement, codec = "", plan.full_codec
@@ -238,12 +232,13 @@ def _write_fields(
     if needs_bundle:
         save_bundle(writer, target, plan.folder, plan.n_layers_kept)
     if plan.codec.learned and not load_next_basis(plan.store, codec, writer.codec):
-        _learn(plan, writer, texts, target, progress)
+        _learn(plan, writer, reader, target, progress)
     manifest = dataclasses.replace(plan.manifest, codec=codec.describe()) if plan.fields else plan.manifest
     addition = StoreAddition(writer, manifest, codec)
     if pending := addition.pending_parts():
-        sequences = writer.part_sequences(pending[0])
-        agreement = _compare(plan, texts, target, next(batches(sequences, plan.batch_tokens)))
+        rows = {key: row for row, key in enumerate(reader.sequences["sequence_id"].to_pylist())}
+        first = next(batches(writer.part_sequences(pending[0]), plan.batch_tokens))
+        agreement = _compare(plan, reader, target, [rows[key] for key in first["sequence_id"].to_pylist()])
         forwards = Forwards(
             target=target,
             spec=plan.spec,
@@ -251,7 +246,7 @@ def _write_fields(
             dtype=getattr(torch, plan.dtype),
             batch_tokens=plan.batch_tokens,
             uses_cache=plan.uses_cache,
-            text=texts.read,
+            text=lambda key: (reader.read(rows[key], TOKENS), reader.read(rows[key], "response_mask")),
             n_encode_threads=plan.n_encode_threads,
         )
         timings.n_before_tokens = plan.n_tokens - plan.n_left_tokens
@@ -267,7 +262,9 @@ def _write_fields(
     return agreement
 
 
-def _learn(plan: AddPlan, writer: StoreWriter, texts: _StoredTexts, target: Target, progress: Progress | None) -> None:
+def _learn(
+    plan: AddPlan, writer: StoreWriter, reader: ActivationStore, target: Target, progress: Progress | None
+) -> None:
     """Let the new fields learn from the sequences that the old ones learned from."""
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
@@ -276,8 +273,8 @@ def _learn(plan: AddPlan, writer: StoreWriter, texts: _StoredTexts, target: Targ
         )
     learn_from_target(
         plan.full_codec.only(plan.fields),
-        texts.reader.lengths,
-        lambda row: texts.read(texts.ids[row])[0],
+        reader.lengths,
+        lambda row: reader.read(row, TOKENS),
         target,
         plan.spec,
         plan.dtype,
@@ -287,17 +284,15 @@ def _learn(plan: AddPlan, writer: StoreWriter, texts: _StoredTexts, target: Targ
     save_next_basis(writer, plan.full_codec)
 
 
-def _compare(plan: AddPlan, texts: _StoredTexts, target: Target, batch: pa.Table) -> str:
+def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[int]) -> str:
     """Run a batch and compare hidden/last with the stored one; refuse more than rounding explains."""
-    reader = texts.reader
     if LAST not in reader.fields:
         return ""
-    ids = batch["sequence_id"].to_pylist()
-    tokens = [texts.read(key)[0] for key in ids]
+    tokens = [reader.read(row, TOKENS) for row in rows]
     spec = ActivationSpec("kv" in reader.fields, True, ())  # keys and values may change the kernels, and so last bits
     live = capture(target.model, tokens, spec, getattr(torch, plan.dtype), plan.uses_cache).fields[LAST].float().cpu()
     own = np.concatenate([values[: len(text)].numpy() for values, text in zip(live, tokens, strict=True)])
-    was = np.concatenate([to_float32(reader.read(texts.rows[key], LAST), plan.dtype) for key in ids])
+    was = np.concatenate([to_float32(reader.read(row, LAST), plan.dtype) for row in rows])
     relative = float(np.linalg.norm(was - own)) / max(float(np.linalg.norm(own)), 1e-15)
     if not relative <= stored_tolerance(reader, plan.dtype):
         raise OptionInvalid(
@@ -328,16 +323,6 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
     )
 
 
-def _recorded(plan: AddPlan) -> ExtractConfig | None:
-    """Return the settings of the store's last extraction, with what is added; None where none is recorded."""
-    try:
-        recorded = recorded_config(plan.store)
-    except WorkerError:
-        return None
-    names = tuple(map(activation_name, plan.manifest.extraction["activations"]))
-    return recorded.replaced(model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)
-
-
 def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPlan:
     """Plan an addition without running the target or writing anything.
 
@@ -345,31 +330,26 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         progress: called with (bytes done, bytes of the target's weights, message) while these are hashed.
 
     Raises:
-        OptionInvalid: `extract` did not make the store.
-        NotEnoughMemory: the target's forwards do not fit in the memory that is free.
-        OptionInvalid: unknown activations, or nothing to add.
+        OptionInvalid: `extract` did not make the store, or the activations are unknown.
         StoreMismatch: the store was made with another target, or on another kind of device.
-        StoreError: the store cannot be read.
-        TargetError: the model folder has no config, weights or tokenizer.
     """
     with ActivationStore(config.store) as reader:
         stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, reader.path
         n_tokens, sequences = int(reader.lengths.sum()), reader.sequences
-    _check_settings(path, stored)
-    settings = stored.extraction
+    settings = _check_settings(path, stored)
     revision = pinned_revision(recorded_sources(settings), "model", config.model, None)
     folder = resolve_model_folder(config.model, revision=revision)
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
     model_config = load_target_config(folder)
     sizes = target_sizes(model_config)
     device = _check_same_target(config, path, stored, folder, progress)
+    dtype, compute_dtype = str(settings["dtype"]), str(settings["compute_dtype"])
+    n_kept = max(settings["target_layers"], config.target_layers)
     old = parse_fields(spec.name for spec in stored.fields)
-    n_before = int(settings["target_layers"])
-    n_kept = max(n_before, config.target_layers)
     full = old | parse_activations(config.activations, n_kept, sizes["n_layers"])
     layers = tuple(layer for layer in full.layers if layer not in old.layers)
     new = ActivationSpec(full.kv and not old.kv, full.last and not old.last, layers)
-    specs = field_specs(full, sizes, str(settings["dtype"]))
+    specs = field_specs(full, sizes, dtype)
     if not set(stored.fields) <= set(specs):
         raise OptionInvalid(f"{path} describes its fields in another way than this release. Extract to a new store.")
     codec = extended_codec(old_codec, specs)
@@ -379,15 +359,11 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     left = [commit.part for commit in commits.values() if lacking_fields(commit, new.fields)]
     table = sequences.filter(pa.array(np.isin(sequences["part"].to_numpy(), left)))
     n_left_tokens = int(table["n_tokens"].to_numpy().sum())
-    kept_bytes = kept_weights(model_config, n_kept) * weight_bytes(model_config) if n_kept > n_before else 0
-    memory = forward_memory(
-        model_config,
-        [spec for spec in specs if spec.name in new.fields],
-        str(settings["compute_dtype"]),
-        int(settings["batch_tokens"]),
-        max(sequences["n_tokens"].to_pylist(), default=0),
-        device,
-    )
+    grows = n_kept > settings["target_layers"]
+    kept_bytes = kept_weights(model_config, n_kept) * weight_bytes(model_config) if grows else 0
+    new_specs = [spec for spec in specs if spec.name in new.fields]
+    longest = max(sequences["n_tokens"].to_pylist(), default=0)
+    memory = forward_memory(model_config, new_specs, compute_dtype, settings["batch_tokens"], longest, device)
     if left:
         memory.check()
     return AddPlan(
@@ -398,9 +374,9 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         folder=folder,
         model_config=model_config,
         device=device,
-        dtype=str(settings["dtype"]),
-        compute_dtype=str(settings["compute_dtype"]),
-        batch_tokens=int(settings["batch_tokens"]),
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        batch_tokens=settings["batch_tokens"],
         uses_cache=full.kv,
         n_encode_threads=resolve_encode_threads(config.encode_threads),
         raw_bytes={name: item.spec.token_bytes * n_left_tokens for name, item in new_codec.fields.items()},
@@ -412,22 +388,14 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         stored=stored,
         manifest=dataclasses.replace(stored, fields=specs, extraction=extraction, codec=described),
         full_codec=codec,
-        n_layers_before=n_before,
-        n_layers_kept=n_kept,
         n_tokens=n_tokens,
         n_parts=len(commits),
-        n_left_parts=len(left),
     )
 
 
 def refuse_addition(plan: ExtractPlan) -> None:
-    """Refuse an extraction to a store that agrees with it but lacks some of its fields or decoder layers.
-
-    To add them the target must run again over parts that are complete, which a resumption does not do.
-
-    Raises:
-        OptionInvalid: naming what the store lacks, and the command that adds it.
-    """
+    """Refuse an extraction to a store that lacks some of its fields or decoder layers, and agrees with it otherwise."""
+    # A resumption does not run the target again over parts that are complete.
     try:
         old, new = read_manifest(plan.store), plan.manifest
     except StoreError:
@@ -447,8 +415,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     raise OptionInvalid(f"{plan.store} lacks {', '.join(what)}; what it has is whole. Add with {command}.")
 
 
-def _check_settings(path: StorePath, stored: StoreManifest) -> None:
-    """Refuse a store whose forwards cannot be repeated."""
+def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
+    """Return the settings of the extraction; refuse a store whose forwards cannot be repeated."""
     missing = [name for name in _SETTINGS if name not in stored.extraction]
     origin: Any = stored.extraction.get("imported_from")
     engine: Any = stored.extraction.get("engine")
@@ -458,10 +426,7 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> None:
         raise OptionInvalid(
             f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
         )
-    try:
-        parse_fields(spec.name for spec in stored.fields)
-    except OptionInvalid as error:
-        raise OptionInvalid(f"{path}: {error} Extract to a new store.") from error
+    return dict(stored.extraction)
 
 
 def _check_same_target(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,27 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DatasetError, OptionInvalid
-from ..files import parse_object
+from ..errors import DatasetError, OptionInvalid, WorkerError
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.chat_tokens import TokenizedChat, check_template
 from ..moa.targets.live import Target, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, asked_the_time
-from ..storage.backend import names_in, read_file
 from ..storage.dtypes import to_float32
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
-from ..storage.schema import RUNS_NAME
 from ..text import Progress
-from .config import ActivationSpec
+from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns
+from .forwards.calibrate import LAST
 from .forwards.capture import Capture, capture
 from .sequences import content_id, tokenize_row
 from .sources import (
     check_identities,
-    known_split,
     pinned_revision,
     recorded_arguments,
+    recorded_config,
     recorded_sources,
     weight_identities,
 )
@@ -58,19 +56,23 @@ class AuditRow:
         max_error: largest absolute difference.
         relative_error: |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs.
         tolerance: largest relative error that passes.
-        ok: whether it passes.
         detail: what was compared with what.
+        is_intact: whether the sequence has the content hash that names it.
     """
 
     index: int
     sequence_id: str
-    n_tokens: int
     field: str
     max_error: float
     relative_error: float
     tolerance: float
-    ok: bool
     detail: str = ""
+    is_intact: bool = True
+
+    @property
+    def ok(self) -> bool:
+        """Whether it passes."""
+        return self.is_intact and self.relative_error <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,8 @@ def audit(
     dataset of the last run can be read. Activations come from a forward of each sequence alone.
 
     Raises:
-        OptionInvalid: fewer than one sequence is asked for.
         DatasetError: no part of the store is committed.
         StoreMismatch: the store was made from another target.
-        StoreError: the store cannot be read.
-        TargetError: the target cannot be loaded.
     """
     if samples < 1:
         raise OptionInvalid(f"samples is {samples}, expected at least 1. Change --samples.")
@@ -164,84 +163,71 @@ def _tokenize_again(
     stored: ActivationStore, tokenizer: Any, indices: Sequence[int]
 ) -> tuple[dict[int, TokenizedChat], str]:
     """Tokenise dataset rows by source row; empty with the reason where the dataset cannot be read."""
-    runs = [name for name in names_in(stored.path / RUNS_NAME) if name.endswith(".json")]
-    config: Any = None
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        config = parse_object(read_file(stored.path / RUNS_NAME / runs[-1])).get("config") if runs else None
-    dataset = config.get("dataset") if isinstance(config, dict) else None
-    if not isinstance(dataset, str) or "max_length" not in stored.manifest.extraction:
-        return {}, "no run record names the dataset; tokens and masks were checked by their content hash only"
+    only = "tokens and masks were checked by their content hash only"
     extraction = stored.manifest.extraction
-    revision = pinned_revision(recorded_sources(extraction), "dataset", dataset, _text(config, "dataset_revision"))
     wanted = {int(stored.sequences["source_row"][index].as_py()) for index in indices}
-    max_length = int(extraction["max_length"])
     chats: dict[int, TokenizedChat] = {}
     try:
-        columns = Columns.parse(config.get("columns") or ())
-        source = ChatSource(dataset, known_split(config), _text(config, "dataset_config"), revision)
+        config = recorded_config(stored.path)
+        revision = pinned_revision(
+            recorded_sources(extraction), "dataset", config.dataset, config.data.dataset_revision
+        )
+        columns = Columns.parse(config.data.columns)
+        source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
         check_template(tokenizer, str(stored.path), recorded_arguments(extraction))
         for row, content in source.rows():
             if row in wanted:
-                chat = tokenize_row(tokenizer, content, max_length, columns)
+                chat = tokenize_row(tokenizer, content, int(extraction["max_length"]), columns)
                 if isinstance(chat, TokenizedChat):
                     chats[row] = chat
             if row >= max(wanted):
                 break
-    except (DatasetError, OptionInvalid, TypeError) as error:
-        return {}, f"tokens and masks were checked by their content hash only: {error}"
-    recorded, own = stored.manifest.extraction.get("template_time"), TEMPLATE_TIME.isoformat()
+    except (DatasetError, OptionInvalid, WorkerError) as error:
+        return {}, f"{only}: {error}"
+    recorded, own = extraction.get("template_time"), TEMPLATE_TIME.isoformat()
     if recorded != own and (recorded or asked_the_time(tokenizer)):
         made = f"as of {recorded}" if recorded else "on the day of the extraction, which the store does not name"
-        return {}, f"the chats were rendered {made}; tokens and masks were checked by their content hash only"
+        return {}, f"the chats were rendered {made}; {only}"
     return chats, ""
-
-
-def _text(settings: Mapping[str, Any], name: str) -> str | None:
-    value = settings.get(name)
-    return value if isinstance(value, str) else None
 
 
 def _text_rows(stored: ActivationStore, index: int, chats: Mapping[int, TokenizedChat]) -> list[AuditRow]:
     tokens, mask = stored.read(index, "tokens"), stored.read(index, "response_mask")
-    sequence_id = stored.sequences["sequence_id"][index].as_py()
-    source_row = stored.sequences["source_row"][index].as_py()
+    sequence_id, source_row = (stored.sequences[name][index].as_py() for name in ("sequence_id", "source_row"))
     is_intact = content_id(tokens, mask) == sequence_id
+    detail = "content hash" if is_intact else "content hash differs"
     chat = chats.get(source_row)
     rows = []
     for name, values in (("tokens", tokens), ("response_mask", mask)):
-        detail = "content hash" if is_intact else "content hash differs"
-        max_error, differing = 0.0, 0.0
+        max_error = differing = 0.0
         if chats:
-            live = None if chat is None else {"tokens": chat.tokens, "response_mask": chat.response_mask}[name]
-            detail = f"row {source_row} tokenised again; {detail}"
-            if live is None or len(live) != len(values):
+            detail = f"row {source_row} tokenised again"
+            live = np.empty(0) if chat is None else getattr(chat, name)
+            if len(live) != len(values):
                 max_error = differing = float("inf")
-                detail += f"; {len(values)} tokens stored, {'none' if live is None else len(live)} live"
+                detail += f"; {len(values)} tokens stored, {len(live)} live"
             else:
                 difference = np.abs(values.astype(np.int64) - live.astype(np.int64))
                 max_error, differing = float(difference.max()), float((difference > 0).mean())
-        ok = is_intact and differing == 0.0
-        rows.append(AuditRow(index, sequence_id, len(tokens), name, max_error, differing, 0.0, ok, detail))
+        rows.append(AuditRow(index, sequence_id, name, max_error, differing, 0.0, detail, is_intact))
     return rows
 
 
 def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen: FrozenTarget) -> list[AuditRow]:
     tokens = stored.read(index, "tokens")
-    names = [name for name in stored.fields if name == "kv" or name.startswith("hidden/")]
-    layers = tuple(int(name.removeprefix("hidden/layer_")) for name in names if name.startswith("hidden/layer_"))
-    live = capture(target.model, [tokens], ActivationSpec("kv" in names, True, layers), torch.float32)
+    spec = dataclasses.replace(parse_fields(stored.fields), last=True)
+    live = capture(target.model, [tokens], spec, torch.float32)
     sequence_id = stored.sequences["sequence_id"][index].as_py()
     rows = []
-    for name in names:
-        tolerance = stored_tolerance(stored, stored.fields[name].dtype)
-        values = torch.from_numpy(to_float32(stored.read(index, name), stored.fields[name].dtype))
-        max_error, relative, detail = _compare(values, live.fields[name][0].cpu(), name)
-        ok = relative <= tolerance
-        rows.append(AuditRow(index, sequence_id, len(tokens), name, max_error, relative, tolerance, ok, detail))
-        if name == "hidden/last":
-            max_error, relative, detail = _compare_logits(values, live, target, frozen)
-            ok = relative <= tolerance
-            rows.append(AuditRow(index, sequence_id, len(tokens), "logits", max_error, relative, tolerance, ok, detail))
+    for name in (name for name in stored.fields if name not in TEXT_FIELDS):
+        dtype = stored.fields[name].dtype
+        tolerance = stored_tolerance(stored, dtype)
+        values = torch.from_numpy(to_float32(stored.read(index, name), dtype))
+        found = {name: _compare(values, live.fields[name][0].cpu(), name)}
+        if name == LAST:
+            found["logits"] = _compare_logits(values, live, target, frozen)
+        for compared, (max_error, relative, detail) in found.items():
+            rows.append(AuditRow(index, sequence_id, compared, max_error, relative, tolerance, detail))
     return rows
 
 
@@ -278,7 +264,7 @@ def _compare_logits(hidden: Tensor, live: Capture, target: Target, frozen: Froze
     for start in range(0, len(hidden), LOGIT_CHUNK_TOKENS):
         stop = start + LOGIT_CHUNK_TOKENS
         teacher = frozen.logits(hidden[start:stop])
-        own = live.fields["hidden/last"][0, start:stop].to(target.model.dtype)
+        own = live.fields[LAST][0, start:stop].to(target.model.dtype)
         expected = target.logits(own).float().cpu()
         difference = teacher - expected
         if not bool(torch.isfinite(difference).all()):

@@ -248,7 +248,8 @@ def repair(
         return extract(config, progress, provenance, redo=plan)
     except StoreMismatch as error:
         if set(error.changes) != {"codec.basis_sha256"}:
-            raise
+            advice = "Give the --model and the --dataset that it was made from."
+            raise StoreMismatch(str(plan.store), error.changes, advice) from error
         raise WorkerError(
             f"{plan.store}: what the codec learns here is not what the parts were written with, which another device "
             f"or number of threads is enough for ({error.changes['codec.basis_sha256'][0]} is recorded). Repair it "

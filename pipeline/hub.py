@@ -1,22 +1,21 @@
 """Stores and drafters to and from the Hugging Face Hub.
 
-The file by which a reader knows the whole (``store.json``, ``drafter.json``) is pushed last, so that half a push is
-neither. Locks and ``runs/`` stay here: they tell of paths and machines.
+The file that makes a folder a store or a drafter (``store.json``, ``drafter.json``) is pushed last, so that half a push
+is neither. Locks and ``runs/`` stay here, as they name paths and machines.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
@@ -28,8 +27,8 @@ from ..storage.schema import CARD_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, P
 from ..text import Progress, first_line, format_bytes
 
 DRAFTER_FILE = "drafter.json"
-_STAY_HERE = frozenset({LOCK_NAME, PUBLISH_NAME, RUNS_NAME})
-_NOT_OURS = (".gitattributes", ".gitignore")
+_PUSHED = KNOWN_NAMES - {LOCK_NAME, PUBLISH_NAME, RUNS_NAME}
+_NOT_OURS = [".gitattributes", ".gitignore"]
 _CACHE = ".cache"
 """Where the Hub's client keeps what it has begun to download, below the folder."""
 _AGAIN = "What is there is kept: run the same command again to continue."
@@ -63,10 +62,6 @@ def push(path: Path, repo: str, private: bool = False) -> HubReport:
         path: a store, a drafter's folder, or a run of `moa-data train`.
         repo: OWNER/NAME; made where it is missing.
         private: make it private; a public repository that is there is then refused.
-
-    Raises:
-        InteropError: nothing that can be pushed, no token, or the Hub refuses, cannot be reached, or holds another
-            store.
     """
     folder, entry, repo_type = _what(path.expanduser())
     if not os.environ.get("HF_TOKEN"):
@@ -79,9 +74,8 @@ def push(path: Path, repo: str, private: bool = False) -> HubReport:
             raise InteropError(
                 f"{repo} is there already and public. Make it private on the Hub, or choose another name."
             )
-        there = _remote_files(api, repo, repo_type)
-        if repo_type == "dataset" and (strange := _strange(there, folder, files)):
-            raise InteropError(f"{repo} holds another dataset ({strange} is not this store's). Choose another name.")
+        if repo_type == "dataset":
+            _check_same_store(api, repo, folder, files)
         # A pattern for each file would be compared with each file: name the folders instead.
         tops = {name.split("/")[0] for name in files} - {entry, CARD_NAME}
         first = [*tops, *(f"{top}/*" for top in tops)]
@@ -106,8 +100,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         progress: called with (bytes, all bytes, message) while a store is verified.
 
     Raises:
-        InteropError: the Hub has no such repository, cannot be reached, holds neither a store nor a drafter, or what
-            came is damaged.
+        InteropError: there is no such repository, the Hub cannot be reached, or what came is damaged (exit code 1).
         OutputOccupied: the folder holds something else.
     """
     folder = folder.expanduser()
@@ -125,21 +118,19 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
             raise InteropError(
                 f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}: nothing that `push` has finished."
             )
-        snapshot_download(
-            repo, repo_type=repo_type, revision=commit, local_dir=folder, ignore_patterns=list(_NOT_OURS),
-            token=os.environ.get("HF_TOKEN") or False, endpoint=os.environ.get("HF_ENDPOINT"),
-        )  # fmt: skip
-    for name, file in files.items():
-        if not _is_same(folder / name, file):
-            (folder / name).unlink()
-            raise _damaged(f"{folder / name} is not the file of its commit, and was deleted. {_AGAIN}")
+        where: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
+        api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **where)
+        wrong = [Path(mismatch["path"]) for mismatch in api.verify_repo_checksums(repo, **where).mismatches]
+    for path in wrong:
+        (folder / path).unlink()
+        raise _damaged(f"{folder / path} is not the file of its commit, and was deleted. {_AGAIN}")
     if kind == "store":
         report = verify_store(folder, progress=progress, values=False)
         if not report.ok or report.n_pending_parts:
             raise _damaged(f"{folder} is not whole: `moa-data verify {folder}` says why. Push it again.")
     shutil.rmtree(folder / _CACHE)
-    where = f"commit       {commit}\nfolder       {folder}"
-    return HubReport("pulled", kind, where, len(files), sum(file.size for file in files.values()))
+    n_bytes = sum(file.size for file in files.values())
+    return HubReport("pulled", kind, f"commit       {commit}\nfolder       {folder}", len(files), n_bytes)
 
 
 def drafter_card(facts: dict[str, Any]) -> str:
@@ -184,37 +175,26 @@ def _files(folder: Path, entry: str) -> dict[str, int]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         top = name.split("/")[0]
-        if (top not in KNOWN_NAMES - _STAY_HERE) if entry == MANIFEST_NAME else top.startswith("."):
-            continue
-        if name.endswith(PARTIAL_SUFFIX):
-            continue
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise InteropError(f"{path} is no plain file. Replace it by the file that it stands for.")
-        if path.is_file():
+        is_ours = top in _PUSHED if entry == MANIFEST_NAME else not top.startswith(".")
+        if is_ours and path.is_file() and not name.endswith(PARTIAL_SUFFIX):
             found[name] = path.stat().st_size
     return found
 
 
-def _strange(there: dict[str, RepoFile], folder: Path, files: dict[str, int]) -> str:
-    """Return the name of a file of the repository that is not of this store; empty if there is none."""
-    if MANIFEST_NAME in there and not _is_same(folder / MANIFEST_NAME, there[MANIFEST_NAME]):
-        return MANIFEST_NAME
-    return next((name for name in there if name not in files), "")
+def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, int]) -> None:
+    """Refuse a repository that holds another store, or files that are not of this one."""
+    there = _remote_files(api, repo, "dataset")
+    strange = [name for name in there if name not in files]
+    if MANIFEST_NAME in there:
+        found = api.hf_hub_download(repo, MANIFEST_NAME, repo_type="dataset")
+        strange += [MANIFEST_NAME] * (Path(found).read_bytes() != (folder / MANIFEST_NAME).read_bytes())
+    if strange:
+        raise InteropError(f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name.")
 
 
 def _remote_files(api: HfApi, repo: str, repo_type: str, revision: str | None = None) -> dict[str, RepoFile]:
     entries = api.list_repo_tree(repo, recursive=True, repo_type=repo_type, revision=revision)
     return {entry.path: entry for entry in entries if isinstance(entry, RepoFile) and entry.path not in _NOT_OURS}
-
-
-def _is_same(path: Path, file: RepoFile) -> bool:
-    """Whether a file here has the size and the hash that the Hub has of it: of large files sha256, else git's."""
-    n_bytes = path.stat().st_size
-    digest = hashlib.sha256() if file.lfs else hashlib.sha1(b"blob %d\0" % n_bytes)
-    with path.open("rb") as stream:
-        while block := stream.read(8 << 20):
-            digest.update(block)
-    return n_bytes == file.size and digest.hexdigest() == (file.lfs.sha256 if file.lfs else file.blob_id)
 
 
 def _connect() -> HfApi:

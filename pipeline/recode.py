@@ -33,22 +33,22 @@ from .plan import existing_parent
 METRIC_TOKENS = 60_000
 """Tokens of the sequences on which metrics of keys and values are measured, roughly."""
 METRIC_IDENTITY = "drafter.weights_sha256"
-"""The identity of a store that tells whose metric its keys and values were coded in."""
-_LEAST_RESPONSE = 8
+"""Name of the identity of a store whose keys and values were coded in a drafter's metric."""
+_MIN_RESPONSE = 8
 """Tokens of a response that draft rounds fit into."""
 
 
 class KVMetrics(Protocol):
-    """Measures what errors of keys and values cost, on some sequences of a store: see ``TransformCodec.metrics``."""
+    """Measures what errors of keys and values cost a drafter: a metric of each part of each group of the codec."""
 
     @property
     def identity(self) -> str:
-        """A hash of whom they cost it, by which a resumed run is compared."""
+        """A hash of the drafter, by which a resumed run is compared."""
 
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure the metric of each part of each group."""
+        """Measure on sequences of a store."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ def recode(
     Raises:
         OptionInvalid: unknown codec, the source is not lossless, source and output are one folder, or metrics for a
             codec that has no use for them.
-        Interrupted: after Ctrl-C.
-        StoreError: a store cannot be used, or was begun with another codec or other metrics.
-        MoaDataError: what ``kv_metrics`` raises.
+        StoreMismatch: the output was begun with another codec or other metrics.
     """
     fix_sums()
     start = time.perf_counter()
@@ -161,13 +159,7 @@ def codec_for(
     progress: Progress | None = None,
     kv_metrics: KVMetrics | None = None,
 ) -> StoreCodec:
-    """Make a codec, and let it learn if it must.
-
-    Args:
-        source: a lossless store to learn from.
-        out: a store that may hold what an earlier run learned.
-        kv_metrics: as for :func:`recode`.
-    """
+    """Make a codec, and let it learn from a lossless store if it must; ``out`` may hold what an earlier run learned."""
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
@@ -200,10 +192,10 @@ def codec_for(
 
 def _answered(source: ActivationStore) -> list[int]:
     """Choose sequences with responses, spread evenly over a store."""
-    rows = np.flatnonzero(source.sequences["n_response_tokens"].to_numpy() >= _LEAST_RESPONSE)
+    rows = np.flatnonzero(source.sequences["n_response_tokens"].to_numpy() >= _MIN_RESPONSE)
     if not len(rows):
         raise OptionInvalid(
-            f"No sequence of {source.path} has a response of {_LEAST_RESPONSE} tokens, on which a drafter could be "
+            f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which a drafter could be "
             "measured. Leave --drafter out."
         )
     chosen: list[int] = rows[sample_rows(source.lengths[rows], METRIC_TOKENS)].tolist()

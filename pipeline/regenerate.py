@@ -1,4 +1,4 @@
-"""``regenerate``: lets a target answer the questions of a chat dataset again, and writes chats that ``extract`` takes.
+"""Let a target answer the questions of a chat dataset again, and write chats that ``extract`` takes.
 
 The assistant's messages of a row are left out, and what stands between them is asked again, turn by turn, each with the
 new answers before it::
@@ -7,9 +7,8 @@ new answers before it::
     answered  system  user  ANSWER     user  ANSWER
 
 Answered rows are appended to OUT and synced, a batch at a time; then OUT.regeneration.json, which says who answers what
-and how, is replaced with the counts so far. A run that is resumed cuts OUT to the bytes that this record counts and
-asks the next batch. A batch is asked again as a whole, because rounding in a batch depends on its rows. Neither file
-holds times, so that a resumed run ends in the bytes of one that was not interrupted.
+and how, is replaced with the counts so far. A resumed run cuts OUT to the bytes that this record counts and asks the
+next batch. Neither file holds times, so that a resumed run ends in the bytes of one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ import torch
 
 from .. import __version__
 from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, TemplateError
-from ..files import disk_full_guard, write_all, write_atomic
-from ..moa.decoding.loop import Generation, generate_batch
+from ..files import disk_full_guard, write_atomic
+from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import TreeShape
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
@@ -172,7 +171,7 @@ class Counts:
 
 
 class Work(NamedTuple):
-    """What there is to do: rows that are read, chats among them that ask something, answers that they ask for."""
+    """The rows that are read, the chats among them that ask something, and the answers that they ask for."""
 
     n_rows: int
     n_chats: int
@@ -181,7 +180,7 @@ class Work(NamedTuple):
     """What identifies the dataset."""
 
     def describe(self, config: RegenerateConfig) -> str:
-        """Say in one line what will be done."""
+        """Return in one line what will be done."""
         drafts = f", drafts by {config.drafter}" if config.drafter else ""
         who = f"requests at once to {config.server}" if config.server else f"chats at a time by {config.model}{drafts}"
         return (
@@ -225,18 +224,39 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> An
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise OptionInvalid(f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it.")
     work = count_work(config, progress)
+    asked, limit = config.questions, config.questions.max_rejected_fraction
     answering = LocalTarget(config) if config.server is None else Server(config)
-    settings = _settings(config, work, answering.facts)
-    with Answers(out, settings, work.n_rows) as answers:
+    settings = {
+        "dataset": work.dataset,
+        "n_rows": work.n_rows,
+        "columns": list(asked.columns),
+        "model": config.model,
+        **answering.facts,
+        "max_new_tokens": config.max_new_tokens,
+        "max_length": asked.max_length,
+        **config.sampling.model_dump(mode="json"),
+        **({} if config.server else {"batch_size": config.n_together}),
+    }
+    with Answers(out, json.loads(json.dumps(settings)), work.n_rows) as answers:
         counts = answers.counts
+
+        def check() -> None:
+            """Stop as soon as it is certain that more rows are rejected than allowed."""
+            if counts.rejected.total() > limit * work.n_rows:
+                raise DatasetError(
+                    f"{counts.rejected.total():,} of the first {counts.n_rows:,} rows ({work.n_rows:,} in all) gave no "
+                    f"chat, more than --max-rejected-fraction {limit}: {'; '.join(counts.lines(counts.rejected))}. "
+                    "Raise that fraction and run the same command again, which keeps the answers so far; or correct "
+                    "the data."
+                )
 
         def commit(rows: Sequence[Row]) -> None:
             answers.append(rows)
             if progress:
                 progress(counts.n_rows, work.n_rows, "regenerate")
-            _check_rejected(config, work, counts)
+            check()
 
-        _check_rejected(config, work, counts)
+        check()  # an earlier run may have rejected too many already
         answering.answer(islice(_rows(config, _source(config)), counts.n_rows, None), commit)
     return answers
 
@@ -251,35 +271,6 @@ def _rows(config: RegenerateConfig, source: ChatSource) -> Iterator[Row]:
     for number, content in islice(source.rows(), config.questions.max_rows):
         source.count(number)
         yield Row.read(number, content, columns)
-
-
-def _settings(config: RegenerateConfig, work: Work, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what shapes the answers; a resumed run must have it in common with the one that began."""
-    asked = config.questions
-    settings = {
-        "dataset": work.dataset,
-        "n_rows": work.n_rows,
-        "columns": list(asked.columns),
-        "model": config.model,
-        **facts,
-        "max_new_tokens": config.max_new_tokens,
-        "max_length": asked.max_length,
-        **config.sampling.model_dump(mode="json"),
-        **({} if config.server else {"batch_size": config.n_together}),
-    }
-    found: dict[str, Any] = json.loads(json.dumps(settings))
-    return found
-
-
-def _check_rejected(config: RegenerateConfig, work: Work, counts: Counts) -> None:
-    """Stop as soon as it is certain that more rows are rejected than allowed."""
-    limit = config.questions.max_rejected_fraction
-    if counts.rejected.total() > limit * work.n_rows:
-        raise DatasetError(
-            f"{counts.rejected.total():,} of the first {counts.n_rows:,} rows ({work.n_rows:,} in all) gave no chat, "
-            f"more than --max-rejected-fraction {limit}: {'; '.join(counts.lines(counts.rejected))}. Raise that "
-            "fraction and run the same command again, which keeps the answers so far; or correct the data."
-        )
 
 
 class Answers:
@@ -300,31 +291,26 @@ class Answers:
         self.counts = Counts()
         self._settings, self._n_rows, self._n_bytes = settings, n_rows, 0
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows were asked."""
-        return self.counts.n_rows == self._n_rows
-
     def __enter__(self) -> Answers:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self._file = self.path.open("ab")
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._resume()
         except BlockingIOError as error:
-            os.close(self._fd)
+            self._file.close()
             raise OutputOccupied(f"{self.path} is being written by another process; wait for it to end.") from error
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def _resume(self) -> None:
         """Take up the counts of the record, and cut off what was written after it."""
-        n_bytes = os.fstat(self._fd).st_size
+        n_bytes = self.path.stat().st_size
         if not self.record.exists():
             if n_bytes:
                 raise OutputOccupied(f"{self.path} exists, and no regeneration wrote it. Choose another --out.")
@@ -332,24 +318,27 @@ class Answers:
             return
         try:
             values = json.loads(self.record.read_bytes())
-            rows, self._n_bytes = values["rows"], values["n_bytes"]
+            rows, begun, self._n_bytes = values["rows"], dict(values["settings"]), int(values["n_bytes"])
             self.counts = Counts(**rows | {name: Counter(rows[name]) for name in ("rejected", "cut")})
-            changed = _differences(values["settings"], self._settings)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OutputOccupied(f"{self.record} is no record of a regeneration. Choose another --out.") from error
-        if changed:
-            raise OutputOccupied(f"{self.path} was begun with {changed}. Give those settings, or another --out.")
-        if n_bytes < self._n_bytes or (self.is_complete and n_bytes > self._n_bytes):
+        now = self._settings
+        if changed := [name for name in {**begun, **now} if begun.get(name) != now.get(name)]:
+            listed = ", ".join(f"{name} {begun.get(name)} (now {now.get(name)})" for name in changed)
+            raise OutputOccupied(f"{self.path} was begun with {listed}. Give those settings, or another --out.")
+        is_complete = self.counts.n_rows == self._n_rows
+        if n_bytes < self._n_bytes or (is_complete and n_bytes > self._n_bytes):
             raise OutputOccupied(f"{self.path} was changed after it was written. Choose another --out, or delete it.")
-        os.ftruncate(self._fd, self._n_bytes)
+        self._file.truncate(self._n_bytes)
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add a batch, and wait until it is on the disk."""
         lines = [{"row": row.row, "messages": row.messages} for row in rows if row.messages]
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
         with disk_full_guard(self.path, _WHEN_FULL):
-            write_all(self._fd, data)
-            os.fsync(self._fd)
+            self._file.write(data)
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._n_bytes += len(data)
             for row in rows:
                 self.counts.add(row)
@@ -358,7 +347,7 @@ class Answers:
     def _save(self) -> None:
         rows = vars(self.counts)
         record = {"moa_data": __version__, "settings": self._settings, "rows": rows, "n_bytes": self._n_bytes}
-        if self.is_complete:
+        if self.counts.n_rows == self._n_rows:
             with self.path.open("rb") as stream:
                 record["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
         write_atomic(self.record, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
@@ -384,18 +373,8 @@ class Answers:
         return "\n".join(lines)
 
 
-def _differences(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Name what differs between two settings, such as ``seed 0 (now 1)``; empty where nothing does."""
-    names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
-    return ", ".join(f"{name} {begun.get(name)} (now {now.get(name)})" for name in names)
-
-
 class LocalTarget:
-    """A target that is loaded here, with a drafter's drafts where there is one.
-
-    Attributes:
-        facts: what identifies both and how they are used, for the record.
-    """
+    """A target that is loaded here, with a drafter's drafts where there is one; ``facts`` identify both."""
 
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.model is not None
@@ -426,14 +405,12 @@ class LocalTarget:
 
     def answer(self, rows: Iterator[Row], commit: Callable[[Sequence[Row]], None]) -> None:
         """Answer all turns of the rows, a batch at a time; each batch is committed."""
+        # A batch that was interrupted is asked again as a whole, because rounding in a batch depends on its rows.
         while batch := list(islice(rows, self._config.n_together)):
             asked = batch
             while asked := [row for row in asked if row.begin_turn()]:
-                prompts = {row.row: self._prompt(row) for row in asked}
-                ready = [row for row in asked if prompts[row.row]]
-                generations = self._generate([prompts[row.row] for row in ready], ready)
-                for row, generation in zip(ready, generations, strict=True):
-                    self._take(row, generation, len(prompts[row.row]))
+                prompts = [(row, tokens) for row in asked if (tokens := self._prompt(row))]
+                self._generate(prompts)
             commit([self._checked(row) for row in batch])
 
     def _prompt(self, row: Row) -> list[int]:
@@ -448,20 +425,20 @@ class LocalTarget:
             return []
         return tokens
 
-    def _generate(self, prompts: list[list[int]], rows: Sequence[Row]) -> list[Generation]:
+    def _generate(self, prompts: Sequence[tuple[Row, list[int]]]) -> None:
         # No row needs more than the shortest prompt has room for.
-        room = self._max_tokens - min(map(len, prompts), default=0)
-        return generate_batch(
-            self._target, prompts, max_new_tokens=min(self._config.max_new_tokens, room), proposer=self._proposer,
-            tree=self._shape, sampling=self._sampling, seed=[self._config.sampling.seed + row.row for row in rows],
+        room = self._max_tokens - min((len(tokens) for _, tokens in prompts), default=0)
+        generations = generate_batch(
+            self._target, [tokens for _, tokens in prompts], max_new_tokens=min(self._config.max_new_tokens, room),
+            proposer=self._proposer, tree=self._shape, sampling=self._sampling,
+            seed=[self._config.sampling.seed + row.row for row, _ in prompts],
         )  # fmt: skip
-
-    def _take(self, row: Row, generation: Generation, n_prompt: int) -> None:
-        tokens = generation.tokens
-        if tokens[-1] in self._target.eos_token_ids and n_prompt + len(tokens) <= self._max_tokens:
-            row.take(self._target.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens))
-        else:
-            row.end(LossReason.NO_END, f"{len(tokens):,} tokens after {n_prompt:,}")
+        for (row, prompt), generation in zip(prompts, generations, strict=True):
+            tokens = generation.tokens
+            if tokens[-1] in self._target.eos_token_ids and len(prompt) + len(tokens) <= self._max_tokens:
+                row.take(self._target.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens))
+            else:
+                row.end(LossReason.NO_END, f"{len(tokens):,} tokens after {len(prompt):,}")
 
     def _checked(self, row: Row) -> Row:
         """Reject what `extract` would: a template may refuse the target's own answers, or rewrite them."""
@@ -482,11 +459,7 @@ _ADVICE = "Check --server, --model and OPENAI_API_KEY."
 
 
 class Server:
-    """A server that speaks OpenAI's API: many requests at once, rows committed in their order.
-
-    Attributes:
-        facts: what is recorded of it.
-    """
+    """A server that speaks OpenAI's API: many requests at once, rows committed in their order."""
 
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.server is not None
@@ -552,8 +525,7 @@ class Server:
         wanted = self._config.model
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
-        has = f"has {', '.join(names) or 'no model'}"
-        raise ServingError(f"{self._url} {has}. Name one of them by --model{f', not {wanted}' if wanted else ''}.")
+        raise ServingError(f"{self._url} has {', '.join(names) or 'no model'}. Name one of them by --model.")
 
     async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:
         """Ask all turns of a row."""
@@ -566,9 +538,8 @@ class Server:
             if answer.status_code == 408:
                 row.end(LossReason.LATE, _message(answer))
             elif answer.status_code in _REFUSALS:
-                message = _message(answer)
-                is_too_long = any(sign in message for sign in _TOO_LONG)
-                row.end(LossReason.TOO_LONG if is_too_long else LossReason.REFUSED, message)
+                is_too_long = any(sign in answer.text for sign in _TOO_LONG)
+                row.end(LossReason.TOO_LONG if is_too_long else LossReason.REFUSED, _message(answer))
             elif answer.status_code != 200:
                 raise ServingError(f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
             else:
@@ -578,7 +549,7 @@ class Server:
     def _body(self, row: Row) -> dict[str, Any]:
         """Return a request; settings at their defaults are left out, since not every server knows all of them."""
         sampling = self._config.sampling
-        body = {
+        body: dict[str, Any] = {
             "model": self._model,
             "messages": row.prompt,
             "max_tokens": self._config.max_new_tokens,
@@ -586,8 +557,7 @@ class Server:
         }
         if sampling.temperature:
             body |= {"top_p": sampling.top_p, "seed": sampling.seed + row.row}
-        if sampling.temperature and sampling.top_k:
-            body["top_k"] = sampling.top_k
+            body |= {"top_k": sampling.top_k} if sampling.top_k else {}
         if sampling.repetition_penalty != 1:
             body["repetition_penalty"] = sampling.repetition_penalty
         return body | ({"chat_template_kwargs": self._arguments} if self._arguments else {})
@@ -641,11 +611,4 @@ class Server:
 
 def _message(answer: httpx.Response) -> str:
     """Return what a server says of an error, shortened to one line."""
-    try:
-        error = answer.json()
-        for key in ("error", "message"):
-            error = error.get(key, error) if isinstance(error, dict) else error
-        text = str(error)
-    except ValueError:
-        text = answer.text
-    return " ".join(text.split())[:200] or answer.reason_phrase
+    return " ".join(answer.text.split())[:200] or answer.reason_phrase

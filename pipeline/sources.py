@@ -151,7 +151,7 @@ def check_identities(
         f"identities.{key}": (stored[key], value) for key, value in found.items() if stored.get(key, value) != value
     }
     if changes := {**changes, **others}:
-        raise StoreMismatch(str(store), changes)
+        raise StoreMismatch(str(store), changes, "Give the --model, and the kind of device, that it was made with.")
 
 
 def check_weights(folder: Path, is_local: bool) -> None:

@@ -33,12 +33,7 @@ _VERSION = 1
 def texts_origin(
     source: ChatSource, identities: Mapping[str, str], config: ExtractConfig, sizes: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return everything that decides the tokens of a dataset; None where only its rows tell.
-
-    Args:
-        identities: hashes of the tokenizer and its template (``sources.target_identities``).
-        sizes: sizes of the target (``bundle.target_sizes``).
-    """
+    """Return everything that decides the tokens of a dataset; None where only its rows tell."""
     dataset = source.origin()
     if dataset is None:
         return None
@@ -106,9 +101,6 @@ def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | No
     with replacing(path) as partial:
         with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
-        fd = os.open(partial, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with open(partial, "rb") as written:
+            os.fsync(written.fileno())
     return sequences.mapped(map_texts(path))

@@ -1,6 +1,5 @@
 """An audit passes on the target a store was made from and finds what was changed."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from moa_data.errors import StoreMismatch
-from moa_data.pipeline.audit import AuditReport, AuditRow, _errors, audit
+from moa_data.pipeline.audit import AuditRow, _errors, audit
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.storage.read.store import ActivationStore
@@ -53,8 +52,10 @@ def test_the_seed_picks_the_sequences(store: Path, target_folder: Path) -> None:
 
 def test_another_target_is_refused(store: Path, model: Path) -> None:
     flip(model / "model.safetensors", -1)
-    with pytest.raises(StoreMismatch, match="weights_sha256"):
+    with pytest.raises(StoreMismatch) as caught:
         audit(store, str(model), 2, 0, "cpu")
+    assert "identities.target.weights_sha256" in caught.value.changes
+    assert "--model" in caught.value.hint
 
 
 @pytest.mark.parametrize("field", ["tokens", "response_mask", "kv", "hidden/last", "hidden/layer_1"])
@@ -90,7 +91,5 @@ def test_without_the_dataset_the_content_hash_is_checked(store: Path, target_fol
 
 def test_values_that_are_not_finite_never_pass() -> None:
     nan = torch.tensor([[float("nan")]])
-    assert _errors(nan, torch.zeros(1, 1)) == (float("inf"), float("inf"))
-    report = AuditReport(Path("s"), "m", (), 0)
-    row = AuditRow(0, "id", 1, "kv", float("inf"), float("inf"), 0.1, False)
-    assert not dataclasses.replace(report, rows=(row,)).ok
+    max_error, relative_error = _errors(nan, torch.zeros(1, 1))
+    assert not AuditRow(0, "id", "kv", max_error, relative_error, 0.1).ok

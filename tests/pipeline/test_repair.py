@@ -33,8 +33,9 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
 
     other = write_target(tmp_path / "other", seed=1)
     before = read_tree(store)
-    with pytest.raises(StoreMismatch, match="weights_sha256"):
+    with pytest.raises(StoreMismatch, match="weights_sha256") as caught:
         repair(plan, str(other))
+    assert "--model" in caught.value.hint
     assert read_tree(store) == before
 
     report = repair(plan, config.model)
