@@ -20,6 +20,7 @@ name of ``optimizer.kind`` is ``optimizer``. Python, YAML files and ``--set`` ta
 
 import difflib
 import functools
+import json
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -44,6 +45,18 @@ _COMMON = "common"
 Common = Annotated[_Value, _COMMON]
 """The type of a setting that most people look at first."""
 
+
+def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
+    """Turn mappings, as YAML has them, into NAME=VALUE texts as on the command line."""
+    found: list[Any] = []
+    for item in items:
+        is_mapping = isinstance(item, Mapping)
+        found += [f"{name}={json.dumps(value)}" for name, value in item.items()] if is_mapping else [item]
+    return tuple(found)
+
+
+TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
+"""Arguments of a chat template as NAME=VALUE, or as one JSON object that was cut at its commas."""
 Presets = Mapping[str, Mapping[str, Any]]
 Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 """Nested values that were given -> the name of a source for messages, and its nested values."""
@@ -178,6 +191,25 @@ class Config(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             raise OptionInvalid(_message(cls, error, layers, spell)) from error
+
+
+class SamplingSettings(Config):
+    """Settings of sampling."""
+
+    temperature: Common[NonNegative] = 0.0
+    """0 decodes greedily; above it tokens are sampled, and drafting keeps the target's distribution."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens up to this cumulative probability."""
+    top_k: Natural = 0
+    """Sample from this many most likely tokens; 0 for all."""
+    repetition_penalty: Positive = 1.0
+    """Divide the logits of tokens that occurred by this."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    """Random seed; prompt i uses seed + i."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what ``moa.decoding.sampling.SamplingConfig`` takes: all but the seed."""
+        return self.model_dump(exclude={"seed"})
 
 
 def _groups(field: FieldInfo) -> list[type[Config]]:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 from pydantic import Field
 
-from ..config import Common, Config, Count, Natural, Positive
+from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
 from ..errors import MoaDataError
 from ..evaluation.config import Dtype
-from ..pipeline.config import SamplingSettings, TemplateKwargs
 from .answer_view import PlainAnswer, TerminalAnswer, moves_cursor
 from .console import StageFailure, out, tell
 from .options import StageCommand, config_options
@@ -132,10 +131,12 @@ class _Conversation:
 
     def answer(self, note: "OnEvent") -> "Answer":
         """Answer the last message."""
-        config = self.config
+        from ..moa.decoding.sampling import SamplingConfig
+
+        config, sampling = self.config, SamplingConfig(**self.config.sampling.arguments())
         return self.client.chat(
-            self.messages, max_new_tokens=config.max_new_tokens, sampling=config.sampling.build(),
-            seed=config.sampling.seed, on_event=note,
+            self.messages, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed,
+            on_event=note,
         )  # fmt: skip
 
     def _show(self, run: Any) -> None:

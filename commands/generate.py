@@ -60,6 +60,7 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from ..moa.decoding.loop import generate_batch
     from ..moa.decoding.policy import AutoPolicy
     from ..moa.decoding.proposer import DrafterProposer
+    from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
     from ..moa.targets.chat_tokens import check_template, prompt_tokens
@@ -76,7 +77,7 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     arguments = choose_template_arguments(config.template_kwargs, {config.drafter: drafter.config.target})
     check_template(target.tokenizer, config.model, arguments)
     rows = [prompt_tokens(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    sampling = config.sampling.build()
+    sampling = SamplingConfig(**config.sampling.arguments())
     proposer, shape = DrafterProposer(target, drafter, None, sampling), config.tree_shape()
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
     generate_batch(target, rows, max_new_tokens=4, proposer=proposer, tree=shape or TreeShape(1), sampling=sampling)

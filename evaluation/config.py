@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, Natural
-from ..pipeline.config import SamplingSettings, TemplateKwargs
+from ..config import Common, Config, Count, Natural, SamplingSettings, TemplateKwargs
 
 if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
@@ -52,10 +51,11 @@ class DecodingConfig(Config):
 
     def tree_shape(self) -> "TreeShape | None":
         """Return the shape of ``tree``; raises DrafterError where it cannot be decoded with this sampling."""
+        from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape
 
         shape = TreeShape.parse(self.tree)
-        self.sampling.build().check_shape(shape)
+        SamplingConfig(**self.sampling.arguments()).check_shape(shape)
         return shape
 
 

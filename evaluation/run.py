@@ -73,7 +73,7 @@ def evaluate(
         repeats=config.repeats,
         seed=config.sampling.seed,
         progress=progress,
-        sampling=config.sampling.build(),
+        sampling=SamplingConfig(**config.sampling.arguments()),
     )
     n_used = len(prompts.prompts)
     report = build_report(
@@ -107,7 +107,7 @@ def build_methods(
     """
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
-    sampling, chain = config.sampling.build(), TreeShape(config.draft_length)
+    sampling, chain = SamplingConfig(**config.sampling.arguments()), TreeShape(config.draft_length)
     decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=sampling)
 
     def add(name: str, proposer: Proposer | None, shape: TreeShape | ShapePolicy | None) -> None:

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, Natural, NonNegative, Positive
+from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
 from ..errors import DrafterError, OptionInvalid
 from ..machine import usable_cores
 
 if TYPE_CHECKING:
-    from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import TreeShape
 
 
-def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
-    """Turn mappings, as YAML has them, into NAME=VALUE texts as on the command line."""
-    found: list[Any] = []
-    for item in items:
-        is_mapping = isinstance(item, Mapping)
-        found += [f"{name}={json.dumps(value)}" for name, value in item.items()] if is_mapping else [item]
-    return tuple(found)
-
-
-TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
-"""Arguments of a chat template as NAME=VALUE, or as one JSON object that was cut at its commas."""
 TEXT_FIELDS = ("tokens", "response_mask")
 """Fields of every store that are not activations."""
 _FIELD_LAYER = re.compile(r"hidden/layer_(\d+)")
@@ -212,27 +199,6 @@ class AddConfig(Config):
         return ["There is nothing to add. Give --activations, for example hidden:layer:3"]
 
 
-class SamplingSettings(Config):
-    """Settings of sampling."""
-
-    temperature: Common[NonNegative] = 0.0
-    """0 decodes greedily; above it tokens are sampled, and drafting keeps the target's distribution."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens up to this cumulative probability."""
-    top_k: Natural = 0
-    """Sample from this many most likely tokens; 0 for all."""
-    repetition_penalty: Positive = 1.0
-    """Divide the logits of tokens that occurred by this."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Random seed; prompt i uses seed + i."""
-
-    def build(self) -> SamplingConfig:
-        """Return the object that decoding takes."""
-        from ..moa.decoding.sampling import SamplingConfig
-
-        return SamplingConfig(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
-
-
 class QuestionSettings(Config):
     """Which rows are answered, and what keeps a chat out."""
 
@@ -317,10 +283,11 @@ class RegenerateConfig(Config):
 
     def shape(self) -> TreeShape:
         """Return the shape of the drafts, which is fixed: that of ``auto`` follows the machine's timing."""
+        from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape
 
         shape = TreeShape.parse(self.tree or ("5" if self.sampling.temperature else "10@0.2"))
-        self.sampling.build().check_shape(shape)
+        SamplingConfig(**self.sampling.arguments()).check_shape(shape)
         return shape
 
     @property

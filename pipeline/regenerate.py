@@ -35,6 +35,7 @@ from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, 
 from ..files import disk_full_guard, write_atomic
 from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
+from ..moa.decoding.sampling import SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
@@ -378,7 +379,7 @@ class LocalTarget:
 
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.model is not None
-        self._config, self._sampling = config, config.sampling.build()
+        self._config, self._sampling = config, SamplingConfig(**config.sampling.arguments())
         self._target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         self._proposer: DrafterProposer | None = None

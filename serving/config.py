@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, NonNegative, Positive
-from ..pipeline.config import TemplateKwargs
+from ..config import Common, Config, Count, NonNegative, Positive, TemplateKwargs
 from .engine.options import EngineOptions
 
 Port = Annotated[int, Field(ge=0, lt=1 << 16)]

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"config"} | MOA | {"moa", "moa.decoding", "moa.formats", "pipeline"},
     "serving.engine": {"config"} | MOA | {"moa", "serving", "moa.decoding"},
     "serving.client": {"config"} | MOA | {"moa", "moa.decoding", "moa.formats", "serving"},
-    "serving": {"config"} | MOA | {"moa", "moa.decoding", "pipeline", "serving.engine"},
+    "serving": {"config"} | MOA | {"moa", "moa.decoding", "serving.engine"},
     "demo": {"config", "trainer", "evaluation", "serving.client"} | STORAGE | MOA | {"moa", "moa.decoding", "pipeline"},
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}
