@@ -63,20 +63,19 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
-    from ..moa.targets.chat_tokens import check_template, prompt_tokens
+    from ..moa.targets.chat_tokens import prompt_tokens
     from ..moa.targets.live import Target
-    from ..moa.targets.template import choose_template_arguments
+    from ..moa.targets.template import ChatTemplate, choose_template_arguments
     from .views import decoding_view
 
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    check_template(target.tokenizer, config.model)
     if config.compile:
         target.compile(config.compile)
     drafter = load_drafter(config.drafter, target.model.dtype, target.device)
     check_drafter_matches(drafter, target)
     arguments = choose_template_arguments(config.template_kwargs, {config.drafter: drafter.config.target})
-    check_template(target.tokenizer, config.model, arguments)
-    rows = [prompt_tokens(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    template = ChatTemplate(target.tokenizer, arguments, config.model)
+    rows = [prompt_tokens(template, [{"role": "user", "content": text}]) for text in texts]
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer, shape = DrafterProposer(target, drafter, None, sampling), config.tree_shape()
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.

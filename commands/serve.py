@@ -73,9 +73,8 @@ def _service(config: ServeConfig) -> "Service":
     """Load target and drafters, and make what answers requests."""
     import torch
 
-    from ..moa.targets.chat_tokens import check_template
     from ..moa.targets.live import Target
-    from ..moa.targets.template import choose_template_arguments
+    from ..moa.targets.template import ChatTemplate, choose_template_arguments
     from ..serving.access import BearerTokens
     from ..serving.engine.engine import Engine
     from ..serving.http import Service
@@ -85,7 +84,7 @@ def _service(config: ServeConfig) -> "Service":
     drafters = _drafters(config, target)
     recorded = {name: drafter.config.target for name, drafter in drafters.items()}
     arguments = choose_template_arguments(config.template_kwargs, recorded)
-    check_template(target.tokenizer, config.model, arguments)
+    target.template = ChatTemplate(target.tokenizer, arguments, config.model)
     engine = Engine(target, drafters, config.engine)
     return Service(
         engine, target, config.name or Path(config.model).name, next(iter(drafters), None),

@@ -156,7 +156,7 @@ def answer_through_a_cut(
     """
     live = Target.load(str(target), device="cpu")
     references = [
-        plain_generate(live, prompt_tokens(live.tokenizer, messages), max_new_tokens=max_new_tokens).tokens
+        plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=max_new_tokens).tokens
         for messages in prompts
     ]
     # The longest answer: a cut must fall into it.

@@ -28,7 +28,7 @@ from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.caches import padded
 from ..moa.targets.cache import TargetCache
 from ..moa.targets.chat import Message
-from ..moa.targets.chat_tokens import check_prompt, prompt_tokens
+from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..text import Progress
 from .drafters import LoadedDrafter
@@ -262,14 +262,14 @@ def _check_prompts(target: Target, prompts: Sequence[Prompt]) -> None:
     """Render the texts of all turns, so that one that cannot be used is refused before anything is measured."""
     for prompt in prompts:
         try:
-            check_prompt(target.tokenizer, [message for turn in prompt.turns for message in turn], prompt.tools)
+            target.template.check_prompt([message for turn in prompt.turns for message in turn], prompt.tools)
         except PromptUnusable as error:
             raise DatasetError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
 def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]:
     try:
-        return prompt_tokens(target.tokenizer, history, prompt.tools, prompt.system)
+        return prompt_tokens(target.template, history, prompt.tools, prompt.system)
     except PromptUnusable:
         raise
     except TemplateError as error:

@@ -16,9 +16,9 @@ from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Propo
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.base import Drafter
-from ..moa.targets.chat_tokens import check_template, prompt_tokens
+from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
-from ..moa.targets.template import choose_template_arguments
+from ..moa.targets.template import ChatTemplate, choose_template_arguments
 from ..text import Progress
 from .config import EvalConfig
 from .drafters import LoadedDrafter, load_with_facts
@@ -50,12 +50,12 @@ def evaluate(
     prompts = load_prompts(config.prompts, config.n_prompts)
     dtype = getattr(torch, config.dtype)
     target = Target.load(config.model, dtype, config.device, config.revision)
-    check_template(target.tokenizer, config.model)
     if config.compile:
         target.compile(config.compile)
     drafters = load_with_facts(config.drafter, target, dtype) if config.needs_drafters else {}
     recorded = {name: loaded.drafter.config.target for name, loaded in drafters.items()}
-    check_template(target.tokenizer, config.model, choose_template_arguments(config.template_kwargs, recorded))
+    arguments = choose_template_arguments(config.template_kwargs, recorded)
+    target.template = ChatTemplate(target.tokenizer, arguments, config.model)
     disconnection = None
     if alone.disconnect:
         rows = measure_disconnections(
@@ -190,5 +190,5 @@ def encode_prompt(
         messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
         if not messages:
             return [int(token) for token in prompt if not isinstance(token, Mapping)]
-    check_template(target.tokenizer, "the target", choose_template_arguments((), {"drafter": drafter.config.target}))
-    return prompt_tokens(target.tokenizer, messages)
+    arguments = choose_template_arguments((), {"drafter": drafter.config.target})
+    return prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..errors import DatasetError, OptionInvalid, WorkerError
 from ..moa.targets.bundle import FrozenTarget
-from ..moa.targets.chat_tokens import TokenizedChat, check_template
+from ..moa.targets.chat_tokens import TokenizedChat
 from ..moa.targets.live import Target, resolve_model_folder
-from ..moa.targets.template import TEMPLATE_TIME, asked_the_time
+from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
 from ..storage.dtypes import to_float32
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
@@ -174,10 +174,10 @@ def _tokenize_again(
         )
         columns = Columns.parse(config.data.columns)
         source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
-        check_template(tokenizer, str(stored.path), recorded_arguments(extraction))
+        template = ChatTemplate(tokenizer, recorded_arguments(extraction), str(stored.path))
         for row, content in source.rows():
             if row in wanted:
-                chat = tokenize_row(tokenizer, content, int(extraction["max_length"]), columns)
+                chat = tokenize_row(template, content, int(extraction["max_length"]), columns)
                 if isinstance(chat, TokenizedChat):
                     chats[row] = chat
             if row >= max(wanted):
@@ -185,7 +185,7 @@ def _tokenize_again(
     except (DatasetError, OptionInvalid, WorkerError) as error:
         return {}, f"{only}: {error}"
     recorded, own = extraction.get("template_time"), TEMPLATE_TIME.isoformat()
-    if recorded != own and (recorded or asked_the_time(tokenizer)):
+    if recorded != own and (recorded or template.asked_the_time):
         made = f"as of {recorded}" if recorded else "on the day of the extraction, which the store does not name"
         return {}, f"the chats were rendered {made}; {only}"
     return chats, ""

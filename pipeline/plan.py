@@ -18,9 +18,8 @@ import torch
 from ..errors import CodecUnknown, Interrupted, OptionInvalid, StorageUnavailable
 from ..machine import free_memory
 from ..moa.targets.bundle import load_target_config, target_sizes
-from ..moa.targets.chat_tokens import check_template
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
-from ..moa.targets.template import TEMPLATE_TIME, parse_template_arguments
+from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments
 from ..storage.backend import open_path
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import StoreCodec
@@ -248,12 +247,12 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     if with_weights:
         folder = resolve_model_folder(config.model, revision=revision)
     tokenizer = load_target_tokenizer(folder)
-    check_template(tokenizer, config.model, chat_settings.get("template_kwargs"))
+    template = ChatTemplate(tokenizer, chat_settings.get("template_kwargs"), config.model)
     revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
     source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
     origin = texts_origin(source, target_identities(folder, tokenizer, with_weights=False), config, sizes)
     kept = read_texts(out, origin)
-    sequences = kept or read_sequences(source, tokenizer, config, sizes, progress)
+    sequences = kept or read_sequences(source, template, config, sizes, progress)
     check_counts(sequences, source, config)
     table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
     counts = plan_counts(table)

@@ -39,9 +39,9 @@ from ..moa.decoding.sampling import SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
-from ..moa.targets.chat_tokens import check_template, prompt_tokens, tokenize_chat
+from ..moa.targets.chat_tokens import prompt_tokens, tokenize_chat
 from ..moa.targets.live import Target
-from ..moa.targets.template import choose_template_arguments, parse_template_arguments
+from ..moa.targets.template import ChatTemplate, choose_template_arguments, parse_template_arguments
 from ..text import Progress, counted, first_line, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
@@ -392,9 +392,8 @@ class LocalTarget:
             if config.tree is None and self._proposer.max_depth is not None:
                 self._shape = self._shape.cut(self._proposer.max_depth)
             recorded = {config.drafter: drafter.config.target}
-        check_template(self._target.tokenizer, config.model)
         arguments = choose_template_arguments(config.template_kwargs, recorded)
-        check_template(self._target.tokenizer, config.model, arguments)
+        self._template = ChatTemplate(self._target.tokenizer, arguments, config.model)
         self.facts: dict[str, Any] = {
             "target": dict(self._target.identity),
             "template_kwargs": arguments,
@@ -417,7 +416,7 @@ class LocalTarget:
     def _prompt(self, row: Row) -> list[int]:
         """Return the tokens of a prompt; none where the chat ends before it."""
         try:
-            tokens = prompt_tokens(self._target.tokenizer, row.prompt, None, row.system)
+            tokens = prompt_tokens(self._template, row.prompt, None, row.system)
         except TemplateError as error:
             row.end(LossReason.UNUSABLE_PROMPT, str(error))
             return []
@@ -445,7 +444,7 @@ class LocalTarget:
         """Reject what `extract` would: a template may refuse the target's own answers, or rewrite them."""
         if row.messages:
             length = self._config.questions.max_length
-            found = tokenize_chat(self._target.tokenizer, row.messages, length, None, row.system)
+            found = tokenize_chat(self._template, row.messages, length, None, row.system)
             if isinstance(found, Rejection):
                 return Row(row.row, reason=found.reason.value, detail=printable(found.detail))
         return row

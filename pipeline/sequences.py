@@ -25,7 +25,7 @@ from ..errors import DatasetError, WorkerError
 from ..machine import usable_cores
 from ..moa.targets.chat import Rejection, RejectReason, parse_chat
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
-from ..moa.targets.template import asked_the_time, forget_the_time, note_the_time, texts
+from ..moa.targets.template import ChatTemplate, texts
 from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
@@ -199,7 +199,7 @@ def content_id(tokens: np.ndarray, mask: np.ndarray) -> str:
 
 def read_sequences(
     source: ChatSource,
-    tokenizer: Any,
+    template: ChatTemplate,
     config: ExtractConfig,
     sizes: Mapping[str, Any],
     progress: Progress | None = None,
@@ -214,15 +214,14 @@ def read_sequences(
     total = limit or source.count_rows()
     results = tokenise_rows(
         source.rows(),
-        partial(_tokenise, tokenizer, config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)),
+        partial(_tokenise, template, config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)),
         (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1,
         lambda: limit and limit - len(sequences),
     )
-    for row, (chat, asks_the_time) in results:
+    for row, (chat, asked_the_time) in results:
         source.count(row)
         sequences.n_rows += 1
-        if asks_the_time:
-            note_the_time(tokenizer)
+        template.asked_the_time |= asked_the_time
         if isinstance(chat, Rejection):
             sequences.reject(row, chat)
         else:
@@ -235,18 +234,13 @@ def read_sequences(
             break
     if progress:
         progress(total, total, "tokenise")
-    sequences.asked_the_time, sequences.dataset_sha256 = asked_the_time(tokenizer), source.identity()
+    sequences.asked_the_time, sequences.dataset_sha256 = template.asked_the_time, source.identity()
     return sequences
 
 
-def _tokenise(tokenizer: Any, max_length: int, columns: Columns, content: Any) -> Tokenised:
-    """Tokenise a row, and say whether the template asked for the time while it rendered this row."""
-    asked_before = forget_the_time(tokenizer)
-    chat = tokenize_row(tokenizer, content, max_length, columns)
-    asks = asked_the_time(tokenizer)
-    if asked_before:
-        note_the_time(tokenizer)
-    return chat, asks
+def _tokenise(template: ChatTemplate, max_length: int, columns: Columns, content: Any) -> Tokenised:
+    """Tokenise a row, and say whether the template has asked for the time so far in this process."""
+    return tokenize_row(template, content, max_length, columns), template.asked_the_time
 
 
 def tokenise_rows(
@@ -347,14 +341,14 @@ def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> No
 
 
 def tokenize_row(
-    tokenizer: Any, content: Any, max_length: int, columns: Columns = CHAT_COLUMNS
+    template: ChatTemplate, content: Any, max_length: int, columns: Columns = CHAT_COLUMNS
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both cut to ``max_length``."""
     row = columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
-    return tokenize_chat(tokenizer, chat.messages, max_length, chat.tools, chat.system)
+    return tokenize_chat(template, chat.messages, max_length, chat.tools, chat.system)
 
 
 def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:

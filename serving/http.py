@@ -30,6 +30,7 @@ from ..moa.decoding.sampling import SamplingConfig
 from ..moa.targets.chat import Rejection, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
+from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Guard, Rate
 from .answer import AnswerText
 from .api import AnswerForm, AnswerRequest, ApiError, ChatRequest, CompletionRequest, event
@@ -82,7 +83,7 @@ class Service:
         self.metrics = Metrics(engine.snapshot)
         self._rates: OrderedDict[str, Rate] = OrderedDict()
         self._max_chars = engine.limits.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
-        self._tokenizers = [_Tokenizer(target.tokenizer, max_waiting) for max_waiting in _MAX_WAITING]
+        self._tokenizers = [_Tokenizer(target.template, max_waiting) for max_waiting in _MAX_WAITING]
 
     def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
         """Make the application, for :class:`~.connections.HttpServer`; ``access.Guard`` explains the arguments."""
@@ -104,7 +105,7 @@ class Service:
     async def _chat(self, request: HttpRequest) -> Response:
         asked = ChatRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        encoding = self._tokenize(asked.n_chars, lambda tokenizer: _chat_tokens(tokenizer, asked.messages))
+        encoding = self._tokenize(asked.n_chars, lambda template: _chat_tokens(template, asked.messages))
         return await self._answer(request, asked, await _while_connected(request, encoding))
 
     async def _completions(self, request: HttpRequest) -> Response:
@@ -113,7 +114,7 @@ class Service:
         prompt = asked.single_prompt
         if isinstance(prompt, list):
             return await self._answer(request, asked, prompt)
-        encoding = self._tokenize(len(prompt), lambda tokenizer: _text_tokens(tokenizer, prompt))
+        encoding = self._tokenize(len(prompt), lambda template: _text_tokens(template.tokenizer, prompt))
         return await self._answer(request, asked, await _while_connected(request, encoding))
 
     async def _models(self, request: HttpRequest) -> Response:
@@ -182,7 +183,7 @@ class Service:
             raise ApiError(408, message, None, "timeout") from error
         return b"".join(parts)
 
-    async def _tokenize(self, n_chars: int, encode: Callable[[Any], list[int]]) -> list[int]:
+    async def _tokenize(self, n_chars: int, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
         """Make the tokens of a prompt of so many characters; 400 where it cannot be used, 503 where too many wait."""
         if n_chars > self._max_chars:  # whatever its tokens are
             message = f"the prompt has {n_chars} characters, far more than fit; shorten it."
@@ -279,11 +280,12 @@ class _Tokenizer:
     Long prompts have another one than short ones, which so never wait for them.
     """
 
-    def __init__(self, tokenizer: Any, max_waiting: int) -> None:
-        self._original, self._own, self._max_waiting, self._n_waiting = tokenizer, None, max_waiting, 0
+    def __init__(self, template: ChatTemplate, max_waiting: int) -> None:
+        self._original, self._max_waiting, self._n_waiting = template, max_waiting, 0
+        self._own: ChatTemplate | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
-    async def run(self, encode: Callable[[Any], list[int]]) -> list[int]:
+    async def run(self, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
         """Encode a prompt; when this is cancelled before its turn, never."""
         if self._n_waiting >= self._max_waiting:
             raise ApiError(503, "too many prompts wait to be read; try again later.", None, "overloaded", 1)
@@ -293,17 +295,17 @@ class _Tokenizer:
         finally:
             self._n_waiting -= 1
 
-    def _encode(self, encode: Callable[[Any], list[int]]) -> list[int]:
+    def _encode(self, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
         if self._own is None:
             self._own = copy.deepcopy(self._original)
         return encode(self._own)
 
 
-def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+def _chat_tokens(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[int]:
     chat = parse_prompt({"messages": messages})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
-    return prompt_tokens(tokenizer, chat.messages)
+    return prompt_tokens(template, chat.messages)
 
 
 def _text_tokens(tokenizer: Any, text: str) -> list[int]:

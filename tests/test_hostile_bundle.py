@@ -131,7 +131,7 @@ def check_model(folders: Path, data: Any) -> None:
 
     def encode() -> None:
         target = Target.load(str(folder), torch.float32, "cpu")
-        prompt_tokens(target.tokenizer, [{"role": "user", "content": "Hi"}])
+        prompt_tokens(target.template, [{"role": "user", "content": "Hi"}])
 
     with replaced(path, data.draw(changed(path.read_bytes()))):
         only_own_errors(encode)

@@ -145,7 +145,7 @@ def acceptance_length(options: argparse.Namespace, target: Target, folder: Path)
     """Mean over the test prompts of tokens committed per target call, chains of 5 drafts."""
     drafter = load_drafter(folder, torch.float32, target.device)
     prompts = [
-        prompt_tokens(target.tokenizer, list(prompt.turns[0]))
+        prompt_tokens(target.template, list(prompt.turns[0]))
         for prompt in load_prompts(options.test_chats, options.n_prompts).prompts
     ]
     lengths = []

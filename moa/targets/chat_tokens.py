@@ -15,33 +15,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...errors import PromptUnusable, TemplateError
+from ...errors import TemplateError
 from ...text import first_line
 from .chat import Message, Rejection, RejectReason, tool_name
-from .template import (
-    RENDER_ERRORS,
-    check_program,
-    find_unusable_text,
-    render,
-    template_arguments,
-    template_text,
-    texts,
-    try_render,
-)
+from .template import CLOSE, OPEN, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools, texts
 
 Span = tuple[int, int]
-Tools = Sequence[Mapping[str, Any]] | None
-
-_OPEN, _CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
-_PLACEHOLDER = "\ue0f0moa-response\ue0f1"
-_TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True)
@@ -53,61 +36,43 @@ class TokenizedChat:
     truncated: bool  # whether tokens beyond max_length were cut
 
 
-@dataclass(frozen=True)
-class _Template:
-    """Facts about a tokenizer and its template, found out once."""
-
-    text: str
-    arguments: dict[str, Any]
-    marked: str | None  # the template with markers in place of its generation tags; None where it has none
-    has_generation_prompt: bool  # whether it renders one after a user message
-    end_of_turn: str  # what the template writes after a last response, trailing white space removed
-    adds_bos: bool  # whether the tokenizer itself puts a BOS before plain text
-
-
-_TEMPLATES: WeakKeyDictionary[Any, _Template] = WeakKeyDictionary()
-
-
 def tokenize_chat(
-    tokenizer: Any, messages: list[Message], max_length: int, tools: Tools = None, system: str = ""
+    template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None, system: str = ""
 ) -> TokenizedChat | Rejection:
     """Turn a chat into token ids and a response mask.
 
     Args:
-        tokenizer: a fast transformers tokenizer with a chat template.
         messages: roles, contents and tool calls; no system message is added.
         max_length: tokens and mask are cut to this length.
         system: a text that the template has to show.
     """
-    template = _template(tokenizer)
     try:
-        if unusable := find_unusable_text(tokenizer, messages, tools):
+        if unusable := template.find_unusable_text(messages, tools):
             return Rejection(*unusable)
-        text = render(tokenizer, messages, tools)
-        if left_out := _left_out(tokenizer, messages, tools, system, text):
+        text = template.render(messages, tools)
+        if left_out := _left_out(template, messages, tools, system, text):
             return Rejection(RejectReason.NOT_SHOWN, left_out)
-        spans = _response_spans(tokenizer, template, messages, tools, text)
+        spans = _response_spans(template, messages, tools, text)
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
     if isinstance(spans, Rejection):
         return spans
-    text, shift = _one_bos(tokenizer, template, text)
-    tokens, mask = _encode(tokenizer, text, [(start + shift, end + shift) for start, end in spans])
+    text, shift = _one_bos(template, text)
+    tokens, mask = _encode(template, text, [(start + shift, end + shift) for start, end in spans])
     return _cut(tokens, mask, max_length)
 
 
-def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, system: str = "") -> list[int]:
+def prompt_tokens(template: ChatTemplate, messages: list[Message], tools: Tools = None, system: str = "") -> list[int]:
     """Return the token ids of a chat that ends where the assistant is to write, encoded as by `tokenize_chat`.
 
     Raises:
-        TemplateError: no chat template, or the template refuses the chat, or leaves out a part of it.
+        TemplateError: the template refuses the chat, or leaves out a part of it.
         PromptUnusable: a text holds control tokens, or cannot be encoded.
     """
-    template = _template(tokenizer)
     try:
-        check_prompt(tokenizer, messages, tools)
-        text = render(tokenizer, messages, tools, add_generation_prompt=True)
-        if left_out := _left_out(tokenizer, messages, tools, system, text):
+        template.check_prompt(messages, tools)
+        text = template.render(messages, tools, add_generation_prompt=True)
+        if left_out := _left_out(template, messages, tools, system, text):
             raise TemplateError(f"{RejectReason.NOT_SHOWN}: {left_out}. Leave it out, or use another target.")
     except TemplateError:
         raise
@@ -115,66 +80,13 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, 
         raise TemplateError(
             f"The chat template refuses the prompt: {first_line(error)}. Change the messages' roles."
         ) from error
-    text, _ = _one_bos(tokenizer, template, text)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text, _ = _one_bos(template, text)
+    return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def check_prompt(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> None:
-    """Refuse control tokens, text that is no Unicode, or too much of it: they cannot be part of a prompt."""
-    if unusable := find_unusable_text(tokenizer, messages, tools):
-        raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
-
-
-def check_template(tokenizer: Any, where: str, arguments: Mapping[str, Any] | None = None) -> None:
-    """Refuse a tokenizer without chat template or offsets, which cannot turn chats into masked tokens.
-
-    Args:
-        where: the target, for messages.
-        arguments: arguments of its template, kept with the tokenizer for every later chat.
-    """
-    tokenizer.template_arguments = dict(arguments or {})
-    try:
-        _template(tokenizer)
-    except TemplateError as error:
-        raise TemplateError(f"{where}: {error}") from error
-
-
-def _template(tokenizer: Any) -> _Template:
-    text, arguments = template_text(tokenizer), template_arguments(tokenizer)
-    known = _TEMPLATES.get(tokenizer)
-    if known is None or (known.text, known.arguments) != (text, arguments):
-        if not getattr(tokenizer, "is_fast", False):
-            raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
-        check_program(tokenizer)
-        user, bos = {"role": "user", "content": "a"}, tokenizer.bos_token_id
-        plain, prompt = try_render(tokenizer, [user]), try_render(tokenizer, [user], add_generation_prompt=True)
-        answered = try_render(tokenizer, [user, {"role": "assistant", "content": _PLACEHOLDER}]) or ""
-        known = _TEMPLATES[tokenizer] = _Template(
-            text,
-            arguments,
-            marked=_mark_generation_tags(text) if _TAG.search(text) else None,
-            has_generation_prompt=None not in (plain, prompt) and plain != prompt,
-            end_of_turn=answered.partition(_PLACEHOLDER)[2].rstrip(),
-            adds_bos=bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos],
-        )
-    return known
-
-
-def _mark_generation_tags(template: str) -> str:
-    """Replace each tag by a pair of `if` tags around a marker, which keep white-space control at both ends."""
-
-    def replace(match: re.Match[str]) -> str:
-        left, name, right = match.groups()
-        if name == "generation":
-            return f"{{%{left} if true %}}{{{{ '{_OPEN}' }}}}{{% if true {right}%}}"
-        return f"{{%{left} endif %}}{{{{ '{_CLOSE}' }}}}{{% endif {right}%}}"
-
-    return _TAG.sub(replace, template)
-
-
-def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:
+def _one_bos(template: ChatTemplate, text: str) -> tuple[str, int]:
     """Return the text with exactly one BOS at its start, where the model has one, and by how much it moved."""
-    bos = tokenizer.bos_token
+    bos = template.tokenizer.bos_token
     if not bos:
         return text, 0
     shift = 0
@@ -185,7 +97,7 @@ def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:
     return text, shift
 
 
-def _left_out(tokenizer: Any, messages: list[Message], tools: Tools, system: str, text: str) -> str:
+def _left_out(template: ChatTemplate, messages: list[Message], tools: Tools, system: str, text: str) -> str:
     """Name the first of tools, calls, results and system column that a rendering lacks; empty where it has all."""
     if system and not _shows(text, system):
         return "the system column"
@@ -197,7 +109,7 @@ def _left_out(tokenizer: Any, messages: list[Message], tools: Tools, system: str
     hidden = [tool_name(tool) for tool in tools or () if not _shows(text, tool_name(tool))]
     if not hidden and tools:
         try:
-            hidden = [tool_name(tools[0])] if text == render(tokenizer, messages) else []
+            hidden = [tool_name(tools[0])] if text == template.render(messages) else []
         except RENDER_ERRORS:
             return ""  # it wants tools, so it shows them
     return f"tool {hidden[0]}" if hidden else ""
@@ -215,12 +127,10 @@ def _shows_calls(text: str, message: Message) -> bool:
     return all(_shows(text, part) for each in functions for part in (each["name"], *texts(each["arguments"])))
 
 
-def _response_spans(
-    tokenizer: Any, template: _Template, messages: list[Message], tools: Tools, text: str
-) -> list[Span] | Rejection:
+def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> list[Span] | Rejection:
     """Find the character spans of the responses in the rendered text, the calls of tools included."""
     if template.marked is not None:
-        tagged = _tagged_spans(render(tokenizer, messages, tools, template=template.marked), text)
+        tagged = _tagged_spans(template.render(messages, tools, template=template.marked), text)
         tagged_text = "".join(text[start:end] for start, end in tagged or ())
         # Tags that leave calls out would train on half a response.
         if tagged is not None and all(_shows_calls(tagged_text, message) for message in messages):
@@ -228,9 +138,8 @@ def _response_spans(
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            span = _prefix_span(tokenizer, template, messages, tools, index, text) or _located_span(
-                tokenizer, messages, tools, index, text
-            )
+            span = _prefix_span(template, messages, tools, index, text)
+            span = span or _located_span(template, messages, tools, index, text)
             if span is None or not _is_response(text[slice(*span)], message):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
@@ -244,10 +153,10 @@ def _is_response(text: str, message: Message) -> bool:
 def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
     """Return the spans between markers; None where the markers changed the rendering."""
     spans, length, start = [], 0, None
-    for piece in re.split(f"({_OPEN}|{_CLOSE})", marked_text):
-        if piece == _OPEN:
+    for piece in re.split(f"({OPEN}|{CLOSE})", marked_text):
+        if piece == OPEN:
             start = length
-        elif piece == _CLOSE:
+        elif piece == CLOSE:
             if start is None:
                 return None
             spans.append((start, length))
@@ -259,36 +168,34 @@ def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
     return spans if length == len(text) and start is None else None
 
 
-def _prefix_span(
-    tokenizer: Any, template: _Template, messages: list[Message], tools: Tools, index: int, text: str
-) -> Span | None:
+def _prefix_span(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
     """Find a response by rendering the chat before it and up to it; None where these are not prefixes of the text."""
     before = messages[:index]
     if not before:
         return None
-    prompt = render(tokenizer, before, tools, add_generation_prompt=True)
-    if not template.has_generation_prompt and prompt == render(tokenizer, before, tools):
+    prompt = template.render(before, tools, add_generation_prompt=True)
+    if not template.has_generation_prompt and prompt == template.render(before, tools):
         return None  # no generation prompt: the header of the response would count as response
-    turn = render(tokenizer, messages[: index + 1], tools).rstrip()
+    turn = template.render(messages[: index + 1], tools).rstrip()
     if not (text.startswith(prompt) and text.startswith(turn) and len(turn) > len(prompt)):
         return None
     return len(prompt), len(turn)
 
 
-def _located_span(tokenizer: Any, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
+def _located_span(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
     """Find a response as the rendering without the text before and after it; None where unclear."""
     message = messages[index]
-    other = [*messages[:index], {"role": "assistant", "content": _PLACEHOLDER}, *messages[index + 1 :]]
-    before, found, behind = render(tokenizer, other, tools).partition(_PLACEHOLDER)
-    end = len(text) - len(behind)
-    if not found or not text.startswith(before) or not text.endswith(behind) or end <= len(before):
+    other = [*messages[:index], {"role": "assistant", "content": PLACEHOLDER}, *messages[index + 1 :]]
+    before, found, after = template.render(other, tools).partition(PLACEHOLDER)
+    end = len(text) - len(after)
+    if not found or not text.startswith(before) or not text.endswith(after) or end <= len(before):
         return None
     if "tool_calls" not in message and text[len(before) : end].strip() != message["content"].strip():
         return None
     return len(before), end
 
 
-def _with_end_of_turn(template: _Template, text: str, span: Span) -> Span:
+def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
     """Extend a span to its end-of-turn token, without the white space that follows it."""
     start, end = span
     eot = template.end_of_turn
@@ -302,13 +209,13 @@ def _with_end_of_turn(template: _Template, text: str, span: Span) -> Span:
     return span
 
 
-def _encode(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
     """Encode a rendered chat and mark the tokens of the spans.
 
     Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is taken to begin where
     the one before it ended. A token that begins before a span counts if only white space lies before the span.
     """
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)
     offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)

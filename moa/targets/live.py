@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from .bundle import (
     weight_files,
 )
 from .cache import Buffers, TargetCache
+from .template import ChatTemplate
 
 _FOREIGN = ["consolidated*", "original/*"]
 """The same weights in the layouts of other programs."""
@@ -182,7 +183,6 @@ class Target:
         )
         # Each kind of layer -> its sliding window in tokens; None for full attention.
         self._windows = dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
-        self._identity: dict[str, str] | None = None
         self._static: StaticCalls | None = None
 
     @classmethod
@@ -199,12 +199,15 @@ class Target:
         """The device of the weights."""
         return self.model.device
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, str]:
         """Content hashes of the target's files (:func:`hash_target`); empty for a bare model. Computed once."""
-        if self._identity is None:
-            self._identity = hash_target(self.folder) if self.folder else {}
-        return self._identity
+        return hash_target(self.folder) if self.folder else {}
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template, without arguments unless the caller sets one that has some."""
+        return ChatTemplate(self.tokenizer)
 
     def compile(self, n_slots: int, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile the target calls after the prefill with static shapes; on a CUDA device they become CUDA graphs.

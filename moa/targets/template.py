@@ -1,4 +1,4 @@
-"""Renders chat templates so that they end, give the same text on every day, and no text forges a turn.
+"""The chat template of a target: rendered so that it ends, gives the same text every day, and no text forges a turn.
 
 A template is a program that comes with the model. It runs in the sandbox of transformers. Besides, the time that it can
 ask for is fixed, functions that give random values are refused, and loops over `range`, its output and the numbers in
@@ -12,60 +12,58 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from ...errors import OptionInvalid, TemplateError
+from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
 from .chat import Message, RejectReason
 
-TEMPLATE_ARGUMENTS = {"date_string": "26 Jul 2024"}
-"""Passed to every template: some write today's date into the prompt, and equal inputs must give equal tokens."""
+Tools = Sequence[Mapping[str, Any]] | None
+
+# Passed to every template: some write today's date into the prompt, and equal inputs must give equal tokens.
+_DATE = {"date_string": "26 Jul 2024"}
 TEMPLATE_TIME = datetime(2024, 7, 26)
 """What `strftime_now` gives in every template."""
 MAX_CHAT_CHARS = 1 << 24
 """Most characters of a chat, several times what the longest context holds."""
-
 RECORDED = "template_kwargs"
 """Key under which a store, and a drafter as JSON, record the arguments of the template."""
+RENDER_ERRORS = (
+    JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
+)  # fmt: skip
+"""What a template can raise while it renders a chat."""
+
+OPEN, CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
+PLACEHOLDER = "\ue0f0moa-response\ue0f1"
+_TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
+_PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
+# A width or precision in a format, such as ``%2000000000d`` and ``{:>2000000000}``.
+_WIDTH = re.compile(r"[%:{.][^A-Za-z%\s]{0,4}?(\d{6,99})")
+_MAX_RANGE_ITEMS = 1 << 20
+_SPARE_CHARS = 1 << 20
+_CHARS_PER_CHAR = 16
+_CHARS_PER_TEXT = 4096
 _TAKEN = {
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
     "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 
-RENDER_ERRORS = (
-    JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
-)  # fmt: skip
-"""What a template can raise while it renders a chat."""
-
-_MAX_RANGE_ITEMS = 1 << 20
-_SPARE_CHARS = 1 << 20
-_CHARS_PER_CHAR = 16
-_CHARS_PER_TEXT = 4096
-_WIDTH = re.compile(r"[%:{.][^A-Za-z%\s]{0,4}?(\d{6,99})")
-"""A width or precision in a format, such as ``%2000000000d`` and ``{:>2000000000}``."""
-_PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
-
-_ASKED_THE_TIME: WeakSet[Any] = WeakSet()
-_CONTROL: WeakKeyDictionary[Any, tuple[object, ControlTokens]] = WeakKeyDictionary()
-
 
 class ControlTokens(NamedTuple):
     """Patterns of tokens that mean something else than their text."""
 
-    everywhere: re.Pattern[str]
-    """Those that no text may hold."""
-    framed: re.Pattern[str]
-    """Those, and the ones that frame tools, calls and results, for texts within such a frame."""
+    everywhere: re.Pattern[str]  # those that no text may hold
+    framed: re.Pattern[str]  # those, and the ones that frame tools, calls and results, for texts in such a frame
 
 
 def template_text(tokenizer: Any) -> str:
-    """Return the chat template of a tokenizer; raises TemplateError where there is none."""
+    """Return the source of a tokenizer's chat template; raises TemplateError where there is none."""
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             "the tokenizer has no chat template, so chats cannot be turned into tokens. "
@@ -78,34 +76,181 @@ def template_text(tokenizer: Any) -> str:
         raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
 
 
-def template_arguments(tokenizer: Any) -> dict[str, Any]:
-    """Return the user's arguments of the chat template, which ``check_template`` keeps with the tokenizer."""
-    return dict(getattr(tokenizer, "template_arguments", {}))
+class ChatTemplate:
+    """A tokenizer's chat template with its arguments beside the chat, such as Qwen3's ``enable_thinking``.
 
+    Args:
+        tokenizer: a fast transformers tokenizer with a chat template that ends.
+        where: the target, for messages.
 
-def check_program(tokenizer: Any) -> None:
-    """Refuse a template that does not compile, uses random values, or does not end for the shortest chat."""
-    text = template_text(tokenizer)
-    try:
-        # Parsed before it is compiled, which computes with its constants.
-        tree = _compile_jinja_template("").environment.parse(text)
-        _check_constants(tree)
-        _compile_jinja_template(text)
-    except (JinjaError, RecursionError) as error:
-        raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
-    by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
-    by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
-    if by_chance:
-        raise TemplateError(
-            f"the chat template uses {', '.join(sorted(by_chance))}, so that equal chats give other tokens each time. "
-            "Correct the template."
-        )
-    try:
-        render(tokenizer, [{"role": "user", "content": "a"}], add_generation_prompt=True)
-    except (OverflowError, RecursionError) as error:
-        raise TemplateError(f"the chat template does not end: {first_line(error)}. Correct the template.") from error
-    except RENDER_ERRORS:
-        pass  # the template wants other chats; each is looked at by itself
+    Attributes:
+        text: source of the template.
+        marked: the template with markers in place of its generation tags; None where it has none.
+        has_generation_prompt: whether it renders one after a user message.
+        end_of_turn: what it writes after a last response, trailing white space removed.
+        adds_bos: whether the tokenizer itself puts a BOS before plain text.
+        asked_the_time: whether a rendering has used TEMPLATE_TIME so far.
+    """
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None, where: str = "the target") -> None:
+        self.tokenizer, self.arguments, self.asked_the_time = tokenizer, dict(arguments or {}), False
+        try:
+            self.text = template_text(tokenizer)
+            if not getattr(tokenizer, "is_fast", False):
+                raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
+            self._check_program()
+        except TemplateError as error:
+            raise TemplateError(f"{where}: {error}") from error
+        user, bos = {"role": "user", "content": "a"}, tokenizer.bos_token_id
+        plain, prompt = self._try_render([user]), self._try_render([user], add_generation_prompt=True)
+        answered = self._try_render([user, {"role": "assistant", "content": PLACEHOLDER}]) or ""
+        self.marked = _mark_generation_tags(self.text) if _TAG.search(self.text) else None
+        self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
+        self.end_of_turn = answered.partition(PLACEHOLDER)[2].rstrip()
+        self.adds_bos = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
+        """Render a chat; raises one of RENDER_ERRORS where the template refuses it or fails.
+
+        Args:
+            add_generation_prompt: whether to end where the assistant is to write.
+            template: another source than :attr:`text`.
+        """
+        text = template or self.text
+        lengths = [len(value) for value in texts([*messages, *(tools or ())])]
+        limit = _SPARE_CHARS + _CHARS_PER_CHAR * sum(lengths) + _CHARS_PER_TEXT * len(lengths)
+        with self._bounded(_compile_jinja_template(text), limit):
+            rendered: str = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=None if tools is None else list(tools),
+                chat_template=text,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **(_DATE | self.arguments),
+            )
+        return rendered
+
+    def _try_render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
+        """Render a chat; None where the template refuses it."""
+        try:
+            return self.render(messages, add_generation_prompt=add_generation_prompt)
+        except RENDER_ERRORS:
+            return None
+
+    def _check_program(self) -> None:
+        """Refuse a template that does not compile, uses random values, or does not end for the shortest chat."""
+        try:
+            # Parsed before it is compiled, which computes with its constants.
+            tree = _compile_jinja_template("").environment.parse(self.text)
+            _check_constants(tree)
+            _compile_jinja_template(self.text)
+        except (JinjaError, RecursionError) as error:
+            raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
+        by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
+        by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
+        if by_chance:
+            raise TemplateError(
+                f"the chat template uses {', '.join(sorted(by_chance))}, so that equal chats give other tokens each "
+                "time. Correct the template."
+            )
+        try:
+            self.render([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        except (OverflowError, RecursionError) as error:
+            raise TemplateError(
+                f"the chat template does not end: {first_line(error)}. Correct the template."
+            ) from error
+        except RENDER_ERRORS:
+            pass  # the template wants other chats; each is looked at by itself
+
+    @contextmanager
+    def _bounded(self, compiled: Any, limit: int) -> Iterator[None]:
+        """Lend a compiled template, which transformers shares among its callers, our clock and bounds."""
+        n_items = 0
+
+        def strftime_now(form: str) -> str:
+            self.asked_the_time = True
+            return TEMPLATE_TIME.strftime(form)
+
+        def bounded_range(*bounds: int) -> range:
+            nonlocal n_items
+            numbers = range(*bounds)
+            n_items += len(numbers)
+            if n_items > _MAX_RANGE_ITEMS:
+                raise OverflowError(f"it counts further than {_MAX_RANGE_ITEMS:,} in its loops")
+            return numbers
+
+        def concat(pieces: Iterable[str]) -> str:
+            found, n_chars = [], 0
+            for piece in pieces:
+                found.append(piece)
+                n_chars += len(piece)
+                if n_chars > limit:
+                    raise OverflowError(f"it writes more than {limit:,} characters")
+            return "".join(found)
+
+        replaced = {name: compiled.globals.get(name) for name in ("strftime_now", "range")}
+        compiled.globals.update(strftime_now=strftime_now, range=bounded_range)
+        compiled.environment.concat = concat
+        try:
+            yield
+        finally:
+            compiled.globals.update(replaced)
+            del compiled.environment.concat
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The tokens that delimit turns: all special tokens, and other added tokens that the template writes."""
+        # Of the latter, paired tags (``<think>`` and ``</think>``, ``<tool_call>``) open no turn, and answers and
+        # prompts often hold them, so that they are refused only in text that the template puts between such tags.
+        tokenizer = self.tokenizer
+        added = {str(token.content): bool(token.special) for token in tokenizer.added_tokens_decoder.values()}
+        special = {*tokenizer.all_special_tokens, *(token for token, is_special in added.items() if is_special)}
+        turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+        probes = (self._try_render(chat, add_generation_prompt=True) for chat in (turns, turns[1:], turns[1:2]))
+        # A template may put a token together: '<|' + role + '|>'.
+        written = self.text + "".join(filter(None, probes))
+        others = {token for token in added if token in written} - special
+        tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
+        pairs = [{f"<{tag}>", f"</{tag}>"} for tag in tags]
+        paired = {token for pair in pairs if pair <= added.keys() for token in pair}
+        return ControlTokens(_any_of(special | others - paired), _any_of(special | others))
+
+    def find_unusable_text(self, messages: Sequence[Message], tools: Tools = None) -> tuple[RejectReason, str] | None:
+        """Find what may not be in a chat's texts: control tokens, halves of surrogate pairs, too many characters.
+
+        Returns:
+            The reason, and what was found where; None where all texts can be used.
+        """
+        control, n_chars = self.control_tokens, 0
+        # (where, values, pattern that their texts may not match): text within a frame of the template may not close it.
+        parts: list[tuple[str, Any, re.Pattern[str]]] = []
+        for index, message in enumerate(messages):
+            for key, value in message.items():
+                is_framed = key != "content" or message["role"] == "tool"
+                parts.append((f"message {index}", value, control.framed if is_framed else control.everywhere))
+        parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
+        for where, text, pattern in ((where, text, each) for where, value, each in parts for text in texts(value)):
+            n_chars += len(text)
+            if n_chars > MAX_CHAT_CHARS:
+                return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
+            if found := pattern.search(text):
+                return RejectReason.SPECIAL_TOKEN_IN_CONTENT, f"{where} contains {found.group()!r}"
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                return RejectReason.NO_UNICODE, f"{where}, character {error.start:,}: {text[error.start]!a}"
+        return None
+
+    def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
+        """Refuse control tokens, text that is no Unicode, or too much of it: they cannot be part of a prompt."""
+        if unusable := self.find_unusable_text(messages, tools):
+            raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
 
 
 def _check_constants(tree: nodes.Template) -> None:
@@ -117,95 +262,16 @@ def _check_constants(tree: nodes.Template) -> None:
             raise TemplateError(f"the chat template asks for {max(numbers):,} characters. Correct the template.")
 
 
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
-    template: str | None = None,
-) -> str:
-    """Render a chat with its template.
+def _mark_generation_tags(template: str) -> str:
+    """Replace each tag by a pair of `if` tags around a marker, which keep white-space control at both ends."""
 
-    Args:
-        add_generation_prompt: whether to end where the assistant is to write.
+    def replace(match: re.Match[str]) -> str:
+        left, name, right = match.groups()
+        if name == "generation":
+            return f"{{%{left} if true %}}{{{{ '{OPEN}' }}}}{{% if true {right}%}}"
+        return f"{{%{left} endif %}}{{{{ '{CLOSE}' }}}}{{% endif {right}%}}"
 
-    Raises:
-        One of RENDER_ERRORS: the template refuses the chat, or fails over it.
-    """
-    text = template or template_text(tokenizer)
-    lengths = [len(value) for value in texts([*messages, *(tools or ())])]
-    limit = _SPARE_CHARS + _CHARS_PER_CHAR * sum(lengths) + _CHARS_PER_TEXT * len(lengths)
-    with _bounded(_compile_jinja_template(text), tokenizer, limit):
-        rendered: str = tokenizer.apply_chat_template(
-            list(messages),
-            tools=None if tools is None else list(tools),
-            chat_template=text,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **(TEMPLATE_ARGUMENTS | template_arguments(tokenizer)),
-        )
-    return rendered
-
-
-def try_render(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
-    """Render a chat; None where the template refuses it."""
-    try:
-        return render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
-    except RENDER_ERRORS:
-        return None
-
-
-@contextmanager
-def _bounded(compiled: Any, tokenizer: Any, limit: int) -> Iterator[None]:
-    """Lend a compiled template, which transformers shares among its callers, our clock and bounds."""
-    n_items = 0
-
-    def strftime_now(form: str) -> str:
-        note_the_time(tokenizer)
-        return TEMPLATE_TIME.strftime(form)
-
-    def bounded_range(*bounds: int) -> range:
-        nonlocal n_items
-        numbers = range(*bounds)
-        n_items += len(numbers)
-        if n_items > _MAX_RANGE_ITEMS:
-            raise OverflowError(f"it counts further than {_MAX_RANGE_ITEMS:,} in its loops")
-        return numbers
-
-    def concat(pieces: Iterable[str]) -> str:
-        found, n_chars = [], 0
-        for piece in pieces:
-            found.append(piece)
-            n_chars += len(piece)
-            if n_chars > limit:
-                raise OverflowError(f"it writes more than {limit:,} characters")
-        return "".join(found)
-
-    replaced = {name: compiled.globals.get(name) for name in ("strftime_now", "range")}
-    compiled.globals.update(strftime_now=strftime_now, range=bounded_range)
-    compiled.environment.concat = concat
-    try:
-        yield
-    finally:
-        compiled.globals.update(replaced)
-        del compiled.environment.concat
-
-
-def asked_the_time(tokenizer: Any) -> bool:
-    """Whether a rendering by this tokenizer's template has used TEMPLATE_TIME so far."""
-    return tokenizer in _ASKED_THE_TIME
-
-
-def note_the_time(tokenizer: Any) -> None:
-    """Record that a rendering used TEMPLATE_TIME, be it in another process."""
-    _ASKED_THE_TIME.add(tokenizer)
-
-
-def forget_the_time(tokenizer: Any) -> bool:
-    """Forget whether a rendering has used TEMPLATE_TIME, and return whether one had."""
-    asked = asked_the_time(tokenizer)
-    _ASKED_THE_TIME.discard(tokenizer)
-    return asked
+    return _TAG.sub(replace, template)
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -221,63 +287,8 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(item)
 
 
-def find_unusable_text(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-) -> tuple[RejectReason, str] | None:
-    """Find what may not be in a chat's texts: control tokens, halves of surrogate pairs, too many characters.
-
-    Returns:
-        The reason, and what was found where; None where all texts can be used.
-    """
-    control, n_chars = control_tokens(tokenizer), 0
-    # (where, values, pattern that their texts may not match): text within a frame of the template may not close it.
-    parts: list[tuple[str, Any, re.Pattern[str]]] = []
-    for index, message in enumerate(messages):
-        for key, value in message.items():
-            is_framed = key != "content" or message["role"] == "tool"
-            parts.append((f"message {index}", value, control.framed if is_framed else control.everywhere))
-    parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
-    for where, text, pattern in ((where, text, pattern) for where, value, pattern in parts for text in texts(value)):
-        n_chars += len(text)
-        if n_chars > MAX_CHAT_CHARS:
-            return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
-        if found := pattern.search(text):
-            return RejectReason.SPECIAL_TOKEN_IN_CONTENT, f"{where} contains {found.group()!r}"
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            return RejectReason.NO_UNICODE, f"{where}, character {error.start:,}: {text[error.start]!a}"
-    return None
-
-
-def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Find the tokens that delimit turns: all special tokens, and other added tokens that the template writes.
-
-    Of the latter, paired tags (``<think>`` and ``</think>``, ``<tool_call>``) open no turn, and answers and prompts
-    often hold them, so that they are refused only in text that the template puts between such tags itself.
-    """
-    source = template_text(tokenizer)
-    known, origin = _CONTROL.get(tokenizer), (source, template_arguments(tokenizer))
-    if known is not None and known[0] == origin:
-        return known[1]
-    added = {str(token.content): bool(token.special) for token in tokenizer.added_tokens_decoder.values()}
-    special = {*tokenizer.all_special_tokens, *(token for token, is_special in added.items() if is_special)}
-    turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
-    probes = (try_render(tokenizer, chat, add_generation_prompt=True) for chat in (turns, turns[1:], turns[1:2]))
-    written = source + "".join(filter(None, probes))  # a template may put a token together: '<|' + role + '|>'
-    others = {token for token in added if token in written} - special
-    tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
-    paired = {token for tag in tags for token in (f"<{tag}>", f"</{tag}>") if {f"<{tag}>", f"</{tag}>"} <= added.keys()}
-    found = ControlTokens(_any_of(special | others - paired), _any_of(special | others))
-    _CONTROL[tokenizer] = (origin, found)
-    return found
-
-
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")
-
-
-# Arguments of templates beside the chat, such as Qwen3's ``enable_thinking``
 
 
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:

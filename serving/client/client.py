@@ -234,7 +234,8 @@ class DraftingClient:
             PromptUnusable: a text holds control tokens, or is no text.
         """
         chat: list[Any] = [dict(message) for message in messages]
-        tokens = tuple(prompt_tokens(self.model.tokenizer, chat))
+        assert self.model.template is not None
+        tokens = tuple(prompt_tokens(self.model.template, chat))
         return self._answer(tokens, max_new_tokens, sampling, seed, tuple(chat), on_event)
 
     def complete(

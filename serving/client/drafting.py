@@ -30,9 +30,8 @@ from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_sizes_fit
 from ...moa.formats.checkpoint import load_drafter
 from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids, target_sizes
-from ...moa.targets.chat_tokens import check_template
 from ...moa.targets.live import load_target_tokenizer
-from ...moa.targets.template import choose_template_arguments
+from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from .session import Draft
 
 # The file of a training run that records its store, and the folder of a store that holds the bundle.
@@ -49,8 +48,13 @@ class DraftingModel:
 
     drafter: Drafter
     frozen: FrozenTarget
-    tokenizer: Any
+    template: ChatTemplate | None  # None for a client of tokens, without text
     eos_token_ids: frozenset[int]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer; None without one."""
+        return self.template and self.template.tokenizer
 
     @classmethod
     def load(
@@ -76,10 +80,10 @@ class DraftingModel:
         found = find_bundle(folder, bundle)
         frozen = FrozenTarget.load(found, drafter.config.target_layer_inference, dtype).to(device)
         check_sizes_fit(drafter.config, target_sizes(frozen.config))
-        tokenizer = load_target_tokenizer(found)
         recorded: Mapping[str, str] = drafter.config.target
-        check_template(tokenizer, str(found), choose_template_arguments(template_arguments, {str(folder): recorded}))
-        return cls(drafter, frozen, tokenizer, load_eos_token_ids(found))
+        arguments = choose_template_arguments(template_arguments, {str(folder): recorded})
+        template = ChatTemplate(load_target_tokenizer(found), arguments, str(found))
+        return cls(drafter, frozen, template, load_eos_token_ids(found))
 
 
 def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:

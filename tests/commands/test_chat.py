@@ -63,7 +63,7 @@ def answer(live: Target, *turns: str, n_new: int = N_NEW) -> str:
     messages: list[Any] = [
         {"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)
     ]
-    tokens = plain_generate(live, prompt_tokens(live.tokenizer, messages), max_new_tokens=n_new).tokens
+    tokens = plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=n_new).tokens
     return str(live.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -211,7 +211,7 @@ def test_another_process_goes_on(number: signal.Signals, live: Target, folder: P
         assert not SavedAnswer.load(file).finish
         done = run("chat", *arguments, "--resume", str(file), input="")
     tokens = plain_generate(
-        live, prompt_tokens(live.tokenizer, [{"role": "user", "content": QUESTION}]), max_new_tokens=n_new
+        live, prompt_tokens(live.template, [{"role": "user", "content": QUESTION}]), max_new_tokens=n_new
     ).tokens
     whole = shown(str(live.tokenizer.decode(tokens, skip_special_tokens=True)))
     assert done.exit_code == 0, done.output

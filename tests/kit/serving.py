@@ -34,7 +34,7 @@ def text_target(never_ends: bool = True) -> Target:
 def plain_text(target: Target, prompt: str | list[int], n_new: int) -> str:
     """What plain greedy decoding answers: to a user's message, or behind tokens."""
     if isinstance(prompt, str):
-        prompt = prompt_tokens(target.tokenizer, [{"role": "user", "content": prompt}])
+        prompt = prompt_tokens(target.template, [{"role": "user", "content": prompt}])
     text: str = target.tokenizer.decode(
         plain_generate(target, prompt, max_new_tokens=n_new).tokens, skip_special_tokens=True
     )

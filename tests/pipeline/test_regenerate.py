@@ -220,7 +220,7 @@ def test_an_output_is_written_by_one_process(tmp_path: Path) -> None:
 
 def plain(target: Target, *texts: str) -> str:
     """What plain greedy decoding answers to a chat of alternating texts."""
-    prompt = prompt_tokens(target.tokenizer, chat(*texts)["messages"])
+    prompt = prompt_tokens(target.template, chat(*texts)["messages"])
     tokens = plain_generate(target, prompt, max_new_tokens=36).tokens
     return str(target.tokenizer.decode(tokens, skip_special_tokens=True))
 

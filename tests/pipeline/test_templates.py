@@ -12,12 +12,11 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch, TemplateError
 from moa_data.moa.targets import template as template_module
 from moa_data.moa.targets.chat import Rejection, RejectReason
-from moa_data.moa.targets.chat_tokens import TokenizedChat, check_template, prompt_tokens, tokenize_chat
+from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.moa.targets.template import (
     MAX_CHAT_CHARS,
-    check_program,
+    ChatTemplate,
     choose_template_arguments,
-    control_tokens,
     parse_template_arguments,
 )
 from moa_data.pipeline.audit import audit
@@ -63,9 +62,9 @@ def test_tokens_and_prompts_are_those_of_one_day(monkeypatch: pytest.MonkeyPatch
     for day in ("2025-01-31", "2026-12-24T18:00:00"):
         on_day(monkeypatch, day)
         tokenizer = build_tokenizer(template)
-        chat = tokenize_chat(tokenizer, CHAT, 400)
+        chat = tokenize_chat(ChatTemplate(tokenizer), CHAT, 400)
         assert isinstance(chat, TokenizedChat)
-        found.append((chat.tokens.tolist(), prompt_tokens(tokenizer, CHAT[:1])))
+        found.append((chat.tokens.tolist(), prompt_tokens(ChatTemplate(tokenizer), CHAT[:1])))
         assert "2024" in tokenizer.decode(chat.tokens)
         # The library's own callers see the day that it is.
         assert day[:4] in tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -148,15 +147,13 @@ CHAT_OF_TWO = [
 
 def test_qwen3_writes_its_empty_thoughts_as_prompt_or_as_answer() -> None:
     tokenizer = build_tokenizer(QWEN3_TEMPLATE + NO_THINKING, bos=None, eos="<|im_end|>")
-    check_template(tokenizer, "qwen3")
+    plain, quick = (ChatTemplate(tokenizer, arguments) for arguments in ({}, {"enable_thinking": False}))
     answers = ["first answer<|im_end|>", "<think>\n\n</think>\n\nsecond answer<|im_end|>"]
-    assert marked_texts(tokenizer, tokenize_chat(tokenizer, CHAT_OF_TWO, 400)) == answers
-    assert tokenizer.decode(prompt_tokens(tokenizer, CHAT_OF_TWO[:1])).endswith("<|im_start|>assistant\n")
-
-    check_template(tokenizer, "qwen3", {"enable_thinking": False})
-    found = tokenize_chat(tokenizer, CHAT_OF_TWO, 400)
+    assert marked_texts(tokenizer, tokenize_chat(plain, CHAT_OF_TWO, 400)) == answers
+    assert tokenizer.decode(prompt_tokens(plain, CHAT_OF_TWO[:1])).endswith("<|im_start|>assistant\n")
+    found = tokenize_chat(quick, CHAT_OF_TWO, 400)
     assert marked_texts(tokenizer, found) == ["first answer<|im_end|>", "second answer<|im_end|>"]
-    prompt = prompt_tokens(tokenizer, CHAT_OF_TWO[:3])
+    prompt = prompt_tokens(quick, CHAT_OF_TWO[:3])
     assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     # What generation begins with is what stood before the answer in training.
     assert isinstance(found, TokenizedChat)
@@ -169,10 +166,8 @@ def test_what_is_known_of_a_template_is_known_for_its_arguments() -> None:
     template = "{{ marker }}" + LLAMA3_TEMPLATE
     tokenizer = build_tokenizer(template)
     tokenizer.add_tokens(["<|odd|>"])
-    check_template(tokenizer, "here")
-    assert not control_tokens(tokenizer).everywhere.search("<|odd|>")
-    check_template(tokenizer, "here", {"marker": "<|odd|>"})
-    assert control_tokens(tokenizer).everywhere.search("<|odd|>")
+    assert not ChatTemplate(tokenizer).control_tokens.everywhere.search("<|odd|>")
+    assert ChatTemplate(tokenizer, {"marker": "<|odd|>"}).control_tokens.everywhere.search("<|odd|>")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +233,7 @@ def plan_of(target: Path, dataset: Path, tmp_path: Path, **options: Any) -> Extr
 
 def test_a_chat_beyond_any_context_is_rejected() -> None:
     messages = [{"role": "user", "content": "a" * MAX_CHAT_CHARS}, {"role": "assistant", "content": "b"}]
-    rejected(tokenize_chat(build_tokenizer(LLAMA3_TEMPLATE), messages, 100), RejectReason.TOO_LONG)
+    rejected(tokenize_chat(ChatTemplate(build_tokenizer(LLAMA3_TEMPLATE)), messages, 100), RejectReason.TOO_LONG)
 
 
 ENDLESS = [
@@ -253,18 +248,18 @@ ENDLESS = [
 def test_a_template_that_does_not_end_is_refused_or_its_rows_are(template: str) -> None:
     messages = [{"role": "user", "content": "long question"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(TemplateError, match="the chat template does not end: "):
-        tokenize_chat(build_tokenizer(template + LLAMA3_TEMPLATE), messages, 100)
+        ChatTemplate(build_tokenizer(template + LLAMA3_TEMPLATE))
     some = "{% if messages[0]['content'] | length > 5 %}" + template + "{% endif %}"
     if "macro" in template:
         some = template.replace("{{ again() }}{% endmacro %}{{ again() }}", "{{ again() }}{% endmacro %}")
         some += "{% if messages[0]['content'] | length > 5 %}{{ again() }}{% endif %}"
-    tokenizer = build_tokenizer(some + LLAMA3_TEMPLATE)
-    rejection = tokenize_chat(tokenizer, messages, 100)
+    guarded = ChatTemplate(build_tokenizer(some + LLAMA3_TEMPLATE))
+    rejection = tokenize_chat(guarded, messages, 100)
     rejected(rejection, RejectReason.TEMPLATE_FAILED)
     assert isinstance(rejection, Rejection)
     assert rejection.detail
     short = [messages[0] | {"content": "short"}, messages[1]]
-    assert not isinstance(tokenize_chat(tokenizer, short, 100), Rejection)
+    assert not isinstance(tokenize_chat(guarded, short, 100), Rejection)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +279,7 @@ def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
 
     monkeypatch.setattr(template_module, "_compile_jinja_template", compile_nothing)
     with pytest.raises(TemplateError, match="2,000,000,000"):
-        check_program(build_tokenizer(template + LLAMA3_TEMPLATE))
+        ChatTemplate(build_tokenizer(template + LLAMA3_TEMPLATE))
     assert compiled == [""]
 
 
@@ -294,7 +289,7 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
     guarded = "{% if messages | length != 1 %}" + fault + "{% endif %}" if "messages[0]" not in fault else fault
     tokenizer = build_tokenizer(guarded.replace("- 1)", "- 2)") + LLAMA3_TEMPLATE)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rejected(tokenize_chat(tokenizer, messages, 100), RejectReason.TEMPLATE_FAILED)
+    rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 100), RejectReason.TEMPLATE_FAILED)
 
 
 def test_a_plan_over_an_endless_template_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:

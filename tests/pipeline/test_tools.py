@@ -12,6 +12,7 @@ from transformers import AddedToken
 from moa_data.errors import PromptUnusable, TemplateError
 from moa_data.moa.targets.chat import Chat, RejectReason, parse_chat
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens
+from moa_data.moa.targets.template import ChatTemplate
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.sequences import tokenize_row
 from moa_data.tests.kit import chats as kit
@@ -72,18 +73,18 @@ def qwen3() -> Any:
 
 
 def responses(tokenizer: Any, row: Any) -> list[str]:
-    return kit.marked_texts(tokenizer, tokenize_row(tokenizer, row, 4096))
+    return kit.marked_texts(tokenizer, tokenize_row(ChatTemplate(tokenizer), row, 4096))
 
 
 def text_of(tokenizer: Any, row: Any) -> str:
-    chat = tokenize_row(tokenizer, row, 4096)
+    chat = tokenize_row(ChatTemplate(tokenizer), row, 4096)
     assert isinstance(chat, TokenizedChat), chat
     text: str = tokenizer.decode(chat.tokens)
     return text
 
 
 def rejected(tokenizer: Any, row: Any, reason: RejectReason, *details: str) -> None:
-    kit.rejected(tokenize_row(tokenizer, row, 4096), reason, *details)
+    kit.rejected(tokenize_row(ChatTemplate(tokenizer), row, 4096), reason, *details)
 
 
 QWEN_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo"}}\n</tool_call><|im_end|>'
@@ -147,10 +148,10 @@ def test_every_way_of_writing_the_same_call_gives_the_same_tokens(name: str, req
     other = {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [f_call]}, CHAT[3]], "tools": [f_schema]}
     pq.write_table(pa.Table.from_pylist([plain, other]), tmp_path / "t.parquet")
     rows.append(next(row for _, row in ChatSource(str(tmp_path / "t.parquet"), None).rows()))
-    expected = tokenize_row(tokenizer, plain, 4096)
+    expected = tokenize_row(ChatTemplate(tokenizer), plain, 4096)
     assert isinstance(expected, TokenizedChat)
     for row in rows:
-        found = tokenize_row(tokenizer, row, 4096)
+        found = tokenize_row(ChatTemplate(tokenizer), row, 4096)
         assert isinstance(found, TokenizedChat), found
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert found.response_mask.tolist() == expected.response_mask.tolist()
@@ -267,7 +268,7 @@ def test_special_tokens_are_refused_in_every_text(llama: Any, token: str) -> Non
     for row in [*texts, {"messages": [CHAT[0], CHAT[3] | {"content": token}]}, *forged_rows(token)]:
         rejected(llama, row, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "<|")
     with pytest.raises(PromptUnusable, match=r"message 0 contains '<\|"):
-        prompt_tokens(llama, [{"role": "user", "content": token}])
+        prompt_tokens(ChatTemplate(llama), [{"role": "user", "content": token}])
 
 
 def test_added_tokens_that_the_template_writes_are_refused_and_paired_tags_are_text(qwen25: Any) -> None:
@@ -284,7 +285,7 @@ def test_added_tokens_that_the_template_writes_are_refused_and_paired_tags_are_t
         rejected(tokenizer, row, RejectReason.SPECIAL_TOKEN_IN_CONTENT, marker)
     asks = [{"role": "user", "content": "Think in <think></think>, not <｜unused｜>."}]
     assert text_of(tokenizer, {"messages": [*asks, {"role": "assistant", "content": "Is it <think>? </think> yes"}]})
-    assert prompt_tokens(tokenizer, asks)
+    assert prompt_tokens(ChatTemplate(tokenizer), asks)
     # The tags of tools are text of users and answers as well, but close the frame that a result or a schema stands in.
     spoken = [{"role": "user", "content": "Write <tool_call> tags."}, {"role": "assistant", "content": "<tool_call>"}]
     assert responses(qwen25, {"messages": spoken}) == ["<tool_call><|im_end|>"]
@@ -296,10 +297,10 @@ def test_prompts_take_tools_and_refuse_a_template_that_ignores_them(qwen25: Any)
     row = {"messages": CHAT, "tools": [WEATHER]}
     chat = parse_chat(row)
     assert isinstance(chat, Chat)
-    prompt = prompt_tokens(qwen25, chat.messages[:3], chat.tools)
+    prompt = prompt_tokens(ChatTemplate(qwen25), chat.messages[:3], chat.tools)
     assert qwen25.decode(prompt) == text_of(qwen25, row).removesuffix("It is 22 degrees.<|im_end|>\n")
     with pytest.raises(TemplateError, match=r"leaves out the tools.*: tool get_weather"):
-        prompt_tokens(build_tokenizer(LLAMA3_TEMPLATE), chat.messages[:1], chat.tools)
+        prompt_tokens(ChatTemplate(build_tokenizer(LLAMA3_TEMPLATE)), chat.messages[:1], chat.tools)
 
 
 @pytest.mark.parametrize("unread", [{"thinking": "Hm."}, {"reasoning_content": "Hm."}, {"weight": 0}])

@@ -129,7 +129,7 @@ def test_strict_keys_and_shapes(tmp_path: Path) -> None:
 def test_another_target_is_refused(tmp_path: Path) -> None:
     model = build_model()
     target = Target(model)
-    target._identity = {"weights_sha256": "cd" * 32}
+    target.identity = {"weights_sha256": "cd" * 32}
     check_drafter_matches(build_drafter(model, target={"weights_sha256": "cd" * 32}), target)
     with pytest.raises(TargetError, match="efefefefefef"):
         check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)

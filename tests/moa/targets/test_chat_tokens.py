@@ -8,6 +8,7 @@ import pytest
 from moa_data.errors import TemplateError
 from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.moa.targets.template import ChatTemplate
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
@@ -41,7 +42,7 @@ def make(name: str) -> tuple[Any, str]:
 
 
 def tokenized(tokenizer: Any, messages: Messages, max_length: int = 4096) -> TokenizedChat:
-    chat = tokenize_chat(tokenizer, messages, max_length)
+    chat = tokenize_chat(ChatTemplate(tokenizer), messages, max_length)
     assert isinstance(chat, TokenizedChat), chat
     return chat
 
@@ -69,7 +70,9 @@ def test_tokens_are_those_of_the_template_and_begin_with_one_bos(name: str) -> N
     n_bos = int((chat.tokens == tokenizer.bos_token_id).sum()) if tokenizer.bos_token else 0
     assert n_bos == (1 if tokenizer.bos_token else 0)
     # White space at the border may be cut into other tokens, so the texts are compared.
-    assert tokenizer.decode(chat.tokens).startswith(tokenizer.decode(prompt_tokens(tokenizer, messages[:3])).rstrip())
+    assert tokenizer.decode(chat.tokens).startswith(
+        tokenizer.decode(prompt_tokens(ChatTemplate(tokenizer), messages[:3])).rstrip()
+    )
 
 
 def test_generation_tags_give_the_mask_of_transformers() -> None:
@@ -128,12 +131,14 @@ def test_a_generation_prompt_that_is_no_prefix_falls_back_to_the_text() -> None:
 
 def test_a_template_that_rewrites_the_response_is_rejected() -> None:
     tokenizer = build_tokenizer(CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), None, "<|im_end|>")
-    rejected(tokenize_chat(tokenizer, turns("q", "one"), 100), RejectReason.TEMPLATE_REWRITES_RESPONSE)
+    rejected(tokenize_chat(ChatTemplate(tokenizer), turns("q", "one"), 100), RejectReason.TEMPLATE_REWRITES_RESPONSE)
 
 
 def test_a_template_that_refuses_the_chat_is_a_rejection() -> None:
     tokenizer, _ = make("mistral")
-    rejected(tokenize_chat(tokenizer, turns("q", "a")[::-1], 100), RejectReason.TEMPLATE_FAILED, "alternate")
+    rejected(
+        tokenize_chat(ChatTemplate(tokenizer), turns("q", "a")[::-1], 100), RejectReason.TEMPLATE_FAILED, "alternate"
+    )
 
 
 def test_truncation_cuts_tokens_and_mask_together() -> None:
@@ -145,7 +150,7 @@ def test_truncation_cuts_tokens_and_mask_together() -> None:
     assert not whole.truncated
     assert cut.tokens.tolist() == whole.tokens[:40].tolist()
     assert cut.response_mask.tolist() == whole.response_mask[:40].tolist()
-    rejected(tokenize_chat(tokenizer, messages, 4), RejectReason.TRUNCATED_AWAY)
+    rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 4), RejectReason.TRUNCATED_AWAY)
 
 
 @pytest.mark.parametrize("prefix", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"])
@@ -156,7 +161,7 @@ def test_exactly_one_bos_whatever_the_template_renders(prefix: str) -> None:
     assert (chat.tokens == tokenizer.bos_token_id).sum() == 1
     assert chat.tokens[0] == tokenizer.bos_token_id
     assert marked_texts(tokenizer, chat) == ["one<|eot_id|>", "two<|eot_id|>"]
-    assert prompt_tokens(tokenizer, turns("q")).count(tokenizer.bos_token_id) == 1
+    assert prompt_tokens(ChatTemplate(tokenizer), turns("q")).count(tokenizer.bos_token_id) == 1
 
 
 def test_no_system_prompt_is_added() -> None:
@@ -172,6 +177,6 @@ def test_a_date_in_the_template_is_always_the_same() -> None:
 
 def test_no_chat_template_is_refused() -> None:
     with pytest.raises(TemplateError, match=r"has no chat template.*chat_template\.jinja"):
-        tokenize_chat(build_tokenizer(None), turns("q", "a"), 100)
+        ChatTemplate(build_tokenizer(None))
     with pytest.raises(TemplateError, match=r"refuses the prompt: .*alternate"):
-        prompt_tokens(make("mistral")[0], turns("q", "a")[::-1])
+        prompt_tokens(ChatTemplate(make("mistral")[0]), turns("q", "a")[::-1])
