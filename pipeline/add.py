@@ -25,11 +25,10 @@ from ..moa.targets.bundle import held_layers, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import read_part_commit
-from ..storage.dtypes import to_float32
 from ..storage.paths import StorePath
 from ..storage.plan import read_plan
 from ..storage.read.store import ActivationStore, read_manifest
-from ..storage.schema import PLAN_NAME, TOKENS, StoreManifest, commit_path
+from ..storage.schema import PLAN_NAME, TOKENS, StoreManifest, commit_path, to_float32
 from ..storage.write.addition import (
     StoreAddition,
     extended_codec,

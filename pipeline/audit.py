@@ -17,9 +17,9 @@ from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.chat_tokens import TokenizedChat
 from ..moa.targets.live import Target, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
-from ..storage.dtypes import to_float32
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
+from ..storage.schema import to_float32
 from ..text import Progress
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns

@@ -21,8 +21,8 @@ import torch
 from ..machine import keep_freed_memory
 from ..moa.targets.bundle import target_sizes
 from ..moa.targets.live import DeviceClock
+from ..storage.chunk import EncodePool
 from ..storage.codecs.registry import StoreCodec
-from ..storage.encoding import EncodePool
 from ..storage.plan import plan_parts
 from ..storage.schema import ALIGNMENT_TOKENS, StoreManifest
 from ..storage.write.store import StoreWriter

@@ -21,10 +21,9 @@ from ..storage.backend import exists, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
 from ..storage.commit import read_part_commit
-from ..storage.dtypes import to_float32
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
-from ..storage.schema import SCHEMA_VERSION, TARGET_NAME, TOKENS, commit_path
+from ..storage.schema import SCHEMA_VERSION, TARGET_NAME, TOKENS, commit_path, to_float32
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope

@@ -33,8 +33,7 @@ import numpy as np
 
 from ..files import PARTIAL_SUFFIX, disk_full_guard, write_all
 from .backend import crc32c
-from .chunk import CRC_BYTES
-from .encoding import EncodePool
+from .chunk import CRC_BYTES, EncodePool
 from .grid import ArrayGrid
 
 _ABSENT = np.uint64(2**64 - 1)

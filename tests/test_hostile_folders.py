@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moa_data.storage.commit import target_commit_json
-from moa_data.storage.manifest_commit import write_manifest_commit
+from moa_data.storage.commit import target_commit_json, write_manifest_commit
 from moa_data.storage.schema import StoreManifest, target_commit_path
 from moa_data.storage.shard import FileRecord
 from moa_data.tests.kit.command import TRAIN, copied, error_line, refused, run

@@ -34,7 +34,7 @@ from ..files import PARTIAL_SUFFIX, LockHeld, check_room, disk_full_guard, lock_
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.registry import drafter_class
 from ..moa.targets.bundle import FrozenTarget, target_sizes
-from ..storage.manifest_commit import check_target_bundle
+from ..storage.commit import check_target_bundle
 from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
 from ..text import Progress, first_line

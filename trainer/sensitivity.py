@@ -24,9 +24,8 @@ from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ..moa.drafters.training import Draws, Reads, TrainingInputs
 from ..moa.targets.bundle import FrozenTarget
 from ..storage.codecs.transform import TransformCodec
-from ..storage.dtypes import to_float32
 from ..storage.read.store import ActivationStore
-from ..storage.schema import TOKENS
+from ..storage.schema import TOKENS, to_float32
 from ..text import Progress, add_command
 from .batches import read_fields
 

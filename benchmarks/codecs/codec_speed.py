@@ -36,10 +36,9 @@ from moa_data.storage.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, e
 from moa_data.storage.codecs.field import FieldCodec
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import TransformCodec
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import TOKENS, FieldSpec, StoredArray, kv_field
+from moa_data.storage.schema import TOKENS, FieldSpec, StoredArray, kv_field, to_float32
 
 FIELDS = ("kv", "hidden/last")
 CODECS = ("int8", "transform:3", "transform:1", "transform:1,tokens")

@@ -33,9 +33,8 @@ from moa_data.pipeline.forwards.calibrate import LAST, calibrate, sample_rows
 from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import TransformCodec
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import TOKENS
+from moa_data.storage.schema import TOKENS, to_float32
 
 Values = Mapping[str, np.ndarray]
 """Field -> float32 [n_tokens, *token_shape], and the tokens."""

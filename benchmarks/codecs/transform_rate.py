@@ -29,9 +29,9 @@ from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.codecs import calibration
 from moa_data.storage.codecs.transform import TransformCodec, TransformSettings
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import to_float32
 
 INDEX_ENTRY_BYTES = 16
 BITS = {"all": (0.24, 0.53, 0.9, 1.85), "layer": (0.73, 1.4, 2.0, 3.35)}

@@ -27,12 +27,11 @@ import torch
 from benchmarks.kit.harness import quartiles, run
 from benchmarks.kit.stores import recipe
 from moa_data.machine import keep_freed_memory
+from moa_data.storage.chunk import EncodePool
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.dtypes import bfloat16_bits, to_float32
-from moa_data.storage.encoding import EncodePool
 from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, hidden_field, kv_field
+from moa_data.storage.schema import FieldSpec, bfloat16_bits, hidden_field, kv_field, to_float32
 from moa_data.storage.shard import TASK_BYTES
 from moa_data.storage.write.store import StoreWriter
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.kit.stores import recipe
-from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import FieldSpec, bfloat16_bits, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 
 SHAPES = {"small": (8, 2, 64, 384), "llama-3-8b": (32, 8, 128, 4096)}

@@ -45,9 +45,15 @@ from benchmarks.kit.stores import recipe
 from moa_data.machine import free_memory, keep_freed_memory
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes
-from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import TARGET_NAME, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import (
+    TARGET_NAME,
+    bfloat16_bits,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
 from moa_data.storage.write.store import StoreWriter
 from moa_data.trainer.batches import Batch, BatchReader
 from moa_data.trainer.config import TrainConfig, default_drafters

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ...errors import OptionInvalid
-from ...storage.dtypes import FLOAT_DTYPES
 from ...storage.read.store import ActivationStore
+from ...storage.schema import FLOAT_DTYPES
 
 DEFAULT_FIELDS = ("tokens", "response_mask", "hidden/last")
 

@@ -28,8 +28,8 @@ import torch
 from ...machine import keep_freed_memory
 from ...moa.targets.bundle import held_layers, load_target_config, save_target_bundle
 from ...moa.targets.live import DeviceClock, Mark, Target, load_target_model
+from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
-from ...storage.encoding import EncodePool
 from ...storage.write.addition import StoreAddition
 from ...storage.write.lock import BUNDLE_BYTE
 from ...storage.write.part import PartWriter

@@ -14,9 +14,8 @@ import safetensors.numpy
 from ...errors import CodecUnknown, StoreDamaged
 from ..backend import MISSING, exists, read_file
 from ..chunk import BYTE_CHAIN
-from ..dtypes import FLOAT_DTYPES
 from ..paths import StorePath
-from ..schema import CODEC_NAME, TOKENS, Array, FieldSpec, StoredArray, StoreManifest
+from ..schema import CODEC_NAME, FLOAT_DTYPES, TOKENS, Array, FieldSpec, StoredArray, StoreManifest
 from .field import FieldCodec, LosslessCodec
 from .int8 import INT8, Int8Codec
 from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, side_by_side

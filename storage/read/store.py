@@ -22,9 +22,7 @@ from ...errors import (
 from ..backend import download, exists, open_path, read_file, sizes_of
 from ..codecs.field import FieldCodec, LosslessCodec
 from ..codecs.registry import StoreCodec
-from ..commit import find_size_damage, read_commits, read_target_commit
-from ..dtypes import from_float32
-from ..manifest_commit import check_manifest
+from ..commit import check_manifest, find_size_damage, read_commits, read_target_commit
 from ..paths import StorePath
 from ..plan import check_plan, part_lengths, plan_counts, read_plan
 from ..read_cache import ReadCache, cache_at
@@ -38,6 +36,7 @@ from ..schema import (
     StoredArray,
     StoreManifest,
     commit_path,
+    from_float32,
     target_commit_path,
     tokens_field,
 )
@@ -225,7 +224,7 @@ class ActivationStore:
             decoded: False for what is stored instead: the arguments of ``codec.fields[field].decode``.
 
         Returns:
-            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``). With
+            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``schema.to_float32``). With
             ``decoded=False`` the rows of each stored array that cover the tokens, from the last multiple of 64 tokens
             at or before the first one; arrays with a layer axis have the chosen layers only, arrays with pieces those
             that these layers need. Where the field is predicted from tokens, they are there too.

@@ -11,8 +11,7 @@ import numpy as np
 
 from ..backend import exists, open_path
 from ..codecs.registry import StoreCodec
-from ..commit import PartCommit, array_of, read_commits
-from ..manifest_commit import check_manifest
+from ..commit import PartCommit, array_of, check_manifest, read_commits
 from ..paths import StorePath
 from ..plan import check_plan, read_plan
 from ..schema import PLAN_NAME, TARGET_NAME, StoreManifest, target_commit_path

@@ -30,14 +30,13 @@ from ..backend import (
 )
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
-from ..commit import PartCommit, find_size_damage, read_part_commit, read_target_commit
-from ..dtypes import FLOAT_DTYPES, is_finite
-from ..manifest_commit import find_manifest_damage
+from ..commit import PartCommit, find_manifest_damage, find_size_damage, read_part_commit, read_target_commit
 from ..paths import StorePath, name_below
 from ..plan import check_plan, part_lengths, plan_counts, read_plan
 from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
+    FLOAT_DTYPES,
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
@@ -45,6 +44,7 @@ from ..schema import (
     FieldSpec,
     StoreManifest,
     commit_path,
+    is_finite,
     target_commit_path,
 )
 from ..shard import FileRecord

@@ -19,9 +19,9 @@ from pathlib import Path
 from ...errors import StoreError, StoreIncomplete, StoreLocked
 from ...files import write_atomic
 from ..backend import put_if_absent, replace_file
+from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import PartCommit, read_part_commit
-from ..encoding import EncodePool
 from ..paths import StorePath
 from ..read.summary import unfinished_fields
 from ..schema import CODEC_NAME, ZARR_NAME, FieldSpec, StoreManifest, commit_path

@@ -26,8 +26,8 @@ from ..backend import (
     sync_names,
 )
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME
+from ..commit import find_manifest_damage, restore_files
 from ..grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
-from ..manifest_commit import find_manifest_damage, restore_files
 from ..paths import StorePath
 from ..plan import plan_bytes, plan_counts, read_plan
 from ..read.store import read_manifest

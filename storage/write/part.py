@@ -11,14 +11,13 @@ import pyarrow as pa
 
 from ...errors import StoreError, StoreIncomplete
 from ...files import disk_full_guard
+from ..chunk import EncodePool
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..commit import PartCommit
-from ..dtypes import to_float32
-from ..encoding import EncodePool
 from ..grid import ArrayGrid
 from ..paths import StorePath
-from ..schema import StoredArray
+from ..schema import StoredArray, to_float32
 from ..shard import FileRecord, ShardWriter
 from .publish import PartPublisher
 

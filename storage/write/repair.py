@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import StoreDamaged
 from ...text import Progress
 from ..backend import check_guard, open_path, remove_file
-from ..manifest_commit import is_metadata
+from ..commit import is_metadata
 from ..paths import StorePath
 from ..plan import read_plan
 from ..read.store import read_manifest

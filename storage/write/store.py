@@ -54,11 +54,19 @@ from ..backend import (
     sizes_of,
     sync_names,
 )
+from ..chunk import EncodePool
 from ..codecs.registry import StoreCodec
-from ..commit import PartCommit, find_size_damage, read_commits, read_part_commit, read_target_commit
-from ..encoding import EncodePool
+from ..commit import (
+    PartCommit,
+    find_manifest_damage,
+    find_size_damage,
+    metadata_names,
+    read_commits,
+    read_part_commit,
+    read_target_commit,
+    write_manifest_commit,
+)
 from ..grid import ArrayGrid
-from ..manifest_commit import find_manifest_damage, metadata_names, write_manifest_commit
 from ..paths import RemotePath, StorePath
 from ..plan import check_plan, part_lengths, read_plan
 from ..read.store import read_manifest

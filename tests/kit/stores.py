@@ -12,13 +12,13 @@ import pyarrow as pa
 import zarr
 
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.paths import AnyPath
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.schema import (
     TOKENS,
     FieldSpec,
     StoreManifest,
+    bfloat16_bits,
     hidden_field,
     kv_field,
     response_mask_field,

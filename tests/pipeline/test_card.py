@@ -13,10 +13,9 @@ import yaml
 
 from moa_data.errors import StoreNotFound
 from moa_data.pipeline.card import CardOrigin, card_text, public_name, size_category, write_card
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import hidden_field, response_mask_field, tokens_field
+from moa_data.storage.schema import hidden_field, response_mask_field, to_float32, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, make_recipe
 

@@ -24,7 +24,8 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.forwards.parts import BackgroundWriter, batches
-from moa_data.storage import encoding, shard
+from moa_data.storage import chunk as chunk_module
+from moa_data.storage import shard
 from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
@@ -140,7 +141,7 @@ def test_an_encoder_that_fails_ends_the_run_and_the_next_one_goes_on(
         return encode_chunk(chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "encode_chunk", fails_late)
+        patch.setattr(chunk_module, "encode_chunk", fails_late)
         with pytest.raises(MemoryError, match="no room for a chunk"):
             extract(config)
     assert not list(Path(config.out).rglob("*.partial"))

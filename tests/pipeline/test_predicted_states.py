@@ -12,9 +12,9 @@ from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.recode import recode
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import to_float32
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.trainer.batches import BatchReader

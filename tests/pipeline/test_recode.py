@@ -15,9 +15,9 @@ from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards.calibrate import sample_rows
 from moa_data.pipeline.recode import recode
 from moa_data.storage.codecs import coding
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import to_float32
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from moa_data.pipeline.sources import recorded_config
 from moa_data.storage.backend import crc32c
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec
-from moa_data.storage.manifest_commit import write_manifest_commit
+from moa_data.storage.commit import write_manifest_commit
 from moa_data.storage.plan import PLAN_SCHEMA, plan_bytes, read_plan
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.summary import summarize_store

@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moa_data.errors import StoreError, StoreIncomplete, StoreNotFound
 from moa_data.pipeline.recode import recode
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import to_float32
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.kills import CHANGING_CALLS

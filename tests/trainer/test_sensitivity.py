@@ -15,10 +15,9 @@ from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.pipeline.recode import recode
 from moa_data.storage.codecs.transform import TransformCodec, TransformSettings
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import kv_field
+from moa_data.storage.schema import kv_field, to_float32
 from moa_data.tests.kit.command import refused
 from moa_data.tests.kit.command import run as run_command
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, stored

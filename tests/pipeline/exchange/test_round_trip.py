@@ -25,9 +25,9 @@ from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
 from moa_data.pipeline.exchange.exporting import export_store
 from moa_data.pipeline.exchange.importing import import_folder
 from moa_data.pipeline.extract import extract
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import to_float32
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import write_target
 

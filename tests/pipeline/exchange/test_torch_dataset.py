@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from moa_data.errors import OptionInvalid
 from moa_data.pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import to_float32
 
 FIELDS = ("tokens", "response_mask", "kv", "hidden/last")
 

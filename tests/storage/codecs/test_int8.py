@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from moa_data.errors import CodecUnknown, StoreError, StoreIncomplete
 from moa_data.storage.codecs.int8 import Int8Codec
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.dtypes import from_float32, to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import FieldSpec, hidden_field, kv_field
+from moa_data.storage.schema import FieldSpec, from_float32, hidden_field, kv_field, to_float32
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, read_by_zarr
 

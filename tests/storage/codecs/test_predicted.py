@@ -16,10 +16,18 @@ from moa_data.storage.codecs import coding
 from moa_data.storage.codecs import transform as codec_module
 from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.dtypes import from_float32, to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import TOKENS, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import (
+    TOKENS,
+    StoreManifest,
+    from_float32,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    to_float32,
+    tokens_field,
+)
 from moa_data.storage.write.addition import extended_codec
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import make_recipe

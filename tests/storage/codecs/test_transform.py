@@ -20,10 +20,9 @@ from moa_data.storage.codecs.coding import mean_rows
 from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
-from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, tokens_field
+from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, to_float32, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip
 

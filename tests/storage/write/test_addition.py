@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 from moa_data.errors import StorageUnavailable, StoreDamaged, StoreError, StoreIncomplete
-from moa_data.storage import manifest_commit
+from moa_data.storage import commit as commit_module
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_commits, read_file_records, read_target_commit
 from moa_data.storage.plan import read_plan
@@ -77,7 +77,7 @@ def check_whole(path: Path, wanted: Recipe) -> bool:
         for i, row in enumerate(store.sequences.to_pylist()):
             for name, spec in store.fields.items():
                 np.testing.assert_array_equal(store.read(i, name), wanted.values(spec, row))
-        manifest_commit.check_target_bundle(path, store.target_path)
+        commit_module.check_target_bundle(path, store.target_path)
         assert (store.target_path / "frozen").read_bytes() in (OLD_WEIGHTS, NEW_WEIGHTS)
         assert (store.target_path / "config.json").exists()
         n_fields = len(store.fields)
@@ -293,13 +293,13 @@ def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
             add(store, wanted)
         return records
 
-    monkeypatch.setattr(manifest_commit, "read_file_records", change_after_reading)
-    assert manifest_commit.find_manifest_damage(store) == []
+    monkeypatch.setattr(commit_module, "read_file_records", change_after_reading)
+    assert commit_module.find_manifest_damage(store) == []
     assert calls
-    monkeypatch.setattr(manifest_commit, "read_file_records", real)
+    monkeypatch.setattr(commit_module, "read_file_records", real)
     content = (store / "store.json").read_bytes()
     (store / "store.json").write_bytes(content[:-1] + b" ")
-    assert [path.name for path, _ in manifest_commit.find_manifest_damage(store)] == ["store.json"]
+    assert [path.name for path, _ in commit_module.find_manifest_damage(store)] == ["store.json"]
 
 
 def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(
@@ -316,8 +316,8 @@ def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(
                 write_bundle(writer, NEW_WEIGHTS)
         return records
 
-    monkeypatch.setattr(manifest_commit, "read_target_commit", change_after_reading)
-    manifest_commit.check_target_bundle(store, store / "target")
+    monkeypatch.setattr(commit_module, "read_target_commit", change_after_reading)
+    commit_module.check_target_bundle(store, store / "target")
     assert calls
 
 

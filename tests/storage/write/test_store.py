@@ -24,7 +24,7 @@ from moa_data.errors import (
     StoreLocked,
     StoreMismatch,
 )
-from moa_data.storage.manifest_commit import write_manifest_commit
+from moa_data.storage.commit import write_manifest_commit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import hidden_field
