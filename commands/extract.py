@@ -95,7 +95,7 @@ def plan(config: ExtractConfig) -> None:
 
 def _print_plan(config: ExtractConfig) -> None:
     from ..pipeline.add import refuse_addition
-    from ..pipeline.estimate import estimate
+    from ..pipeline.estimate import describe_estimate, estimate
     from ..pipeline.plan import build_plan, has_device
 
     with ProgressLine("chat") as progress:
@@ -108,7 +108,7 @@ def _print_plan(config: ExtractConfig) -> None:
     elif not has_device(extraction_plan.device):
         out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
     else:
-        out.print(estimate(extraction_plan).describe(config.scale.n_workers))
+        out.print(describe_estimate(estimate(extraction_plan), config.scale.workers))
 
 
 @click.command(cls=StageCommand)
@@ -127,14 +127,14 @@ def add(config: AddConfig, dry_run: bool) -> None:
     """
     from ..pipeline.add import add as run_add
     from ..pipeline.add import plan_addition
-    from ..pipeline.estimate import estimate
+    from ..pipeline.estimate import describe_estimate, estimate
 
     if dry_run:
         plan = plan_addition(config)
         out.print(plan.describe())
         plan.check_disk()
         if plan.n_left_tokens and plan.fields:
-            out.print(estimate(plan).describe())
+            out.print(describe_estimate(estimate(plan)))
         return
     with ProgressLine("token") as progress:
         report = run_add(config, progress=progress, provenance=collect_provenance())

@@ -43,18 +43,18 @@ from .card import CardOrigin, write_card
 from .config import ActivationSpec, AddConfig, ExtractConfig, parse_activations, parse_fields, resolve_encode_threads
 from .forwards.calibrate import LAST, learn_from_target, learning_on
 from .forwards.capture import capture
-from .forwards.parts import Forwards, Timings, batches, load_target, run_parts, save_bundle
+from .forwards.parts import Forwards, batches, load_target, run_parts, save_bundle
 from .plan import (
     ExtractPlan,
     ForwardPlan,
+    bundle_bytes,
     existing_parent,
     expected_bytes,
     field_specs,
     forward_memory,
     interruptible,
-    kept_weights,
-    weight_bytes,
 )
+from .report import Timings
 from .sources import (
     check_identities,
     check_weights,
@@ -250,10 +250,10 @@ def _write_fields(
         )
         timings.n_before_tokens = plan.n_tokens - plan.n_left_tokens
 
-        def tell() -> None:
+        def tell(timings: Timings) -> None:
             if progress:
                 n_done = addition.n_parts - len(addition.pending_parts())
-                n_tokens = timings.n_before_tokens + timings.n_tokens
+                n_tokens = timings.n_before_tokens + timings.n_computed_tokens
                 progress(n_tokens, plan.n_tokens, f"add {n_done}/{addition.n_parts} parts")
 
         run_parts(forwards, addition, pending, timings, tell)
@@ -358,8 +358,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     left = [commit.part for commit in commits.values() if lacking_fields(commit, new.fields)]
     table = sequences.filter(pa.array(np.isin(sequences["part"].to_numpy(), left)))
     n_left_tokens = int(table["n_tokens"].to_numpy().sum())
-    grows = n_kept > settings["target_layers"]
-    kept_bytes = kept_weights(model_config, n_kept) * weight_bytes(model_config) if grows else 0
+    kept_bytes = bundle_bytes(model_config, n_kept) if n_kept > settings["target_layers"] else 0
     new_specs = [spec for spec in specs if spec.name in new.fields]
     longest = max(sequences["n_tokens"].to_pylist(), default=0)
     memory = forward_memory(model_config, new_specs, compute_dtype, settings["batch_tokens"], longest, device)

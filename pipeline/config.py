@@ -89,9 +89,9 @@ class ForwardSettings(Config):
 class ScaleSettings(Config):
     """How many processes extract at once, and what directs them."""
 
-    workers: Annotated[str, Field(pattern=r"^[1-9][0-9]*(:[1-9][0-9]*)?$")] = "1"
+    workers: Count = 1
     """Processes that extract parts at once, each on a device of its own, on a CPU with its share of the cores; with Ray
-    at most that many (of MIN:MAX only MAX counts). The bytes are the same."""
+    at most that many. The bytes are the same."""
     engine: Literal["processes", "ray"] = "processes"
     """What directs the workers: this command, processes of this machine; or Ray, on every machine of a cluster that
     sees --model and --out under the same paths."""
@@ -106,36 +106,25 @@ class ScaleSettings(Config):
 
     @override
     def problems(self) -> list[str]:
-        fewest, _, most = self.workers.rpartition(":")
         if self.engine == "ray":
-            found = []
-            if fewest and int(fewest) > int(most):
-                found.append(f"workers is {self.workers!r}, but MIN is more than MAX; write {most}:{fewest}")
-            if (self.address or "").startswith("ray://"):
-                found.append(
-                    f"address is {self.address!r}, but Ray Client is not supported; give HOST:PORT on a machine of the "
-                    "cluster, or start the command there with `ray job submit`"
-                )
-            return found
-        found = [f"workers is {self.workers!r}, but only Ray takes MIN:MAX; give one number"] if fewest else []
+            if not (self.address or "").startswith("ray://"):
+                return []
+            return [
+                f"address is {self.address!r}, but Ray Client is not supported; give HOST:PORT on a machine of the "
+                "cluster, or start the command there with `ray job submit`"
+            ]
         given = {"address": self.address, "gpus_per_worker": self.gpus_per_worker}
-        found += [f"{name} is for Ray; add --engine ray" for name, value in given.items() if value is not None]
-        return found
+        return [f"{name} is for Ray; add --engine ray" for name, value in given.items() if value is not None]
 
     @property
     def is_alone(self) -> bool:
         """Whether the command does the work itself."""
-        return self.engine == "processes" and self.n_workers == 1
-
-    @property
-    def n_workers(self) -> int:
-        """Most processes at once."""
-        return int(self.workers.rpartition(":")[2])
+        return self.engine == "processes" and self.workers == 1
 
     @property
     def n_local_workers(self) -> int:
         """Most processes at once that this command starts on this machine itself."""
-        return 1 if self.engine == "ray" else self.n_workers
+        return 1 if self.engine == "ray" else self.workers
 
 
 class ExtractConfig(Config):
@@ -150,7 +139,7 @@ class ExtractConfig(Config):
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main. Its commit is recorded, and used by every later start."""
     dataset: Common[str]
-    """Chats: a hub id, a jsonl, json, csv, tsv, parquet or arrow file, or a folder of them."""
+    """Chats: a hub id, a jsonl, json, parquet or arrow file, or a folder of them."""
     out: Common[str]
     """Folder of the store, or its URL (s3://, gs://, az://); the same command run again continues where it stopped."""
     activations: Common[Annotated[tuple[str, ...], Field(min_length=1)]] = ("kv", "hidden:last")
@@ -240,7 +229,7 @@ class RegenerateConfig(Config):
     """Ask a server that speaks OpenAI's API instead, such as http://HOST:8000/v1. A key is taken from the environment
     (OPENAI_API_KEY)."""
     dataset: Common[str]
-    """Chats: a hub id, a jsonl, json, csv, tsv, parquet or arrow file, or a folder of them."""
+    """Chats: a hub id, a jsonl, json, parquet or arrow file, or a folder of them."""
     out: Common[str]
     """File of the answered chats (.jsonl), or a folder for it; the same command run again goes on where it stopped."""
     template_kwargs: TemplateKwargs = ()

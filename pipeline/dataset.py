@@ -10,7 +10,6 @@ that lack a key of another row, and copies everything into its cache.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
@@ -28,7 +27,7 @@ from ..errors import DatasetError, OptionInvalid
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
 from ..text import counted, first_line, format_bytes
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather", ".csv", ".tsv")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 DEFAULT_SPLIT = "train_sft"
 """Split that is read where none is given: that of chats in UltraChat and its relatives."""
 RECORD_SUFFIX = ".regeneration.json"
@@ -141,8 +140,7 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
             and (listed is None or file.name in listed)
         ):
             found[file] = split or (relative.parts[0] if is_dict else _split_of(relative))
-    # A folder may hold tables that are no chats, so they are read where there is nothing else.
-    return {file: split for file, split in found.items() if file.suffix.lower() not in (".csv", ".tsv")} or found
+    return found
 
 
 def _split_of(relative: Path) -> str | None:
@@ -313,7 +311,6 @@ def _read_file(path: Path) -> Iterator[Any]:
     suffix = path.suffix.lower()
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {
         ".parquet": _read_parquet, ".arrow": _read_arrow, ".feather": _read_arrow, ".json": _read_json,
-        ".csv": _read_table, ".tsv": _read_table,
     }  # fmt: skip
     try:
         yield from readers.get(suffix, _read_jsonl)(path)
@@ -443,31 +440,6 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
                 yield UnreadableRow(f"a line of more than {MAX_ROW_BYTES:,} bytes")
             elif line.strip():
                 yield parse_json(line)
-
-
-def _read_table(path: Path) -> Iterator[Any]:
-    """Yield the rows of a csv or tsv file as texts by column; its first line names the columns."""
-    csv.field_size_limit(MAX_ROW_BYTES)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        lines = csv.reader(stream, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-        names: list[str] | None = None
-        while True:
-            try:
-                line = next((line for line in lines if line), None)
-                if line is None:
-                    return
-                is_whole = names is None or len(line) == len(names)
-                problem = "" if is_whole else f"{len(line)} fields for {len(names or ())} columns"
-            except csv.Error as error:
-                line, problem = [], f"no csv: {error}"
-            if names is None:
-                if problem or len(set(line)) < len(line):
-                    raise DatasetError(
-                        f"{path} does not begin with a line of column names, each of them once. Add one."
-                    )
-                names = line
-            else:
-                yield UnreadableRow(problem) if problem else dict(zip(names, line, strict=True))
 
 
 FORMATS = {

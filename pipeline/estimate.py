@@ -1,16 +1,14 @@
 """Time three batches of a plan on this machine, and say how long all of it takes.
 
 The batches run through a target with the real one's widths and random weights, so that only its config.json has to be
-there. What they give is encoded and written to a temporary store on the disk of the output.
+there, and through the loop of the extraction into a temporary store on the disk of the output.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
 import tempfile
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,85 +16,70 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..machine import keep_freed_memory
 from ..moa.targets.bundle import target_sizes
-from ..moa.targets.live import DeviceClock
-from ..storage.chunk import EncodePool
-from ..storage.codecs.registry import StoreCodec
+from ..moa.targets.live import Target
+from ..storage.codecs.registry import LOSSLESS, StoreCodec
 from ..storage.plan import plan_parts
 from ..storage.schema import ALIGNMENT_TOKENS, StoreManifest
 from ..storage.write.store import StoreWriter
 from ..text import format_hours
-from .forwards.capture import Capture, capture
-from .forwards.parts import batches
+from .forwards.parts import Forwards, batches, run_parts
 from .plan import ForwardPlan, field_specs
+from .report import Timings
 
 _N_BATCHES = 3
 _MAX_WEIGHTS = 250_000_000
 """Weights of the timed target on a CPU: one layer of Llama-3-8B has 218 million, which take a second to draw."""
 _MAX_PRODUCTS = 1e11
 """Multiplications of one timed forward on a CPU: about two seconds of slow cores."""
-_MIN_WRITTEN_BYTES = 32 << 20
-"""Bytes that are written at least, so that the time does not go to opening and syncing files alone."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """How long the forwards take, and encoding and writing, each alone.
-
-    Attributes:
-        write_s: None for a codec that learns, which encodes nothing before it has learned.
-        shares_cores: whether the forwards run on the CPU, whose cores encode too.
-    """
-
-    forward_s: float
-    write_s: float | None
-    shares_cores: bool
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the whole: its stages run at the same time, on a CPU on the same cores."""
-        write_s = self.write_s or 0.0
-        return self.forward_s + write_s if self.shares_cores else max(self.forward_s, write_s)
-
-    def describe(self, n_workers: int = 1) -> str:
-        """Return the estimate as text.
-
-        Args:
-            n_workers: workers that share the parts, each with a device or machine of its own.
-        """
-        write = "encoding not timed, as this codec learns first"
-        if self.write_s is not None:
-            write = f"encoding and writing {format_hours(self.write_s)}"
-        line = f"time         about {format_hours(self.total_s)}: forwards {format_hours(self.forward_s)}, {write}"
-        if n_workers > 1:
-            line += (
-                f"\nworkers      {n_workers} take about {format_hours(self.total_s / n_workers)} if the disk keeps up"
-            )
-        return line
-
-
-def estimate(plan: ForwardPlan) -> Estimate:
-    """Run three batches of a plan, which takes some seconds, and say how long all of them take."""
-    keep_freed_memory()  # as the extraction does
+def estimate(plan: ForwardPlan) -> Timings:
+    """Run three batches of a plan, which takes some seconds, and return what all of them are estimated to take."""
     lengths = batch_lengths(plan.table, plan.batch_tokens)
-    model = _random_target(plan, max(int(batch.sum()) for batch in lengths))
-    n_layers = int(model.config.num_hidden_layers)
-    spec = replace(plan.spec, layers=tuple(sorted({min(layer, n_layers - 1) for layer in plan.spec.layers})))
-    clock, spans = DeviceClock(torch.device(plan.device)), list[float]()
     chosen = np.linspace(0, len(lengths) - 1, min(_N_BATCHES, len(lengths))).round().astype(int).tolist()
-    for index in (chosen[0], *chosen):  # the first one warms up
-        tokens = _tokens(lengths[index], model, plan.device)
-        began = clock.mark()
-        captured = capture(model, tokens, spec, getattr(torch, plan.dtype), plan.uses_cache)
-        spans.append(clock.seconds(began, clock.mark()) / (len(tokens) * max(captured.n_tokens)))
-    scale = plan.model_config.num_hidden_layers / n_layers
+    model = _random_target(plan, max(int(batch.sum()) for batch in lengths) + 1)
+    n_layers = int(model.config.num_hidden_layers)
+    layers = tuple(sorted({min(layer, n_layers - 1) for layer in plan.spec.layers}))
+    fields = field_specs(replace(plan.spec, layers=layers), target_sizes(model.config), plan.dtype)
+    timed = np.concatenate([_cut(lengths[index], model.config, plan.device) for index in chosen])
+    ends = np.cumsum(timed) % (int(model.config.vocab_size) - int(timed.max()) + 1) + timed
+    texts = {
+        f"{row:064x}": (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
+        for row, (n, end) in enumerate(zip(timed.tolist(), ends.tolist(), strict=True))
+    }
+    forwards = Forwards(
+        target=Target(model),
+        spec=replace(plan.spec, layers=layers),
+        # A codec that learns cannot encode before it has learned; lossless takes about as long.
+        codec=StoreCodec(LOSSLESS if plan.codec.learned else plan.codec.name, fields),
+        dtype=getattr(torch, plan.dtype),
+        batch_tokens=plan.batch_tokens,
+        uses_cache=plan.uses_cache,
+        text=texts.__getitem__,
+        n_encode_threads=plan.n_encode_threads,
+    )
+    forwards.capture([texts[f"{0:064x}"][0]])  # the first forward warms up
+    found = _run(forwards, timed, plan.disk)
     n_padded = sum(len(batch) * int(batch.max()) for batch in lengths)
-    write_s = None
-    if not plan.codec.learned:
-        fields = field_specs(spec, target_sizes(model.config), plan.dtype)
-        write_s = plan.n_raw_bytes * _write_s_per_byte(captured, StoreCodec(plan.codec.name, fields), plan)
-    return Estimate(scale * statistics.median(spans[1:]) * n_padded, write_s, torch.device(plan.device).type == "cpu")
+    scale = n_padded / found.n_padded_tokens * plan.model_config.num_hidden_layers / n_layers
+    return Timings(forward_s=scale * found.forward_s, wait_s=scale * found.wait_s, extract_s=scale * found.extract_s)
+
+
+def describe_estimate(found: Timings, n_workers: int = 1) -> str:
+    """Return an estimate as text.
+
+    Args:
+        n_workers: workers that share the parts, each with a device or machine of its own.
+    """
+    waiting = format_hours(found.extract_s - found.forward_s)
+    line = f"time         about {format_hours(found.extract_s)}: forwards {format_hours(found.forward_s)}, waiting for "
+    line += f"encoding and writing {waiting}"
+    if n_workers > 1:
+        line += (
+            f"\nworkers      {n_workers} take about {format_hours(found.extract_s / n_workers)} if the disk keeps up"
+        )
+    return line
 
 
 def batch_lengths(table: pa.Table, batch_tokens: int) -> list[np.ndarray]:
@@ -146,46 +129,33 @@ def _random_target(plan: ForwardPlan, n_tokens: int) -> Any:
     return model
 
 
-def _tokens(lengths: np.ndarray, model: Any, device: str) -> list[np.ndarray]:
-    """Return token ids of a batch, on a CPU cut to what it computes in a moment."""
-    if torch.device(device).type == "cpu":
-        most = max(64, int(_MAX_PRODUCTS / (_layer_weights(model.config) * model.config.num_hidden_layers)))
-        lengths = np.minimum(lengths[: max(1, most // int(lengths.max()))], most)
-    ends = np.cumsum(lengths)
-    return [np.arange(end - n, end, dtype=np.int32) for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)]
+def _cut(lengths: np.ndarray, config: Any, device: str) -> np.ndarray:
+    """Return the lengths of a batch, on a CPU cut to what it computes in a moment."""
+    if torch.device(device).type != "cpu":
+        return lengths
+    most = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))
+    cut: np.ndarray = np.minimum(lengths[: max(1, most // int(lengths.max()))], most)
+    return cut
 
 
-def _write_s_per_byte(captured: Capture, codec: StoreCodec, plan: ForwardPlan) -> float:
-    """Encode and write captured sequences to a temporary store; returns the seconds of a raw byte of activations."""
-    names = [str(index) for index in range(len(captured.n_tokens))]
-    host = captured.encode(codec.only(captured.fields), names).to_host()
-    of_token = sum(codec.fields[name].spec.token_bytes for name in captured.fields)
-    repeats = -(-_MIN_WRITTEN_BYTES // (of_token * sum(host.n_tokens)))
-    n_tokens = list(host.n_tokens) * repeats
-    rows = range(len(n_tokens))
+def _run(forwards: Forwards, lengths: np.ndarray, disk: Path) -> Timings:
+    """Extract sequences of these lengths, named by their numbers, to a temporary store."""
+    n_tokens, rows = int(lengths.sum()), range(len(lengths))
     sequences = pa.table(
         {
             "sequence_id": [f"{row:064x}" for row in rows],
             "source_row": pa.array(rows, pa.int64()),
-            "n_tokens": pa.array(n_tokens, pa.int32()),
-            "n_response_tokens": pa.array([0] * len(n_tokens), pa.int32()),
+            "n_tokens": pa.array(lengths, pa.int32()),
+            "n_response_tokens": pa.array([0] * len(rows), pa.int32()),
         }
     )
-    table = plan_parts(sequences, sum(n_tokens), ALIGNMENT_TOKENS)
-    n_parts = int(table["part"].to_numpy().max()) + 1
-    fields = tuple(field.spec for field in codec.fields.values())
-    manifest = StoreManifest(fields, {}, {}, {}, len(rows), n_parts, sum(n_tokens), codec.describe())
-    with tempfile.TemporaryDirectory(prefix=".moa-data-speed-", dir=plan.disk) as folder:
-        began_s = time.perf_counter()
-        pool = EncodePool(plan.n_encode_threads)
-        with pool, StoreWriter.create_or_resume(Path(folder) / "store", manifest, table) as store:
-            for part in store.pending_parts():
-                with store.part(part, pool) as out:
-                    for row in out.sequences.to_pylist():
-                        index = row["source_row"] % len(host.n_tokens)
-                        text = {"tokens": np.int32, "response_mask": np.uint8}
-                        for name in out.fields:
-                            zeros = np.zeros(row["n_tokens"], text[name]) if name in text else None
-                            out.write(name, row["first_token"], host.rows(name, index) if zeros is None else zeros)
-                    out.commit()
-        return (time.perf_counter() - began_s) / (of_token * sum(n_tokens))
+    table = plan_parts(sequences, 2 * ALIGNMENT_TOKENS * n_tokens, ALIGNMENT_TOKENS)
+    fields = tuple(field.spec for field in forwards.codec.fields.values())
+    manifest = StoreManifest(fields, {}, {}, {}, len(rows), 1, n_tokens, forwards.codec.describe())
+    timings = Timings()
+    with (
+        tempfile.TemporaryDirectory(prefix=".moa-data-speed-", dir=disk) as folder,
+        StoreWriter.create_or_resume(Path(folder) / "store", manifest, table) as store,
+    ):
+        run_parts(forwards, store, [0], timings)
+    return timings

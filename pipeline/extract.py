@@ -2,13 +2,13 @@
 
 What becomes of one chat::
 
-    row of the dataset      {"messages": [...]}                        chats/
-      -> tokens, mask       int32 [T], uint8 [T], named by their hash  chats/sequences.py
+    row of the dataset      {"messages": [...]}                        dataset.py
+      -> tokens, mask       int32 [T], uint8 [T], named by their hash  sequences.py
       -> part 3, token 128  planned before the first forward           plan.py
       -> batch              longest first, padded on the right         forwards/parts.py
       -> forward            kv [B, T, L, H_kv, 2, d], hidden [B, T, E] forwards/capture.py
       -> codes              on the device, if the codec is lossy       Capture.encode
-      -> host memory        a copy beside the next forward             forwards/host_copy.py
+      -> host memory        a copy beside the next forward             Capture.to_host
     on the writer's thread
       -> chunks             handed to the encoders, written in order   storage: PartWriter.write
       -> commit             the part exists                            storage: PartWriter.commit
@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,114 +30,23 @@ from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
 from ..storage.backend import open_path
-from ..storage.commit import read_part_commit
-from ..storage.paths import StorePath
-from ..storage.schema import CODEC_NAME, TEXTS_NAME, commit_path
+from ..storage.schema import CODEC_NAME, TEXTS_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.repair import RepairPlan, retract_damage
 from ..storage.write.store import StoreWriter
-from ..text import Progress, counted, format_bytes, format_hours
+from ..text import Progress, format_bytes
 from .add import refuse_addition
 from .card import CardOrigin, write_card
-from .config import ExtractConfig, core_share, resolve_encode_threads
+from .config import ExtractConfig, ScaleSettings, core_share, resolve_encode_threads
 from .forwards.calibrate import learn_from_target, learned_before, learning_on
-from .forwards.parts import Forwards, Timings, load_target
+from .forwards.parts import load_target
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible
 from .ray_workers import run_on_ray
+from .report import PartProgress, Timings, WriteReport
 from .sources import recorded_config
 from .texts import keep_texts, write_texts
-from .workers import PartProgress, WorkOrder, device_orders, forwards_of, is_done, run_processes, work_until_done
-
-
-@dataclass(frozen=True)
-class ExtractReport:
-    """What an extraction did.
-
-    Attributes:
-        lost_workers: how each worker that was lost has ended.
-        stored_bytes: bytes of all parts on disk.
-        timings: what this run spent, and the parts that it wrote.
-    """
-
-    plan: ExtractPlan = field(repr=False)
-    store: StorePath
-    n_workers: int
-    lost_workers: list[str]
-    stored_bytes: int
-    timings: Timings = field(repr=False)
-
-    @property
-    def n_sequences(self) -> int:
-        """Sequences of the store."""
-        return self.plan.n_sequences
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the store."""
-        return self.plan.n_tokens
-
-    @property
-    def n_parts(self) -> int:
-        """Parts of the store."""
-        return self.plan.n_parts
-
-    @property
-    def n_parts_done(self) -> int:
-        """Parts written by this run."""
-        return self.timings.n_parts
-
-    @property
-    def n_parts_late(self) -> int:
-        """Parts that this run wrote when another run had committed them already."""
-        return self.timings.n_late
-
-    def describe(self) -> str:
-        """Return the report as text."""
-        t, counts, raw_bytes = self.timings, self.plan.sequences, self.plan.n_raw_bytes
-        lines = [
-            f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens, "
-            f"{counted(self.n_parts, 'part')}",
-            f"size         {format_bytes(self.stored_bytes)}, {self.stored_bytes / raw_bytes:.3f} of "
-            f"{format_bytes(raw_bytes)} raw, {self.stored_bytes / self.n_tokens:,.0f} bytes per token",
-            f"dataset      {self.plan.dataset}: {counted(counts.n_rows, 'row')} read",
-            f"rejected     {counts.n_rejected:,} of {counted(counts.n_rows, 'row')}, "
-            f"{counted(counts.n_duplicates, 'duplicate')} left out"
-            + "".join("\n" + line for line in counts.rejection_lines()),
-        ]
-        if self.lost_workers:
-            ends = "; ".join(dict.fromkeys(self.lost_workers))
-            lines.append(
-                f"lost         {len(self.lost_workers)} of {self.n_workers} workers ({ends}); others did their parts"
-            )
-        if not t.n_parts and not t.n_late:
-            return "\n".join([*lines, "this run     nothing to do, every part was there"])
-        of_workers = f"{self.n_workers} workers, " * (self.n_workers > 1)
-        twice = f", {counted(t.n_late, 'part')} that another run committed first" if t.n_late else ""
-        lines.append(
-            f"this run     {counted(t.n_parts, 'part')}, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
-            f"({of_workers}{t.tokens_per_s:,.0f} tokens/s); forwards {format_hours(t.forward_s)}, waiting for the "
-            f"writer {format_hours(t.wait_s)}, padding {t.padding_fraction:.1%}{twice}"
-        )
-        return "\n".join(lines)
-
-    def record(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the record for runs/: everything that may differ between runs that give equal data."""
-        counts = self.plan.sequences
-        return {
-            "config": self.plan.config.named(),
-            "provenance": dict(provenance),
-            "n_parts_done": self.n_parts_done,
-            "n_parts_late": self.n_parts_late,
-            "lost_workers": self.lost_workers,
-            "rejections": dict(counts.rejections),
-            "rejection_examples": counts.examples,
-            "n_rows": counts.n_rows,
-            "n_duplicates": counts.n_duplicates,
-            "n_truncated": counts.n_truncated,
-            "timings": self.timings.record(),
-            "plan": {"expected_bytes": self.plan.stored_bytes},
-        }
+from .workers import ProcessCrew, WorkOrder, device_orders, direct, forwards_of, is_done, work_until_done
 
 
 def extract(
@@ -146,7 +54,7 @@ def extract(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
     redo: RepairPlan | None = None,
-) -> ExtractReport:
+) -> WriteReport:
     """Extract activations to a store, or continue where an earlier run stopped.
 
     Args:
@@ -173,7 +81,7 @@ def extract(
         plan = _with_texts(dataclasses.replace(plan, codec=store.codec), store)  # what another run learned first
         if redo is not None:
             store.replace_parts(retract_damage(store, redo).parts)
-        counter = PartProgress(store, plan.table, progress)
+        counter = PartProgress(store, progress)
         timings, lost = Timings(), list[str]()
         try:
             if not is_done(store) and config.scale.is_alone:
@@ -189,14 +97,35 @@ def extract(
                 f"{store.path}. Run the same command again to continue."
             ) from error
         if timings.n_padded_tokens:
-            counter.tell(timings.n_tokens, timings.n_parts, looks=True)
+            counter.tell(timings, looks=True)
         timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
-        stored = sum(read_part_commit(commit_path(store.path, part)).stored_bytes for part in range(store.n_parts))
-        report = ExtractReport(plan, store.path, config.scale.n_workers, lost, stored, timings)
+        report = _report(plan, store, timings, lost)
         with store.publishing(CARD_BYTE):
             write_card(store.path, CardOrigin.of(config))
-        store.record_run(report.record(provenance or {}))
+        counts = plan.sequences
+        # Everything that may differ between runs that give equal data.
+        record = {
+            "config": plan.config.named(),
+            "lost_workers": lost,
+            "rejection_examples": counts.examples,
+            "plan": {"expected_bytes": plan.stored_bytes},
+            **{name: getattr(counts, name) for name in ("rejections", "n_rows", "n_duplicates", "n_truncated")},
+        }
+        store.record_run(report.record(provenance) | record)
         store.sweep()
+    return report
+
+
+def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]) -> WriteReport:
+    report = WriteReport.of(store, timings)
+    report.compared = f", {report.stored_bytes / plan.n_raw_bytes:.3f} of {format_bytes(plan.n_raw_bytes)} raw"
+    report.lines = plan.rows_read()
+    n_workers = plan.config.scale.workers
+    if n_workers > 1:
+        report.lines.append(f"workers      {n_workers}")
+    if lost:
+        ends = "; ".join(dict.fromkeys(lost))
+        report.lines.append(f"lost         {len(lost)} of {n_workers} workers ({ends}); others did their parts")
     return report
 
 
@@ -207,7 +136,7 @@ def repair(
     device: str | None = None,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
-) -> ExtractReport:
+) -> WriteReport:
     """Make the damaged parts and files of a store again.
 
     Nothing is deleted before target and dataset are known to be the ones that the store was made from, and what is
@@ -239,10 +168,7 @@ def repair(
         dataset=dataset or recorded.dataset,
         out=str(plan.store),
         device=device or recorded.forward.device,
-        workers="1",
-        engine="processes",
-        address=None,
-        gpus_per_worker=None,
+        **ScaleSettings().named(),
     )
     try:
         return extract(config, progress, provenance, redo=plan)
@@ -307,18 +233,12 @@ def _with_texts(plan: ExtractPlan, store: StoreWriter) -> ExtractPlan:
 
 def _work_alone(plan: ExtractPlan, store: StoreWriter, target: Target, timings: Timings, counter: PartProgress) -> None:
     forwards = forwards_of(store.manifest, target, store.codec, plan.sequences, plan.n_encode_threads)
-    with _with_engine(plan, forwards) as forwards:
-        work_until_done(store, forwards, plan.folder, timings, lambda: counter.tell(timings.n_tokens, timings.n_parts))
-
-
-@contextmanager
-def _with_engine(plan: ExtractPlan, forwards: Forwards) -> Iterator[Forwards]:
-    if plan.config.forward.source != "vllm":
-        yield forwards
-        return
-    longest = int(plan.table["n_tokens"].to_numpy().max())
-    with VllmSource(plan.folder, forwards.target, forwards.spec, forwards.dtype, longest) as engine:
-        yield dataclasses.replace(forwards, engine=engine.capture)
+    with ExitStack() as stack:
+        if plan.config.forward.source == "vllm":
+            longest = int(plan.table["n_tokens"].to_numpy().max())
+            engine = VllmSource(plan.folder, target, forwards.spec, forwards.dtype, longest)
+            forwards = dataclasses.replace(forwards, engine=stack.enter_context(engine).capture)
+        work_until_done(store, forwards, plan.folder, timings, counter.tell)
 
 
 def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> tuple[Timings, list[str]]:
@@ -339,18 +259,19 @@ def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -
         device=plan.device,
         n_threads=core_share(scale.n_local_workers),
         n_encode_threads=resolve_encode_threads(config.forward.encode_threads, scale.n_local_workers),
+        attempt=store.attempt,
     )
     if is_ray:
         return run_on_ray(order, store, scale, config.forward.encode_threads, counter)
-    return run_processes(device_orders(order, plan.device, scale.n_workers), store, counter)
+    return direct(ProcessCrew(device_orders(order, plan.device, scale.workers)), store, counter)
 
 
 def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> str | None:
     """Return the Arrow file of the sequences, None for the store's; raises OptionInvalid where workers find none."""
-    has_origin, is_folder = plan.texts_origin is not None, isinstance(store.path, Path)
-    if has_origin and (is_folder or plan.config.scale.engine == "ray"):
+    is_ray = plan.config.scale.engine == "ray"
+    if plan.texts_origin is not None and (is_ray or isinstance(store.path, Path)):
         return None
-    if not is_folder and plan.config.scale.engine == "ray":
+    if is_ray and not isinstance(store.path, Path):
         raise OptionInvalid(
             f"{plan.config.dataset} has no commit that would name its rows, so {store.path} keeps no texts for workers "
             "of other machines. Give a file, a folder, or a dataset of the Hub with a revision."

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import CodecUnknown, Interrupted, OptionInvalid, StorageUnavailable
+from ..errors import CodecUnknown, Interrupted, NotEnoughMemory, OptionInvalid, StorageUnavailable
 from ..machine import free_memory
 from ..moa.targets.bundle import load_target_config, target_sizes
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
@@ -39,12 +39,96 @@ from ..text import Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
 from .forwards.calibrate import SAMPLE_TOKENS
-from .forwards.memory import ForwardMemory
+from .forwards.parts import N_HOST_SLOTS
 from .forwards.vllm_source import check_vllm
 from .ray_workers import require_ray
 from .sequences import Sequences, check_counts, read_sequences
 from .sources import check_weights, pinned_revision, sources_record, stored_sources, target_identities
 from .texts import read_texts, texts_origin
+
+
+@dataclass(frozen=True)
+class ForwardMemory:
+    """The memory that the forwards of a target take, an upper estimate.
+
+    Attributes:
+        host_bytes: bytes of host memory, of all workers.
+        device_bytes: bytes of device memory; 0 where the device computes in host memory.
+        n_tokens: padded tokens of the largest batch.
+        n_workers: processes of this machine that compute at once, on an accelerator each with a device of its own.
+    """
+
+    host_bytes: int
+    device_bytes: int
+    weight_bytes: int
+    compute_dtype: str
+    n_tokens: int
+    device: str
+    n_workers: int
+
+    def describe(self) -> str:
+        """Return the need as text."""
+        device = f" and {format_bytes(self.device_bytes)} on {self.device}" if self.device_bytes else ""
+        each = f" for {self.n_workers} workers" if self.n_workers > 1 else ""
+        return (
+            f"{format_bytes(self.host_bytes)} of host memory{each}{device}: weights {format_bytes(self.weight_bytes)} "
+            f"in {self.compute_dtype}, batches of {self.n_tokens:,} tokens"
+        )
+
+    def check(self) -> None:
+        """Refuse forwards that do not fit in free memory; where it cannot be told, nothing is refused."""
+        host = free_memory(), self.host_bytes, "host memory"
+        for n_free, n_bytes, place in (host, (free_device_memory(self.device), self.device_bytes, self.device)):
+            if n_free is not None and n_bytes > n_free:
+                raise NotEnoughMemory(
+                    f"The target's forwards need {self.describe()}. Free in {place} are {format_bytes(n_free)}.",
+                    "Free some, take a larger machine, or extract in bfloat16, with smaller batches or fewer workers.",
+                )
+
+
+def forward_memory(
+    model_config: Any,
+    fields: Sequence[FieldSpec],
+    compute_dtype: str,
+    batch_tokens: int,
+    longest_tokens: int,
+    device: str,
+    n_workers: int = 1,
+) -> ForwardMemory:
+    """Compute the memory of a target's forwards from its sizes alone.
+
+    Args:
+        fields: what is kept of each token, before compression.
+        longest_tokens: tokens of the longest sequence; one longer than ``batch_tokens`` makes a batch of its own.
+    """
+    sizes, itemsize = target_sizes(model_config), getattr(torch, compute_dtype).itemsize
+    kept_bytes = sum(spec.token_bytes for spec in fields)
+    n_tokens = max(batch_tokens, longest_tokens)
+    weight_bytes = _count_weights(model_config)[1] * itemsize
+    # The cache that the forward fills, and the intermediate values of one layer.
+    cache = 2 * sizes["n_layers"] * sizes["n_kv_heads"] * sizes["head_dim"]
+    layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * model_config.intermediate_size
+    # While they are gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
+    forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
+    waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
+    on_device = torch.device(device).type == "cuda"
+    # Weights are loaded in host memory before they move to a device.
+    host_bytes = max(weight_bytes, waiting_bytes) if on_device else weight_bytes + forward_bytes + waiting_bytes
+    return ForwardMemory(
+        host_bytes=n_workers * host_bytes,
+        # The batch before stays until its copy has ended.
+        device_bytes=weight_bytes + forward_bytes + n_tokens * kept_bytes if on_device else 0,
+        weight_bytes=weight_bytes,
+        compute_dtype=compute_dtype,
+        n_tokens=n_tokens,
+        device=device,
+        n_workers=n_workers,
+    )
+
+
+def free_device_memory(device: str) -> int | None:
+    """Return the free bytes of a CUDA device; None for any other device."""
+    return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.device(device).type == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -59,14 +143,12 @@ class ForwardPlan:
         folder: folder of the target.
         model_config: its transformers config.
         dtype: dtype in which activations are kept.
-        compute_dtype: dtype of the forward.
         batch_tokens: tokens per forward, padding included.
         uses_cache: whether the forwards fill a key/value cache.
         raw_bytes: field -> bytes before compression.
         stored_bytes: expected bytes on disk, those of target/ included.
-        free_bytes: free bytes on the disk that is written to.
         present_bytes: those of ``stored_bytes`` that are there already.
-        memory: the memory that the forwards take.
+        free_bytes: free bytes on the disk that is written to.
     """
 
     store: StorePath
@@ -108,10 +190,11 @@ class ForwardPlan:
         if self.is_remote:  # only shards on their way to the bucket lie on the disk
             needed = min(needed, 2 * self.stored_bytes // max(1, len(set(self.table["part"].to_pylist()))))
         if needed > self.free_bytes:
-            where = "set TMPDIR to another disk" if self.is_remote else "choose another --out"
+            # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
+            less = "set TMPDIR to another disk" if self.is_remote else "store fewer activations or sequences"
             raise StorageUnavailable(
                 f"This needs about {format_bytes(needed)}, but {self.disk} has {format_bytes(self.free_bytes)} free. "
-                f"Free some space, {where}, or store fewer --activations or sequences."
+                f"Free some space, or {less}."
             )
 
     def room(self) -> list[str]:
@@ -158,25 +241,28 @@ class ExtractPlan(ForwardPlan):
         """Parts of the store."""
         return self.manifest.n_parts
 
-    @property
-    def rejections(self) -> Mapping[str, int]:
-        """Reason -> rows that give no sequence."""
-        return self.sequences.rejections
+    def rows_read(self) -> list[str]:
+        """Return lines about the rows of the dataset."""
+        counts = self.sequences
+        rows = counted(counts.n_rows, "row")
+        return [
+            f"dataset      {self.dataset}: {rows} read",
+            f"rejected     {counts.n_rejected:,} of {rows}, {counted(counts.n_duplicates, 'duplicate')} left out",
+            *counts.rejection_lines(),
+        ]
 
     def describe(self) -> str:
         """Return the plan as text."""
-        counts, storage, target = self.sequences, self.config.storage, self.manifest.target
+        storage, target = self.config.storage, self.manifest.target
         n_response = int(self.table["n_response_tokens"].to_numpy().sum())
         lengths = np.sort(self.table["n_tokens"].to_numpy())
         bits = {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, "
             f"{target['n_kv_heads']} KV heads of {target['head_dim']}, width {target['hidden_size']})",
-            f"dataset      {self.dataset}: {counted(counts.n_rows, 'row')} read",
-            f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.data.max_length:,} tokens, "
-            f"{counts.n_duplicates:,} duplicates left out)",
-            f"rejected     {counted(counts.n_rejected, 'row')}"
-            + "".join("\n" + line for line in counts.rejection_lines()),
+            *self.rows_read(),
+            f"sequences    {self.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
+            f"{self.config.data.max_length:,} tokens)",
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(self.raw_bytes)} in {storage.dtype}, codec {storage.codec}",
@@ -275,7 +361,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         codec=codec.describe(),
         alignment_tokens=ALIGNMENT_TOKENS,
     )
-    kept_bytes = kept_weights(model_config, config.target_layers) * weight_bytes(model_config)
+    kept_bytes = bundle_bytes(model_config, config.target_layers)
     return ExtractPlan(
         store=out,
         spec=spec,
@@ -400,28 +486,6 @@ def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
     return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
 
 
-def forward_memory(
-    model_config: Any,
-    fields: Sequence[FieldSpec],
-    compute_dtype: str,
-    batch_tokens: int,
-    longest_tokens: int,
-    device: str,
-    n_workers: int = 1,
-) -> ForwardMemory:
-    """Return the memory of a target's forwards that keep these fields, in several processes at once."""
-    return ForwardMemory(
-        sizes=target_sizes(model_config) | {"intermediate_size": model_config.intermediate_size},
-        n_weights=_count_weights(model_config)[1],
-        kept_bytes=sum(spec.token_bytes for spec in fields),
-        compute_dtype=compute_dtype,
-        batch_tokens=batch_tokens,
-        longest_tokens=longest_tokens,
-        device=device,
-        n_workers=n_workers,
-    )
-
-
 def _count_weights(model_config: Any) -> tuple[int, int]:
     """Count the weights of all decoder layers, and of the whole target; shared ones count once."""
     from transformers import AutoModelForCausalLM
@@ -432,16 +496,12 @@ def _count_weights(model_config: Any) -> tuple[int, int]:
     return layers, sum(weight.numel() for weight in model.parameters())
 
 
-def kept_weights(model_config: Any, target_layers: int) -> int:
-    """Count the weights that the target bundle keeps."""
+def bundle_bytes(model_config: Any, target_layers: int) -> int:
+    """Return the bytes of the target bundle that keeps this many decoder layers."""
     frozen = 2 * model_config.vocab_size * model_config.hidden_size + model_config.hidden_size
-    return int(frozen + _count_weights(model_config)[0] * target_layers // model_config.num_hidden_layers)
-
-
-def weight_bytes(model_config: Any) -> int:
-    """Return the bytes of one of the target's weights on disk."""
+    layers = _count_weights(model_config)[0] * target_layers // model_config.num_hidden_layers
     dtype = getattr(model_config, "dtype", None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
+    return int(frozen + layers) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
 
 
 def existing_parent(path: StorePath) -> Path:

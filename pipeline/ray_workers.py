@@ -10,7 +10,6 @@ import importlib.util
 import math
 import os
 import pickle
-import secrets
 import signal
 import threading
 import time
@@ -19,19 +18,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..errors import OptionInvalid, WorkerError
+from ..errors import OptionInvalid
 from ..machine import usable_cores
 from ..storage.write.store import StoreWriter
 from ..text import first_line
 from .config import ScaleSettings, core_share, resolve_encode_threads
-from .forwards.parts import Timings
-from .workers import PartProgress, WorkOrder, is_done, is_of_device, portable, run_worker
+from .report import PartProgress, Timings
+from .workers import WorkOrder, direct, is_of_device, portable, run_worker
 
-_MAX_LOST = 5
-"""Workers in a row that may end before anything is committed; machines are seldom lost so often."""
-_LOOK_EVERY_S = 0.5
-_END_S = 10.0
-"""Seconds that workers have to report what they spent once everything is committed."""
 _LEAVE_S = 1.5
 """Seconds for workers to end after the run; a command that a signal ends has three in all."""
 _DEVICE_FAILED = 70
@@ -54,80 +48,69 @@ def require_ray() -> None:
 def run_on_ray(
     order: WorkOrder, store: StoreWriter, scale: ScaleSettings, encode_threads: int | None, progress: PartProgress
 ) -> tuple[Timings, list[str]]:
-    """Run workers with Ray until all is done.
+    """Run workers with Ray until all is done; see :func:`direct`.
 
     Args:
         order: what each worker is told; its threads are left to the machine that it finds itself on.
         encode_threads: threads that encode in each worker; None for its share of its machine's cores.
-
-    Returns:
-        What the workers spent, together; why each worker that was lost has ended.
-
-    Raises:
-        WorkerError: several workers in a row ended before anything was committed.
-        Exception: what a worker raised; the others are ended.
     """
     gpus = 0.0 if order.device == "cpu" else scale.gpus_per_worker or 1.0
     needs = {"CPU": float(scale.cpus_per_worker), "GPU": gpus}
-    try:
-        with _connected(scale, needs["CPU"]):
-            return _run_tasks(order, store, needs, encode_threads, scale.n_workers, progress)
-    finally:
-        until_s = time.monotonic() + _LEAVE_S
-        while any(map(store.is_claimed, store.pending_parts())) and time.monotonic() < until_s:
-            time.sleep(0.05)
-        store.remove_attempt(f"{store.attempt}-*")
+    with _connected(scale, needs["CPU"]):
+        return direct(RayCrew(order, store, needs, encode_threads, scale.workers), store, progress)
 
 
-def _run_tasks(
-    order: WorkOrder,
-    store: StoreWriter,
-    needs: Mapping[str, float],
-    encode_threads: int | None,
-    n_workers: int,
-    progress: PartProgress,
-) -> tuple[Timings, list[str]]:
-    import ray
+class RayCrew:
+    """Workers that are tasks of Ray."""
 
-    task = ray.remote(ray_task).options(
-        num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_retries=0, scheduling_strategy="SPREAD"
-    )
+    restarts = True
+    look_every_s = 0.5
 
-    def submit(index: int) -> Any:
-        attempt = f"{store.attempt}-{index}-{secrets.token_hex(2)}"
-        own = replace(order, index=index, n_workers=n_workers, attempt=attempt)
-        return task.remote(own, needs, encode_threads)
+    def __init__(
+        self,
+        order: WorkOrder,
+        store: StoreWriter,
+        needs: Mapping[str, float],
+        encode_threads: int | None,
+        n_workers: int,
+    ) -> None:
+        import ray
 
-    running = {submit(index): index for index in range(n_workers)}
-    timings, lost, n_in_a_row, n_committed, done_s = Timings(), list[str](), 0, -1, math.inf
-    while running and time.monotonic() < done_s + _END_S:
-        progress.tell(workers=f", up to {n_workers} workers of Ray")
-        # Asleep in Python and not in Ray, which would forget which signal has come.
-        time.sleep(_LOOK_EVERY_S)
-        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
-        for reference in ended:
-            index = running.pop(reference)
+        self._ray, self._order, self._store = ray, order, store
+        self._needs, self._encode_threads, self.n_workers = needs, encode_threads, n_workers
+        self._task = ray.remote(ray_task).options(
+            num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_retries=0, scheduling_strategy="SPREAD"
+        )
+        self._running: dict[Any, int] = {}
+
+    @property
+    def n_running(self) -> int:
+        """Tasks that have not ended."""
+        return len(self._running)
+
+    def start(self, index: int) -> None:
+        """Submit a task."""
+        order = self._order.numbered(index, self.n_workers)
+        self._running[self._task.remote(order, self._needs, self._encode_threads)] = index
+
+    def ended(self) -> list[tuple[int, Timings | Exception | str]]:
+        """Return the tasks that have ended, and what became of each."""
+        found: list[tuple[int, Timings | Exception | str]] = []
+        for reference in self._ray.wait(list(self._running), num_returns=len(self._running), timeout=0)[0]:
             try:
-                found = pickle.loads(ray.get(reference))
-            except ray.exceptions.RayError as error:  # what became of the worker, not what it raised
-                lost.append(f"{_cause(error)}; started anew")
-                before, n_committed = n_committed, len(store.committed_parts())
-                n_in_a_row = 1 if n_committed > before else n_in_a_row + 1
-                if n_in_a_row >= _MAX_LOST and not is_done(store):
-                    raise WorkerError(
-                        f"{n_in_a_row} of Ray's workers in a row have ended before anything was committed, the last "
-                        f"one by {_cause(error)}. What was committed is kept: run the same command again to continue, "
-                        "with fewer workers on a machine if memory ran out."
-                    ) from error
-                store.remove_attempt(f"{store.attempt}-{index}-*")
-                running[submit(index)] = index
-                continue
-            if isinstance(found, Exception):
-                raise found
-            timings += found
-        if done_s == math.inf and is_done(store):
-            done_s = time.monotonic()  # tasks for which there was no room are left where they wait
-    return timings, lost
+                outcome = pickle.loads(self._ray.get(reference))
+            except self._ray.exceptions.RayError as error:  # what became of the worker, not what it raised
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                outcome = f"{lines[-1] if lines else type(error).__name__}; started anew"
+            found.append((self._running.pop(reference), outcome))
+        return found
+
+    def stop(self) -> None:
+        """Disconnect from Ray, which ends its tasks, and wait until they have let go of their parts."""
+        self._ray.shutdown()
+        until_s = time.monotonic() + _LEAVE_S
+        while any(map(self._store.is_claimed, self._store.pending_parts())) and time.monotonic() < until_s:
+            time.sleep(0.05)
 
 
 def ray_task(order: WorkOrder, needs: Mapping[str, float], encode_threads: int | None) -> bytes:
@@ -166,7 +149,7 @@ def _connected(scale: ScaleSettings, n_cpus: float) -> Iterator[None]:
         raise OptionInvalid("This process is connected to Ray already. Call ray.shutdown() first.")
     own: dict[str, Any] = {
         "include_dashboard": False,
-        "num_cpus": max(usable_cores(), math.ceil(scale.n_workers * n_cpus)),
+        "num_cpus": max(usable_cores(), math.ceil(scale.workers * n_cpus)),
         "object_store_memory": _OBJECT_STORE_BYTES,
     }
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -191,9 +174,3 @@ def _connected(scale: ScaleSettings, n_cpus: float) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _cause(error: BaseException) -> str:
-    """Return the last line of what Ray reports, which names the error in the worker."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

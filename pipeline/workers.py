@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,12 +23,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
-import numpy as np
-import pyarrow as pa
 import torch
 
 from ..errors import MoaDataError, OptionInvalid, WorkerError
@@ -34,11 +34,10 @@ from ..machine import fix_sums
 from ..moa.targets.live import Target, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.schema import TEXTS_NAME, StoreManifest
-from ..storage.shard import new_attempt
 from ..storage.write.store import StoreWriter
-from ..text import Progress
 from .config import parse_fields
-from .forwards.parts import Forwards, Timings, load_target, run_parts, save_bundle
+from .forwards.parts import Forwards, load_target, run_parts, save_bundle
+from .report import PartProgress, Timings
 from .sequences import Sequences
 from .sources import check_identities, weight_identities
 from .texts import map_texts
@@ -49,6 +48,10 @@ _PATIENCE_S = 600.0
 _LEAVE_S = 2.0
 """Seconds that a worker has to discard its part when it is told to end; an interrupted command has three in all."""
 _SIGNAL_EVERY_S = 1.0
+_MAX_LOST = 5
+"""Workers in a row that may be lost before anything is committed; machines are seldom lost so often."""
+_END_S = 10.0
+"""Seconds that workers have to report what they spent once everything is committed."""
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -69,8 +72,8 @@ class WorkOrder:
         device: device of the forward.
         n_threads: threads that torch may use on the CPU; None for its own choice.
         n_encode_threads: threads that encode.
+        attempt: name of its unfinished files; begins with that of the command's own.
         index: number of this worker among ``n_workers``, which decides the parts it begins with.
-        attempt: name of its unfinished files.
     """
 
     store: str
@@ -80,9 +83,14 @@ class WorkOrder:
     device: str
     n_threads: int | None
     n_encode_threads: int
+    attempt: str
     index: int = 0
     n_workers: int = 1
-    attempt: str = field(default_factory=new_attempt)
+
+    def numbered(self, index: int, n_workers: int) -> WorkOrder:
+        """Return the order for one of several workers."""
+        attempt = f"{self.attempt}-{index}-{secrets.token_hex(2)}"
+        return replace(self, attempt=attempt, index=index, n_workers=n_workers)
 
 
 def is_done(store: StoreWriter) -> bool:
@@ -127,7 +135,7 @@ def work_until_done(
     forwards: Forwards,
     folder: Path,
     timings: Timings,
-    tell: Callable[[], None] = lambda: None,
+    tell: Callable[[Timings], None] = lambda _: None,
     index: int = 0,
     n_workers: int = 1,
 ) -> None:
@@ -136,7 +144,7 @@ def work_until_done(
     Args:
         folder: folder of the target.
         timings: updated.
-        tell: called after each batch.
+        tell: called with the timings after each batch.
     """
     n_layers = int(store.manifest.extraction["target_layers"])
     # The first worker writes the bundle; the last one to end finds out whether it was killed.
@@ -183,119 +191,147 @@ def run_worker(order: WorkOrder) -> Timings:
     return timings
 
 
-class PartProgress:
-    """Tells how much of a store's plan is done: parts by their commits, and tokens of this run.
+class Crew(Protocol):
+    """Workers that one command directs: processes of this machine, or tasks of Ray."""
 
-    Args:
-        plan: rows of plan.parquet.
-        progress: called with (tokens done, tokens of the plan, message).
+    n_workers: int
+    restarts: bool
+    """Whether a worker that is lost is started anew; else the others do its parts."""
+    look_every_s: float
 
-    Attributes:
-        n_before_tokens: tokens of the parts that were committed at the beginning.
-    """
+    @property
+    def n_running(self) -> int:
+        """Workers that have not ended."""
+        ...
 
-    def __init__(self, store: StoreWriter, plan: pa.Table, progress: Progress | None) -> None:
-        self._store, self._progress = store, progress
-        lengths = plan["n_tokens"].to_numpy().astype(np.int64)
-        self._tokens = np.bincount(plan["part"].to_numpy(), lengths, store.n_parts).astype(np.int64)
-        self._parts = store.committed_parts()
-        self._n_parts = self._n_before_parts = len(self._parts)
-        self.n_before_tokens = self._n_done = int(self._tokens[self._parts].sum())
-        self._looked_s = time.monotonic()
+    def start(self, index: int) -> None:
+        """Start a worker."""
+        ...
 
-    def tell(self, n_computed: int = 0, n_parts: int = 0, workers: str = "", looks: bool = False) -> None:
-        """Report progress.
+    def ended(self) -> list[tuple[int, Timings | Exception | str]]:
+        """Return the workers that have ended: index, and what it spent, what it raised, or how it was lost."""
+        ...
 
-        Args:
-            n_computed: tokens that this run has computed, as far as is known here.
-            n_parts: parts that it has committed.
-            workers: who works, for the message.
-            looks: whether to ask for the commits now; else at most once a second, as a folder may be on a network.
-        """
-        if self._progress is None:
-            return
-        if looks or not self._store.is_shared or time.monotonic() > self._looked_s + _LOOK_EVERY_S:
-            self._parts, self._looked_s = self._store.committed_parts(), time.monotonic()
-        committed, total = int(self._tokens[self._parts].sum()), int(self._tokens.sum())
-        self._n_done = max(self._n_done, committed, min(self.n_before_tokens + n_computed, total))
-        self._n_parts = max(self._n_parts, len(self._parts), self._n_before_parts + n_parts)
-        self._progress(self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}")
+    def stop(self) -> None:
+        """End the workers that are still there, which discard what they have not committed."""
+        ...
 
 
-def run_processes(orders: Sequence[WorkOrder], store: StoreWriter, progress: PartProgress) -> tuple[Timings, list[str]]:
-    """Run a worker process of this machine for each order until all is done.
+def direct(crew: Crew, store: StoreWriter, progress: PartProgress) -> tuple[Timings, list[str]]:
+    """Run workers until all is done.
 
     Returns:
         What the workers spent, together; how each worker that was lost has ended.
 
     Raises:
-        WorkerError: none is left, and there is work to do.
+        WorkerError: none is left and there is work to do, or several in a row were lost before anything was committed.
         Exception: what one of them raised; the others were told to end.
     """
-    timings, lost = Timings(), list[str]()
-    workers = list[_WorkerProcess]()
+    timings, lost, n_in_a_row, n_committed, done_s = Timings(), list[str](), 0, -1, math.inf
     try:
-        workers += [_WorkerProcess(order) for order in orders]
-        running = list(workers)
-        while running:
-            n_left = len(workers) - len(lost)
-            of_all = f" of {len(workers)} workers left" if lost else " workers"
-            progress.tell(workers=f", {n_left}{of_all}")
-            for worker in [worker for worker in running if worker.process.poll() is not None]:
-                running.remove(worker)
-                if worker.process.returncode == 0:
-                    timings += worker.result()
-                else:
-                    lost.append(worker.describe_end())
-                    store.remove_attempt(worker.order.attempt)
-            time.sleep(0.05)
+        for index in range(crew.n_workers):
+            crew.start(index)
+        # Once all is done, workers of Ray for which there was no room are left where they wait.
+        while crew.n_running and time.monotonic() < done_s + _END_S:
+            n_lost = 0 if crew.restarts else len(lost)
+            of_all = f" of {crew.n_workers} workers left" if n_lost else " workers"
+            progress.tell(timings, f", {crew.n_workers - n_lost}{of_all}")
+            time.sleep(crew.look_every_s)
+            for index, outcome in crew.ended():
+                if isinstance(outcome, Exception):
+                    raise outcome
+                if isinstance(outcome, Timings):
+                    timings += outcome
+                    continue
+                lost.append(outcome)
+                store.remove_attempt(f"{store.attempt}-{index}-*")
+                before, n_committed = n_committed, len(store.committed_parts())
+                n_in_a_row = 1 if n_committed > before else n_in_a_row + 1
+                if crew.restarts and n_in_a_row < _MAX_LOST:
+                    crew.start(index)
+            if done_s == math.inf and is_done(store):
+                done_s = time.monotonic()
+            elif crew.restarts and n_in_a_row >= _MAX_LOST:
+                break
         if not is_done(store):
             raise WorkerError(
-                f"No worker is left, of {len(workers)}; the last one ended by {lost[-1]}. What was committed is kept: "
-                "run the same command again to continue, with fewer --workers if memory ran out."
+                f"{len(lost)} workers ended with work left, the last one by {''.join(lost[-1:])}. What was committed "
+                "is kept: run the same command again to continue, with fewer --workers if memory ran out."
             )
     finally:
-        _stop(workers)
-        for worker in workers:
-            store.remove_attempt(worker.order.attempt)
+        crew.stop()
+        store.remove_attempt(f"{store.attempt}-*")
     return timings, lost
 
 
-class _WorkerProcess:
-    """A process that runs :func:`run_worker`; its standard input is open as long as this process lives."""
+class ProcessCrew:
+    """Worker processes of this machine; the standard input of each is open as long as this process lives.
 
-    def __init__(self, order: WorkOrder) -> None:
-        self.order = order
-        self._log, self._result = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
-        self.process = start_process(order, self._log, self._result)
+    Args:
+        orders: an order for each worker.
+    """
 
-    def result(self) -> Timings:
-        """Return what the worker spent, or raise what it raised."""
-        self._result.seek(0)
-        found = pickle.load(self._result)
-        if isinstance(found, Exception):
-            raise found
-        spent: Timings = found
-        return spent
+    restarts = False
+    look_every_s = 0.05
 
-    def describe_end(self) -> str:
-        """Say how the process ended, with the last line that it wrote."""
-        code = self.process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if code == -signal.SIGKILL:
-            how += ", which the kernel sends where memory runs out"
-        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
-        lines = self._log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return how + (f": {last}" if last else "")
+    def __init__(self, orders: Sequence[WorkOrder]) -> None:
+        self._orders = orders
+        self.n_workers = len(orders)
+        self._running: dict[int, tuple[subprocess.Popen[bytes], BinaryIO, BinaryIO]] = {}
 
-    def end(self) -> None:
-        """Kill the process if it is still there, and close its files."""
-        self.process.kill()
-        self.process.wait()
-        for file in (self._log, self._result, self.process.stdin):
+    @property
+    def n_running(self) -> int:
+        """Processes that have not been found ended."""
+        return len(self._running)
+
+    def start(self, index: int) -> None:
+        """Start a process."""
+        log, result = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_end`)
+        self._running[index] = start_process(self._orders[index], log, result), log, result
+
+    def ended(self) -> list[tuple[int, Timings | Exception | str]]:
+        """Return the processes that have ended, and what became of each."""
+        return [(i, self._end(i)) for i, (process, _, _) in list(self._running.items()) if process.poll() is not None]
+
+    def _end(self, index: int) -> Timings | Exception | str:
+        process, log, result = self._running.pop(index)
+        process.kill()
+        process.wait()
+        outcome: Timings | Exception | str = _describe_end(process.returncode, log)
+        if process.returncode == 0:
+            result.seek(0)
+            outcome = pickle.load(result)
+        for file in (log, result, process.stdin):
             if file is not None:
                 file.close()
+        return outcome
+
+    def stop(self) -> None:
+        """End the processes that are still there."""
+        told_s, began_s = 0.0, time.monotonic()
+        try:
+            while any(process.poll() is None for process, _, _ in self._running.values()):
+                if (now_s := time.monotonic()) > began_s + _LEAVE_S:
+                    break
+                if now_s > told_s + _SIGNAL_EVERY_S:  # repeated: an exception that falls into a destructor is dropped
+                    for process, _, _ in self._running.values():
+                        process.terminate()
+                    told_s = now_s
+                time.sleep(0.02)
+        finally:
+            for index in list(self._running):
+                self._end(index)
+
+
+def _describe_end(code: int, log: BinaryIO) -> str:
+    """Say how a process ended, with the last line that it wrote."""
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code == -signal.SIGKILL:
+        how += ", which the kernel sends where memory runs out"
+    log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+    lines = log.read().decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return how + (f": {last}" if last else "")
 
 
 def start_process(order: WorkOrder, log: BinaryIO, result: BinaryIO) -> subprocess.Popen[bytes]:
@@ -311,23 +347,6 @@ def start_process(order: WorkOrder, log: BinaryIO, result: BinaryIO) -> subproce
         process.stdin.write(pickle.dumps(order))
         process.stdin.flush()
     return process
-
-
-def _stop(workers: Sequence[_WorkerProcess]) -> None:
-    """End the workers that are still there, which discard what they have not committed."""
-    told_s, began_s = 0.0, time.monotonic()
-    try:
-        while any(worker.process.poll() is None for worker in workers):
-            if (now_s := time.monotonic()) > began_s + _LEAVE_S:
-                break
-            if now_s > told_s + _SIGNAL_EVERY_S:  # repeated: an exception that falls into a destructor is dropped
-                for worker in workers:
-                    worker.process.terminate()
-                told_s = now_s
-            time.sleep(0.02)
-    finally:
-        for worker in workers:
-            worker.end()
 
 
 def main(result: int) -> int:
@@ -404,7 +423,4 @@ def device_orders(order: WorkOrder, device: str, n_workers: int) -> list[WorkOrd
             )
         if kind.index is None:
             devices = [f"{kind.type}:{index}" for index in range(n_workers)]
-    return [
-        replace(order, device=own, index=index, n_workers=n_workers, attempt=new_attempt())
-        for index, own in enumerate(devices)
-    ]
+    return [replace(order.numbered(index, n_workers), device=own) for index, own in enumerate(devices)]

@@ -230,7 +230,7 @@ N_CTRL_C = int(os.environ.get("N_CTRL_C", "200"))
 
 MIDDLES: dict[str, tuple[str, str, str]] = {
     "plan": (
-        "moa_data.pipeline.estimate:_write_s_per_byte",
+        "moa_data.pipeline.estimate:run_parts",
         "plan --model model --dataset chats.jsonl --out OUT --device cpu",
         "Nothing was written; run the same command again",
     ),

@@ -29,8 +29,9 @@ from moa_data.moa.nn.kv import new_cache
 from moa_data.moa.targets.live import Target, pick_device
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
-from moa_data.pipeline.forwards.parts import Timings, batches
+from moa_data.pipeline.forwards.parts import batches
 from moa_data.pipeline.plan import ExtractPlan, build_plan
+from moa_data.pipeline.report import Timings
 
 
 def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
@@ -85,7 +86,7 @@ def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) ->
     flops = body_flops(target.config, plan.table["n_tokens"].to_pylist())
     peak = peak_flops(target.device, options.peak_tflops)
     return figures_of(plan.n_tokens, forward_s, timings) | {
-        "stored_over_raw": report.stored_bytes / report.plan.n_raw_bytes,
+        "stored_over_raw": report.stored_bytes / plan.n_raw_bytes,
         "n_threads": torch.get_num_threads(),
         "flops": flops,
         "peak_flops_per_s": peak,

@@ -1,14 +1,26 @@
-"""Runs the target over a batch of sequences, and keeps the activations that are wanted.
+"""Runs the target over a batch of sequences, keeps the activations that are wanted, and copies them to the host.
 
 Shapes: B sequences, T tokens of the longest one, L decoder layers, H_kv key/value heads, d head dim, E width.
 Sequences are padded on the right. Attention is causal, so no token of a sequence sees its padding and no mask is
 needed; what is computed at the padding is cut off.
+
+A device copies asynchronously only to pinned memory, which is slow to allocate and never given back. So there are as
+many slots of it as batches can be in flight, and each slot serves one batch after the other::
+
+    main thread    forward 4 | forward 5 | forward 6 |
+    copy stream      copy 3  |   copy 4  |   copy 5  |      waits for the forward, then for nothing
+    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy, then gives the slot back
+
+A slot belongs to its batch until the writer has encoded all of it. Handing it out again earlier would let the device
+write a later batch over values that are still being read.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +29,97 @@ from torch import Tensor
 
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
-from ...moa.targets.live import layer_outputs
+from ...moa.targets.live import DeviceClock, layer_outputs
 from ...storage.codecs.registry import StoreCodec
 from ...storage.schema import StoredArray
 from ..config import ActivationSpec
-from .host_copy import HostSlot, HostSlots
+
+
+class HostSlots:
+    """Pinned host memory for the batches in flight, and copies to it on a stream of their own.
+
+    Args:
+        n_slots: batches that can be in flight at once; 0 where activations are in host memory already.
+    """
+
+    def __init__(self, device: torch.device, n_slots: int) -> None:
+        self._device = device
+        self._free = deque(HostSlot(self) for _ in range(n_slots))
+        self._is_needed = n_slots > 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._clock = DeviceClock(device)
+
+    @classmethod
+    def of(cls, device: torch.device, n_slots: int) -> HostSlots:
+        """Make the slots that the activations of a device need."""
+        return cls(device, n_slots if device.type == "cuda" else 0)
+
+    def take(self) -> HostSlot | None:
+        """Take a free slot, until it is released; None where none is needed. Raises IndexError if there is none."""
+        return self._free.popleft() if self._is_needed else None
+
+    def give_back(self, slot: HostSlot) -> None:
+        """Let another batch take a slot."""
+        self._free.append(slot)
+
+    def allocate(self, n_bytes: int) -> Tensor:
+        """Return pinned host memory, uint8 [n_bytes]."""
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
+        """Start copies after all work queued so far.
+
+        Args:
+            copies: tensors on the device, and their targets in host memory.
+
+        Returns:
+            What waits for the copies, and gives the seconds that the device copied.
+        """
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            began = self._clock.mark()
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._stream)  # its memory is not given to others before the copy is done
+            return partial(DeviceClock.seconds, began, self._clock.mark())
+
+
+class HostSlot:
+    """Pinned memory for the copies of one batch at a time."""
+
+    def __init__(self, slots: HostSlots) -> None:
+        self._slots = slots
+        self._buffers: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._arrival: Callable[[], float] | None = None
+
+    def place(self, source: Tensor) -> Tensor:
+        """Return the host memory that a tensor will be copied to, of its shape and dtype."""
+        index, n_bytes = len(self._copies), source.numel() * source.element_size()
+        if index == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[index].numel() < n_bytes:
+            # Rounded up as torch's own allocator of pinned memory does, so that nothing of it lies idle.
+            self._buffers[index] = self._slots.allocate(1 << (n_bytes - 1).bit_length())
+        target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
+        self._copies.append((source, target))
+        return target
+
+    def start(self) -> None:
+        """Start all copies."""
+        self._arrival = self._slots.copy(self._copies)
+
+    def wait(self) -> float:
+        """Wait until they are complete; return the seconds that the device copied."""
+        return 0.0 if self._arrival is None else self._arrival()
+
+    def release(self) -> None:
+        """Free the slot for another batch; the values in it must not be read afterwards."""
+        self.wait()  # else the device would write over the values of the next batch
+        self._copies.clear()
+        self._arrival = None
+        self._slots.give_back(self)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 ``extract`` and ``add`` share it. Each of its stages works on another batch::
 
     main thread    forward, gathering, lossy codecs on the device
-    copy stream    from the device to pinned host memory (``host_copy``)
+    copy stream    from the device to pinned host memory (``capture``)
     writer thread  cuts values into chunks, hands them out, writes what comes back (``storage.write.part``)
     encoders       chunks to bytes, on ``n_encode_threads`` threads (``storage.encoding``)
 
@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,61 +36,8 @@ from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress
 from ..config import ActivationSpec
-from .capture import Capture, capture
-from .host_copy import HostSlots
-
-
-@dataclass
-class Timings:
-    """The times and tokens of a run.
-
-    Attributes:
-        forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
-        copy_s: seconds of copies to the host on a GPU, which work beside the forwards.
-        wait_s: seconds in which the next forward waited for the writer.
-        writer_s: seconds of CPU that the writer thread spent on checking and writing.
-        encode_s: seconds of CPU that the encoders spent, all threads together.
-        extract_s: seconds from the first forward to the last commit.
-        wall_s: seconds of the whole run.
-        n_tokens: tokens of this run.
-        n_padded_tokens: tokens of its batches, padding included.
-        n_before_tokens: tokens that earlier runs had committed.
-        n_parts: parts whose commit is of this run.
-        n_late: parts that this run wrote when another run had committed them already.
-    """
-
-    forward_s: float = 0.0
-    copy_s: float = 0.0
-    wait_s: float = 0.0
-    writer_s: float = 0.0
-    encode_s: float = 0.0
-    extract_s: float = 0.0
-    wall_s: float = 0.0
-    n_tokens: int = 0
-    n_padded_tokens: int = 0
-    n_before_tokens: int = 0
-    n_parts: int = 0
-    n_late: int = 0
-
-    @property
-    def padding_fraction(self) -> float:
-        """Share of padding in what the target computed."""
-        return 1.0 - self.n_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens stored per second, from the first forward to the last commit."""
-        return self.n_tokens / self.extract_s if self.extract_s else 0.0
-
-    def __add__(self, other: Timings) -> Timings:
-        """Return the sums of two workers; the seconds of ``extract_s`` and ``wall_s`` are those of the longer one."""
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        longest = {name: max(getattr(self, name), getattr(other, name)) for name in ("extract_s", "wall_s")}
-        return Timings(**(sums | longest))
-
-    def record(self) -> dict[str, float]:
-        """Return the values for runs/."""
-        return asdict(self) | {"padding_fraction": self.padding_fraction, "tokens_per_s": self.tokens_per_s}
+from ..report import Timings
+from .capture import Capture, HostSlots, capture
 
 
 @dataclass(frozen=True)
@@ -137,7 +84,7 @@ def run_parts(
     store: StoreWriter | StoreAddition,
     parts: Iterable[int | None],
     timings: Timings,
-    tell: Callable[[], None] = lambda: None,
+    tell: Callable[[Timings], None] = lambda _: None,
 ) -> None:
     """Run the target over parts of a store, and write and commit each.
 
@@ -146,7 +93,7 @@ def run_parts(
         parts: numbers of pending parts, each asked for when the forwards of the one before are done; None for none yet,
             so that an error of the writer is noticed while one is waited for.
         timings: updated.
-        tell: called before the first batch, after each, and at the end.
+        tell: called with the timings before the first batch, after each, and at the end.
     """
     keep_freed_memory()
     start = time.perf_counter()
@@ -157,7 +104,7 @@ def run_parts(
     open_parts: list[PartWriter] = []
 
     try:
-        tell()
+        tell(timings)
         for part in parts:
             if part is None:
                 writer.check()
@@ -170,12 +117,12 @@ def run_parts(
                 waiting = time.perf_counter()
                 writer.submit(partial(_write_batch, out, done, timings))
                 timings.wait_s += time.perf_counter() - waiting
-                timings.n_tokens += sum(done.captured.n_tokens)
+                timings.n_computed_tokens += sum(done.captured.n_tokens)
                 timings.n_padded_tokens += len(done.texts) * max(done.captured.n_tokens)
-                tell()
+                tell(timings)
             writer.submit(partial(_commit, out, timings))
         writer.finish()
-        tell()
+        tell(timings)
     except BaseException:
         pool.close()  # a batch that is being written ends at once
         writer.abort()
@@ -235,9 +182,8 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
 
 def _commit(out: PartWriter, timings: Timings) -> None:
     """Commit a part; runs on the writer's thread."""
-    out.commit()
-    timings.n_parts += out.was_first
-    timings.n_late += not out.was_first
+    commit = out.commit()
+    timings.add_part(commit.n_tokens, out.was_first)
 
 
 class BackgroundWriter:

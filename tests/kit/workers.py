@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moa_data.pipeline import workers
-from moa_data.pipeline.forwards.parts import Timings
+from moa_data.pipeline.report import Timings
 from moa_data.pipeline.workers import WorkOrder, is_done, pending_in_turn
 from moa_data.storage.write.store import StoreWriter
 
 from .stores import Recipe
 
 
-def order_for(store: Path, number: int = 0, n_workers: int = 1) -> WorkOrder:
+def order_for(store: Path, attempt: str = "other") -> WorkOrder:
     """An order for a worker that loads nothing."""
-    return WorkOrder(str(store), None, "", None, "cpu", 1, 1, number, n_workers)
+    return WorkOrder(str(store), None, "", None, "cpu", 1, 1, attempt)
 
 
 class Forked:
@@ -96,8 +96,7 @@ class Script:
                     self.recipe.fill(out)
                     self.at_part(order.index, part)
                     out.commit()
-                timings.n_tokens += sum(out.sequences["n_tokens"].to_pylist())
-                timings.n_parts, timings.n_late = timings.n_parts + out.was_first, timings.n_late + (not out.was_first)
+                timings.add_part(sum(out.sequences["n_tokens"].to_pylist()), out.was_first)
             if not is_done(store):
                 write_bundle(store)
         return timings

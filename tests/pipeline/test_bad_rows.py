@@ -60,7 +60,7 @@ def test_one_bad_row_of_61_is_counted_and_named(
     row, reason, detail = BAD_ROWS[name]
     path = write_rows(tmp_path / f"chats{suffix}", [*GOOD[:17], row, *GOOD[17:]])
     plan = plan_of(target_folder, path, tmp_path, max_length=128)
-    assert plan.rejections == {reason.value: 1}
+    assert plan.sequences.rejections == {reason.value: 1}
     assert plan.sequences.examples[reason.value].startswith("row 17: ")
     assert detail in plan.sequences.examples[reason.value]
     assert plan.sequences.n_rows == 61

@@ -15,7 +15,7 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.dataset import ChatSource, Columns
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
-from moa_data.tests.kit.chats import chat, random_chats, rejected, write_jsonl
+from moa_data.tests.kit.chats import chat, rejected, write_jsonl
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -163,7 +163,7 @@ def test_tools_may_have_a_column_of_another_name() -> None:
         (ALPACA | {"output": ""}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"output": 3}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"input": 3}, RejectReason.EMPTY_CONTENT, "message 0 (user)"),
-        (UnreadableRow("no csv"), RejectReason.MALFORMED_ROW, "no csv"),
+        (UnreadableRow("no JSON"), RejectReason.MALFORMED_ROW, "no JSON"),
         ([1], RejectReason.MALFORMED_ROW, "got list"),
     ],
 )
@@ -187,44 +187,6 @@ def test_rows_without_these_columns_are_rejected(row: Any, reason: RejectReason,
 def test_columns_that_make_no_chat_are_refused(columns: str, message: str) -> None:
     with pytest.raises(OptionInvalid, match=message):
         Columns.parse(columns.split(","))
-
-
-def write(path: Path, text: str) -> str:
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    return str(path)
-
-
-def test_a_csv_file_is_read(tmp_path: Path) -> None:
-    text = '\ufeffprompt,completion\r\n"a, ""b""\nc",d\r\n\r\n\u2028,e\r\none\r\n"x"y,z\r\nlast,\udcff\r\n'
-    rows = [row for _, row in ChatSource(write(tmp_path / "c.csv", text), None).rows()]
-    assert rows[0] == {"prompt": 'a, "b"\nc', "completion": "d"}
-    assert rows[1] == {"prompt": "\u2028", "completion": "e"}
-    assert rows[2] == UnreadableRow("1 fields for 2 columns")
-    assert isinstance(rows[3], UnreadableRow)
-    rejected(parse_chat(Columns.parse(["prompt-completion"]).apply(rows[3])), RejectReason.MALFORMED_ROW, "no csv")
-    assert rows[4] == {"prompt": "last", "completion": "\udcff"}  # refused as no Unicode
-    assert len(rows) == 5
-    tabs = write(tmp_path / "c.tsv", "prompt\tcompletion\na, b\tc\n")
-    assert [row for _, row in ChatSource(tabs, None).rows()] == [{"prompt": "a, b", "completion": "c"}]
-    for text in ("a,a\n1,2\n", '"a"b,c\n'):
-        with pytest.raises(DatasetError, match="does not begin with a line of column names"):
-            list(ChatSource(write(tmp_path / "bad.csv", text), None).rows())
-    assert not list(ChatSource(write(tmp_path / "empty.csv", ""), None).rows())
-
-
-def test_messages_may_be_json_in_a_cell(tmp_path: Path) -> None:
-    cell = json.dumps(chat("a", "b")["messages"]).replace('"', '""')
-    (row,) = (row for _, row in ChatSource(write(tmp_path / "c.csv", f'messages\n"{cell}"\n'), None).rows())
-    found = parse_chat(row)
-    assert isinstance(found, Chat)
-    assert roles_and_texts(found) == [("user", "a"), ("assistant", "b")]
-
-
-def test_a_table_beside_chats_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path / "statistics.csv", "a,b\n1,2\n")
-    assert [file.name for file in ChatSource(str(tmp_path), None).chosen.files] == ["statistics.csv"]
-    write_jsonl(tmp_path / "chats.jsonl", random_chats(1))
-    assert [file.name for file in ChatSource(str(tmp_path), None).chosen.files] == ["chats.jsonl"]
 
 
 def test_the_store_records_the_columns(config: ExtractConfig, chats_file: Path, tmp_path: Path) -> None:

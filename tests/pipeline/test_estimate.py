@@ -1,4 +1,4 @@
-"""The hours of a plan come from three of its batches, and leave nothing behind."""
+"""The hours of a plan come from three of its batches, and leave nothing on the disk."""
 
 from pathlib import Path
 
@@ -7,22 +7,10 @@ import pytest
 from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.estimate import Estimate, batch_lengths, estimate
+from moa_data.pipeline.estimate import batch_lengths, estimate
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.tests.kit.command import run
-
-
-def test_stages_run_at_the_same_time_unless_they_share_the_cores() -> None:
-    assert Estimate(40.0, 131.0, shares_cores=False).total_s == 131.0
-    assert Estimate(40.0, 131.0, shares_cores=True).total_s == 171.0
-    assert Estimate(40.0, None, shares_cores=False).total_s == 40.0
-    assert "workers      4 take about 30 s" in Estimate(120.0, 1.0, shares_cores=False).describe(4)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate_module, "_MIN_WRITTEN_BYTES", 1 << 16)
 
 
 def test_batches_are_those_of_the_extraction(config: ExtractConfig) -> None:
@@ -33,26 +21,22 @@ def test_batches_are_those_of_the_extraction(config: ExtractConfig) -> None:
     assert sum(len(batch) * int(batch.max()) for batch in lengths) == report.timings.n_padded_tokens
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:1,tokens,from-kv"])
 def test_a_plan_is_timed_and_leaves_nothing(config: ExtractConfig, tmp_path: Path, codec: str) -> None:
     before = sorted(tmp_path.rglob("*"))
     found = estimate(build_plan(config.replaced(codec=codec)))
     assert sorted(tmp_path.rglob("*")) == before
-    assert found.forward_s > 0
-    assert (found.write_s is None) == codec.startswith("transform")
+    assert 0 < found.forward_s < found.extract_s
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_addition_is_timed_too(config: ExtractConfig) -> None:
     extract(config.replaced(activations=("hidden:last",), target_layers=0))
     plan = plan_addition(AddConfig.of(store=config.out, model=config.model, activations=("hidden:layer:1",)))
-    assert (estimate(plan).write_s or 0) > 0
+    assert estimate(plan).extract_s > 0
     done = run("add", config.out, "--model", config.model, "--activations", "hidden:layer:1", "--dry-run")
     assert "time         about" in done.stdout
 
 
-@pytest.mark.usefixtures("quick")
 def test_fewer_layers_are_timed_for_all_of_them(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moa_data.moa.targets.live.DeviceClock.seconds", lambda *_: 2.0)  # whatever a batch computes
     plan = build_plan(config.replaced(activations=("kv",)))
@@ -61,7 +45,6 @@ def test_fewer_layers_are_timed_for_all_of_them(config: ExtractConfig, monkeypat
     assert estimate(plan).forward_s == pytest.approx(3 * whole)
 
 
-@pytest.mark.usefixtures("quick")
 def test_plan_tells_what_workers_take(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = ["plan", "--model", config.model, "--dataset", config.dataset, "--out", config.out]

@@ -29,6 +29,7 @@ from moa_data.storage import shard
 from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import commit_path
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
@@ -332,6 +333,23 @@ def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_
         extract(killed)
         assert read_tree(killed.out) == expected, name
         assert not list(Path(killed.out).rglob("*.partial"))
+
+
+def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(config: ExtractConfig) -> None:
+    extract(config)
+    commit = commit_path(Path(config.out), 1)
+    content, n_told = commit.read_bytes(), 0
+    commit.unlink()
+
+    def commit_meanwhile(_done: int, _total: int, message: str) -> None:
+        nonlocal n_told
+        n_told += message.startswith("extract")
+        if n_told == 2:  # the first batch has been computed
+            commit.write_bytes(content)
+
+    timings = extract(config, progress=commit_meanwhile).timings
+    assert (timings.n_parts, timings.n_late, timings.n_tokens) == (0, 1, 0)
+    assert timings.n_computed_tokens > 0
 
 
 def test_batches_hold_neighbours_and_keep_to_the_budget() -> None:

@@ -169,7 +169,7 @@ def test_an_actor_is_killed(runs: Runs) -> None:
 
 
 def test_a_machine_is_lost_and_another_one_joins(machines: Machines, runs: Runs) -> None:
-    running = runs.start("1:2")
+    running = runs.start()
     before = runs.wait_for_parts(5, running)
     machines.have(1)
     lost = runs.wait_for_parts(len(runs.commits()) + 5, running)
@@ -180,7 +180,7 @@ def test_a_machine_is_lost_and_another_one_joins(machines: Machines, runs: Runs)
 
 def test_a_machine_joins_a_run_that_began_with_one(machines: Machines, runs: Runs) -> None:
     machines.have(1)
-    running = runs.start("1:2")
+    running = runs.start()
     before = runs.wait_for_parts(5, running)
     with stopped(actors()[0]):  # else it could do all the rest while the other one starts
         before |= runs.commits()

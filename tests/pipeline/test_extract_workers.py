@@ -48,18 +48,18 @@ def test_a_worker_is_killed_and_the_store_has_the_bytes_of_one_process(config: E
     report = extract(config.replaced(workers=2), progress=kill_one)
     assert killed
     assert read_tree(config.out) == read_tree(elsewhere(config).out)
-    assert (report.n_parts_done, report.n_parts_late) == (report.n_parts, 0)
+    assert (report.n_parts_done, report.timings.n_late) == (report.n_parts, 0)
     assert "lost         1 of 2 workers (signal SIGKILL" in report.describe()
     assert any("1 of 2 workers left" in message for message in told)
     (record,) = [json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")]
-    assert record["lost_workers"] == report.lost_workers
+    assert len(record["lost_workers"]) == 1
     assert set(children()) == before
 
 
 def test_more_workers_than_a_machine_can_have_are_refused(config: ExtractConfig) -> None:
     arguments = ["extract", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
     refused(run(*arguments, "--workers", "0"), "--workers is '0'")
-    refused(run(*arguments, "--workers", "1:2"), "MIN:MAX")
+    refused(run(*arguments, "--workers", "1:2"), "--workers is '1:2'")
 
 
 @pytest.mark.slow

@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 
-from moa_data.errors import DatasetError, OptionInvalid, StorageUnavailable, TargetError, TemplateError
-from moa_data.pipeline.config import ExtractConfig
+from moa_data.errors import (
+    DatasetError,
+    NotEnoughMemory,
+    OptionInvalid,
+    StorageUnavailable,
+    TargetError,
+    TemplateError,
+)
+from moa_data.moa.targets.bundle import parse_target_config
+from moa_data.pipeline import plan as plan_module
+from moa_data.pipeline.add import plan_addition
+from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations
 from moa_data.pipeline.extract import extract
-from moa_data.pipeline.plan import build_plan
+from moa_data.pipeline.plan import ForwardMemory, build_plan, field_specs, forward_memory
 from moa_data.storage.codecs import transform as codec_module
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import build_text_model
-from moa_data.text import format_bytes
 
 
 def make_config(target: Path, dataset: Path, tmp_path: Path, **overrides: Any) -> ExtractConfig:
@@ -39,7 +49,15 @@ def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_
     assert plan.raw_bytes["hidden/last"] == n_tokens * 32 * 2
     assert not (tmp_path / "store").exists()
     text = plan.describe()
-    for part in ("33 rows read", "1 duplicates", "2 rows", "first: row 31", "bytes per token", "free disk", "memory"):
+    for part in (
+        "33 rows read",
+        "1 duplicate",
+        "2 of 33 rows",
+        "first: row 31",
+        "bytes per token",
+        "free disk",
+        "memory",
+    ):
         assert part in text, text
 
 
@@ -183,11 +201,12 @@ def test_a_codec_that_is_too_wide_is_refused_before_chats_are_read(
         build_plan(config)
 
 
-def test_a_disk_that_is_too_small_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    plan = build_plan(make_config(target_folder, chats_file, tmp_path))
+def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lacks(config: ExtractConfig) -> None:
+    plan = build_plan(config)
     plan.check_disk()
-    with pytest.raises(StorageUnavailable, match="has 10 B free"):
+    with pytest.raises(StorageUnavailable, match="has 10 B free") as caught:
         dataclasses.replace(plan, free_bytes=10).check_disk()
+    assert "--" not in str(caught.value)  # `add` and `repair` check it too, and have no --out
     dataclasses.replace(plan, free_bytes=10, present_bytes=plan.stored_bytes).check_disk()
 
 
@@ -199,5 +218,98 @@ def test_features_of_tokens_count_as_stored(target_folder: Path, chats_file: Pat
     assert predicted.stored_bytes - plain.stored_bytes == 2 * 400 * 32  # float16 [vocab_size, width]
 
 
-def test_bytes_are_shown_in_decimal_units() -> None:
-    assert [format_bytes(n) for n in (999, 1500, 31.5e12, 4e15)] == ["999 B", "1.5 kB", "31.5 TB", "4,000.0 TB"]
+GB = 10**9
+LLAMA_3_8B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def memory_of(
+    compute_dtype: str = "float32", batch_tokens: int = 2048, device: str = "cpu", n_workers: int = 1
+) -> ForwardMemory:
+    config = parse_target_config(LLAMA_3_8B, "test")
+    spec = parse_activations(("kv", "hidden:last"), 0, 32)
+    fields = field_specs(spec, {"n_layers": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_size": 4096}, "bfloat16")
+    return forward_memory(config, fields, compute_dtype, batch_tokens, 2048, device, n_workers)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what is free: (host bytes, device bytes or None)."""
+
+    def set_free(host: int | None, device: int | None = None) -> None:
+        monkeypatch.setattr(plan_module, "free_memory", lambda: host)
+        monkeypatch.setattr(plan_module, "free_device_memory", lambda _: device)
+
+    return set_free
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "need", "refused_by"),
+    [
+        (23, None, {}, "host memory"),  # weights of 32 GB
+        (23, None, {"compute_dtype": "bfloat16"}, None),
+        (60, None, {}, None),
+        (None, None, {}, None),  # it can't be told
+        (23, None, {"compute_dtype": "bfloat16", "batch_tokens": 65_536}, "host memory"),
+        (100, None, {"n_workers": 3}, "host memory"),
+        (64, 80, {"compute_dtype": "bfloat16", "batch_tokens": 16_384, "device": "cuda"}, None),
+        (64, 24, {"compute_dtype": "bfloat16", "batch_tokens": 16_384, "device": "cuda"}, "cuda"),
+    ],
+)
+def test_what_cannot_fit_is_refused(
+    free: Any, host: int | None, device: int | None, need: dict[str, Any], refused_by: str | None
+) -> None:
+    memory = memory_of(**need)
+    free(host and host * GB, device and device * GB)
+    if refused_by is None:
+        memory.check()
+        return
+    with pytest.raises(NotEnoughMemory, match=f"Free in {refused_by}") as error:
+        memory.check()
+    assert "--" not in str(error.value)  # `add` and `repair` have fewer options than `extract`
+
+
+def test_memory_is_that_of_weights_batches_and_workers() -> None:
+    one = memory_of()
+    assert one.weight_bytes == 4 * 8_030_261_248
+    assert memory_of(n_workers=3).host_bytes == 3 * one.host_bytes
+    assert memory_of(batch_tokens=256) == one  # the longest sequence makes a batch of its own
+    kept_bytes = 2 * (32 * 2 * 8 * 128 + 4096)
+    on_device = memory_of("bfloat16", 16_384, "cuda")
+    # Weights of 16.1 GB, and 2.1 GB of kept values in each of five copies, of which one lies in a cache.
+    assert 26 * GB < on_device.device_bytes < 34 * GB
+    assert on_device.host_bytes == max(on_device.weight_bytes, 4 * 16_384 * kept_bytes)
+
+
+def test_plan_extract_and_add_refuse_before_they_read_or_load(
+    config: ExtractConfig, free: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(config.replaced(activations=("hidden:last",)))
+    free(1000)
+    monkeypatch.setattr(plan_module, "read_sequences", lambda *_: pytest.fail("the chats were read"))
+    for command in (build_plan, extract):
+        with pytest.raises(NotEnoughMemory):
+            command(config.replaced(out=f"{config.out}-other"))
+    with pytest.raises(NotEnoughMemory):
+        plan_addition(AddConfig.of(store=config.out, model=config.model, activations=("kv",)))
+    refused(run("plan", "--model", config.model, "--dataset", config.dataset, "--out", "new"), "host memory")
+    assert not Path(f"{config.out}-other").exists()
+
+
+def test_weights_of_the_hub_are_not_downloaded_for_what_is_refused(
+    config: ExtractConfig, free: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = Path(config.model), []
+
+    def resolve(_: str, with_weights: bool = True, revision: str | None = None) -> Path:
+        asked.append(with_weights)
+        return folder
+
+    monkeypatch.setattr(plan_module, "resolve_model_folder", resolve)
+    free(1000)
+    with pytest.raises(NotEnoughMemory):
+        build_plan(config.replaced(model="owner/name"), with_weights=True)
+    assert asked == [False]

@@ -15,10 +15,10 @@ import pytest
 from moa_data.errors import OptionInvalid, TargetError, WorkerError
 from moa_data.pipeline import ray_workers
 from moa_data.pipeline.config import ExtractConfig, ScaleSettings, core_share
-from moa_data.pipeline.forwards.parts import Timings
 from moa_data.pipeline.plan import build_plan
-from moa_data.pipeline.ray_workers import ray_task, run_on_ray, workers_that_fit
-from moa_data.pipeline.workers import PartProgress, WorkOrder
+from moa_data.pipeline.ray_workers import RayCrew, ray_task, run_on_ray, workers_that_fit
+from moa_data.pipeline.report import PartProgress, Timings
+from moa_data.pipeline.workers import WorkOrder
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.stores import make_recipe, read_tree
@@ -72,7 +72,7 @@ class FakeRay:
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr(ray_workers, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(RayCrew, "look_every_s", 0.0)
     return fake
 
 
@@ -93,9 +93,9 @@ class Cluster:
 
         self.patch.setattr(ray_workers, "run_worker", work)
         with StoreWriter.create_or_resume(self.path, self.recipe.manifest, self.recipe.plan, shares=True) as store:
-            scale = ScaleSettings(engine="ray", workers="2")
-            progress = PartProgress(store, self.recipe.plan, None)
-            found = run_on_ray(order_for(self.path), store, scale, None, progress)
+            scale = ScaleSettings(engine="ray", workers=2)
+            progress = PartProgress(store, None)
+            found = run_on_ray(order_for(self.path, store.attempt), store, scale, None, progress)
             store.sweep()
         return found
 
@@ -209,10 +209,8 @@ def test_ray_that_is_missing_or_taken_is_said_in_one_line(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"workers": "1:2"},
         {"address": "auto"},
         {"gpus_per_worker": 0},
-        {"engine": "ray", "workers": "4:2"},
         {"engine": "ray", "address": "ray://head:10001"},
     ],
 )
@@ -222,8 +220,8 @@ def test_options_that_are_refused(config: ExtractConfig, changes: dict[str, Any]
 
 
 def test_options_of_ray(config: ExtractConfig) -> None:
-    scale = config.replaced(engine="ray", workers="2:64", address="auto", gpus_per_worker=0.5).scale
-    assert (scale.n_workers, scale.n_local_workers, scale.is_alone) == (64, 1, False)
+    scale = config.replaced(engine="ray", workers=64, address="auto", gpus_per_worker=0.5).scale
+    assert (scale.workers, scale.n_local_workers, scale.is_alone) == (64, 1, False)
     assert not config.replaced(engine="ray").scale.is_alone
 
 

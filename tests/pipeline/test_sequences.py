@@ -59,7 +59,7 @@ def test_two_processes_make_the_plan_that_one_makes(config: ExtractConfig) -> No
     write_jsonl(Path(config.dataset), hostile_rows())
     one, two = (plan_with(n, config) for n in (1, 2))
     assert_same(one, two)
-    assert len(one.rejections) == 4
+    assert len(one.sequences.rejections) == 4
     assert one.sequences.n_duplicates == 2
     assert one.sequences.n_truncated == 1
 

@@ -14,10 +14,10 @@ from moa_data.errors import OptionInvalid, StoreMismatch, WorkerError
 from moa_data.pipeline import workers
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
-from moa_data.pipeline.forwards.parts import Timings
 from moa_data.pipeline.plan import build_plan
+from moa_data.pipeline.report import PartProgress, Timings
 from moa_data.pipeline.texts import keep_texts
-from moa_data.pipeline.workers import PartProgress, device_orders, pending_in_turn, portable, run_processes, run_worker
+from moa_data.pipeline.workers import ProcessCrew, device_orders, direct, pending_in_turn, portable, run_worker
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.kills import die
@@ -61,10 +61,10 @@ class Crew:
         self.pids = script.pids
         self.patch.setattr(workers, "start_process", script.start)
         with self.opened() as store:
-            progress = PartProgress(store, self.recipe.plan, lambda *told: self.told.append(told))
-            orders = [order_for(self.path, number, n_workers) for number in range(n_workers)]
-            found = run_processes(orders, store, progress)
-            progress.tell(looks=True)
+            progress = PartProgress(store, lambda *told: self.told.append(told))
+            order = order_for(self.path, store.attempt)
+            found = direct(ProcessCrew(device_orders(order, "cpu", n_workers)), store, progress)
+            progress.tell(found[0], looks=True)
             store.sweep()
         return found
 

@@ -1,0 +1,187 @@
+"""What a command that writes a store did: times and tokens of its run, its progress, and the report of the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from ..storage.commit import read_part_commit
+from ..storage.paths import StorePath
+from ..storage.schema import commit_path
+from ..storage.write.store import StoreWriter
+from ..text import Progress, counted, format_bytes, format_hours
+
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass
+class Timings:
+    """The times and tokens of a run.
+
+    Attributes:
+        forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
+        copy_s: seconds of copies to the host on a GPU, which work beside the forwards.
+        wait_s: seconds in which the next forward waited for the writer.
+        writer_s: seconds of CPU that the writer thread spent on checking and writing.
+        encode_s: seconds of CPU that the encoders spent, all threads together.
+        extract_s: seconds from the first forward to the last commit.
+        wall_s: seconds of the whole run.
+        n_tokens: tokens of the parts whose commit is of this run.
+        n_computed_tokens: tokens of its forwards, those of parts that another run committed first included.
+        n_padded_tokens: those tokens, padding included.
+        n_before_tokens: tokens that earlier runs had committed.
+        n_parts: parts whose commit is of this run.
+        n_late: parts that this run wrote when another run had committed them already.
+    """
+
+    forward_s: float = 0.0
+    copy_s: float = 0.0
+    wait_s: float = 0.0
+    writer_s: float = 0.0
+    encode_s: float = 0.0
+    extract_s: float = 0.0
+    wall_s: float = 0.0
+    n_tokens: int = 0
+    n_computed_tokens: int = 0
+    n_padded_tokens: int = 0
+    n_before_tokens: int = 0
+    n_parts: int = 0
+    n_late: int = 0
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of padding in what the target computed."""
+        return 1.0 - self.n_computed_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens stored per second, from the first forward to the last commit."""
+        return self.n_tokens / self.extract_s if self.extract_s else 0.0
+
+    def add_part(self, n_tokens: int, was_first: bool) -> None:
+        """Count a part that this run has written; ``was_first`` is false where another run's commit was there."""
+        self.n_parts += was_first
+        self.n_late += not was_first
+        self.n_tokens += n_tokens * was_first
+
+    def __add__(self, other: Timings) -> Timings:
+        """Return the sums of two workers; the seconds of ``extract_s`` and ``wall_s`` are those of the longer one."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        longest = {name: max(getattr(self, name), getattr(other, name)) for name in ("extract_s", "wall_s")}
+        return Timings(**(sums | longest))
+
+    def record(self) -> dict[str, float]:
+        """Return the values for runs/."""
+        return asdict(self) | {"padding_fraction": self.padding_fraction, "tokens_per_s": self.tokens_per_s}
+
+    def describe(self) -> str:
+        """Return what the run wrote as text."""
+        if not self.n_parts and not self.n_late:
+            return "nothing to do, every part was there"
+        text = f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in {format_hours(self.extract_s)}"
+        text += f" ({self.tokens_per_s:,.0f} tokens/s)"
+        if self.n_padded_tokens:
+            text += f"; forwards {format_hours(self.forward_s)}, waiting for the writer {format_hours(self.wait_s)}"
+            text += f", padding {self.padding_fraction:.1%}"
+        return text + (f", {counted(self.n_late, 'part')} that another run committed first" if self.n_late else "")
+
+
+@dataclass
+class WriteReport:
+    """The store that a command has written, and what this run did of it.
+
+    Attributes:
+        n_sequences, n_tokens, n_parts, stored_bytes: of all committed parts.
+        compared: what ``stored_bytes`` is a fraction of, as text; empty for nothing.
+        lines: what the command adds to the text, a name in 13 columns before each.
+        timings: what this run spent, and the parts that it wrote.
+    """
+
+    store: StorePath
+    n_sequences: int
+    n_tokens: int
+    n_parts: int
+    stored_bytes: int
+    timings: Timings = field(repr=False)
+    compared: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, writer: StoreWriter, timings: Timings) -> WriteReport:
+        """Count what the commits of a store list."""
+        commits = [read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()]
+        return cls(
+            writer.path,
+            sum(commit.n_sequences for commit in commits),
+            sum(commit.n_tokens for commit in commits),
+            len(commits),
+            sum(commit.stored_bytes for commit in commits),
+            timings,
+        )
+
+    @property
+    def n_parts_done(self) -> int:
+        """Parts written by this run."""
+        return self.timings.n_parts
+
+    def describe(self) -> str:
+        """Return the report as text."""
+        lines = [
+            f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens, "
+            f"{counted(self.n_parts, 'part')}",
+            f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
+            f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
+            *self.lines,
+            f"this run     {self.timings.describe()}",
+        ]
+        return "\n".join(lines)
+
+    def record(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the record for runs/: everything that may differ between runs that give equal data."""
+        return {
+            "provenance": dict(provenance or {}),
+            "n_parts_done": self.timings.n_parts,
+            "n_parts_late": self.timings.n_late,
+            "timings": self.timings.record(),
+        }
+
+
+class PartProgress:
+    """Tells how much of a store's plan is done: parts by their commits, and tokens of this run.
+
+    Args:
+        progress: called with (tokens done, tokens of the plan, message).
+
+    Attributes:
+        n_before_tokens: tokens of the parts that were committed at the beginning.
+    """
+
+    def __init__(self, store: StoreWriter, progress: Progress | None) -> None:
+        self._store, self._progress = store, progress
+        lengths = store.plan["n_tokens"].to_numpy().astype(np.int64)
+        self._tokens = np.bincount(store.plan["part"].to_numpy(), lengths, store.n_parts).astype(np.int64)
+        self._parts = store.committed_parts()
+        self._n_parts = self._n_before_parts = len(self._parts)
+        self.n_before_tokens = self._n_done = int(self._tokens[self._parts].sum())
+        self._looked_s = time.monotonic()
+
+    def tell(self, timings: Timings, workers: str = "", looks: bool = False) -> None:
+        """Report progress.
+
+        Args:
+            timings: what this run has computed and committed, as far as is known here.
+            workers: who works, for the message.
+            looks: whether to ask for the commits now; else at most once a second, as a folder may be on a network.
+        """
+        if self._progress is None:
+            return
+        if looks or not self._store.is_shared or time.monotonic() > self._looked_s + _LOOK_EVERY_S:
+            self._parts, self._looked_s = self._store.committed_parts(), time.monotonic()
+        committed, total = int(self._tokens[self._parts].sum()), int(self._tokens.sum())
+        self._n_done = max(self._n_done, committed, min(self.n_before_tokens + timings.n_computed_tokens, total))
+        self._n_parts = max(self._n_parts, len(self._parts), self._n_before_parts + timings.n_parts)
+        self._progress(self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}")
