@@ -1,19 +1,29 @@
 """Requests, answers and errors in the form of OpenAI's API.
 
-What is not supported is refused, and never left out silently; settings that are given at the value at which they do
-nothing are taken. ``top_k``, ``repetition_penalty`` and ``drafter`` are additions of this server.
+A setting that is not supported is refused, unless its value changes nothing. ``top_k``, ``repetition_penalty`` and
+``drafter`` are additions of this server.
 """
 
+import asyncio
 import json
 import math
 import secrets
 import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import override
 
 from ..errors import NotAllowed, Overloaded, RequestInvalid, ServingError
-from .answer import AnswerText
+from .detokenizer import Detokenizer, StopStrings
+from .engine.engine import Engine
+from .engine.sequence import Commit, Request, Work
+
+# Commits that wait for a reader when its sequence is held, and when it is released.
+_HOLD_AT, _RELEASE_AT = 64, 8
+_MAX_STOPS, _MAX_STOP_CHARS = 4, 256
 
 # Settings of the API that this server lacks -> values, besides null, at which they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
@@ -70,12 +80,12 @@ class ApiError(Exception):
     @classmethod
     def of(cls, error: ServingError) -> "ApiError":
         """Turn an error of serving into one of the API."""
-        if isinstance(error, RequestInvalid):
-            return cls(400, str(error), code="invalid_value")
-        if isinstance(error, NotAllowed):
-            return cls(401, str(error), code="invalid_api_key")
-        if isinstance(error, Overloaded):
-            return cls(503, str(error), code="overloaded", retry_after_s=1)
+        for kind, status, code, retry_s in (
+            (RequestInvalid, 400, "invalid_value", None), (NotAllowed, 401, "invalid_api_key", None),
+            (Overloaded, 503, "overloaded", 1),
+        ):  # fmt: skip
+            if isinstance(error, kind):
+                return cls(status, str(error), code=code, retry_after_s=retry_s)
         return cls(500, str(error), code="internal_error")
 
 
@@ -111,7 +121,7 @@ class AnswerRequest(BaseModel):
 
     @property
     def n_max_tokens(self) -> int | None:
-        """The bound on the tokens of the answer; None where there is none."""
+        """The bound on the tokens of the answer."""
         return self.max_tokens
 
     @property
@@ -121,11 +131,7 @@ class AnswerRequest(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Read the body of a request.
-
-        Raises:
-            ApiError: it is no JSON, lacks something, or asks for what this server cannot do.
-        """
+        """Read the body of a request, or raise ApiError."""
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
@@ -139,8 +145,9 @@ class AnswerRequest(BaseModel):
             if value not in _NOTHING[name]:
                 message = f"{name} is not supported by this server. Leave it out."
                 raise ApiError(400, message, name, "unsupported_parameter")
-        if len(request.stops) > 4 or not all(request.stops):
-            raise ApiError(400, "stop takes up to 4 strings, none of them empty.", "stop", "invalid_value")
+        if len(request.stops) > _MAX_STOPS or not all(1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops):
+            message = f"stop takes up to {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters."
+            raise ApiError(400, message, "stop", "invalid_value")
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream to be true.", "stream_options", "invalid_value")
         return request
@@ -161,8 +168,8 @@ class ChatRequest(AnswerRequest):
         return sum(len(text) for text in found if isinstance(text, str))
 
     @property
+    @override
     def n_max_tokens(self) -> int | None:
-        """The bound on the tokens of the answer; None where there is none."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -174,11 +181,7 @@ class CompletionRequest(AnswerRequest):
 
     @property
     def single_prompt(self) -> str | list[int]:
-        """The prompt, as a text or as tokens.
-
-        Raises:
-            ApiError: there are several.
-        """
+        """The prompt, as a text or as tokens; ApiError where there are several."""
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > 1:
@@ -198,22 +201,103 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param or 'the body'}: {first['msg'].rstrip('.')}.", param or None, "invalid_value")
 
 
-class AnswerForm:
-    """Writes one answer as JSON, whole or as server-sent events.
+class AnswerText:
+    """The text of one request on its way from the engine's thread to a reader in the event loop.
 
     Args:
-        is_chat: of ``/v1/chat/completions``, else of ``/v1/completions``.
-        model: the model's name.
-        fingerprint: stands for its weights; empty for none.
-        n_prompt: tokens of the prompt.
-        has_usage: whether a stream tells its usage at its end.
+        decode: turns token ids into text, without special tokens.
+
+    Attributes:
+        n_tokens: tokens that the engine has made.
+        finish_reason: ``stop``, ``length`` or ``deadline`` when the answer has ended.
+        first_s: seconds from the request to its first token; None before.
     """
 
-    def __init__(self, is_chat: bool, model: str, fingerprint: str, n_prompt: int, has_usage: bool) -> None:
-        prefix = "chatcmpl" if is_chat else "cmpl"
-        self._is_chat, self._n_prompt, self._has_usage = is_chat, n_prompt, has_usage
-        self._facts = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._facts |= {"system_fingerprint": fingerprint or None}
+    def __init__(
+        self, engine: Engine, request: Request, work: Work, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        self._engine, hand_over = engine, asyncio.get_running_loop().call_soon_threadsafe
+        self._commits: deque[Commit] = deque()
+        self._has_come, self._is_held = asyncio.Event(), False
+        self._error: ServingError | None = None
+        self._text, self._stops = Detokenizer(decode), StopStrings(stops)
+        self._began = time.perf_counter()
+        self.n_tokens, self.finish_reason = 0, ""
+        self.first_s: float | None = None
+        # The engine calls both from its thread.
+        self._id: int | None = engine.add(
+            request, lambda commit: hand_over(self._arrive, commit), lambda error: hand_over(self._fail, error)
+        )
+        engine.set_work(self._id, work)
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the text as it comes, each piece not empty; ServingError where the engine failed with it."""
+        while not self.finish_reason:
+            await self._has_come.wait()
+            if self._error is not None:
+                raise self._error
+            while self._commits and not self.finish_reason:
+                if piece := self._take(self._commits.popleft()):
+                    yield piece
+            if not self._commits:
+                self._has_come.clear()
+            if self._is_held and len(self._commits) <= _RELEASE_AT:
+                self._hold(False)
+
+    async def whole(self) -> str:
+        """Wait for the end, and return the text."""
+        return "".join([piece async for piece in self.pieces()])
+
+    def close(self) -> None:
+        """Free the sequence; the answer has ended, or its reader has gone."""
+        if self._id is not None:
+            self._engine.remove(self._id)
+            self._id = None
+
+    def _take(self, commit: Commit) -> str:
+        """Take the tokens of one call up to a stop string; returns the text that they add."""
+        if commit.tokens and self.first_s is None:
+            self.first_s = time.perf_counter() - self._began
+        text = ""
+        for token in commit.tokens:
+            self.n_tokens += 1
+            text += self._stops.push(self._text.append(token))
+            if self._stops.is_found:
+                self.finish_reason = "stop"
+                return text
+        self.finish_reason = commit.finish
+        return text + self._stops.rest() if commit.finish else text
+
+    def _hold(self, is_held: bool) -> None:
+        if self._id is not None:
+            self._is_held = is_held
+            self._engine.hold(self._id, is_held)
+
+    def _arrive(self, commit: Commit) -> None:
+        self._commits.append(commit)
+        self._has_come.set()
+        if len(self._commits) >= _HOLD_AT and not self._is_held:
+            self._hold(True)
+
+    def _fail(self, error: ServingError) -> None:
+        self._error = error
+        self._has_come.set()
+
+
+class AnswerForm:
+    """Writes the answer to a request as JSON, whole or as server-sent events.
+
+    Args:
+        fingerprint: stands for the model's weights; empty for none.
+        n_prompt: tokens of the prompt.
+    """
+
+    def __init__(self, asked: AnswerRequest, fingerprint: str, n_prompt: int) -> None:
+        self._is_chat, self._n_prompt, self._has_usage = isinstance(asked, ChatRequest), n_prompt, asked.has_usage
+        self._facts = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
+            "model": asked.model, "system_fingerprint": fingerprint or None,
+        }  # fmt: skip
 
     def whole(self, text: str, answer: AnswerText) -> dict[str, Any]:
         """The answer at once."""
@@ -223,15 +307,15 @@ class AnswerForm:
         return self._facts | {"object": name, "choices": [choice], "usage": self._usage(answer)}
 
     def first(self) -> bytes:
-        """The event before all text, which names the role of a chat; empty for a completion."""
+        """The event before all text, which names the role of a chat."""
         return self._delta({"role": "assistant", "content": ""}, None) if self._is_chat else b""
 
     def piece(self, text: str) -> bytes:
-        """An event with a piece of text."""
+        """The event of a piece of text."""
         return self._delta({"content": text} if self._is_chat else text, None)
 
     def last(self, answer: AnswerText) -> bytes:
-        """The events that tell why the answer has ended and, where that was asked for, how many tokens it has."""
+        """The events that say why the answer has ended and, where asked for, how many tokens it has."""
         events = self._delta({} if self._is_chat else "", answer.finish_reason)
         if self._has_usage:
             events += event(self._chunk([]) | {"usage": self._usage(answer)})

@@ -1,4 +1,4 @@
-"""Turns tokens into text one by one, and takes the last ones back."""
+"""Text of an answer that comes token by token: detokenized, taken back, and cut at stop strings."""
 
 from collections.abc import Callable, Sequence
 
@@ -53,3 +53,39 @@ class Detokenizer:
         """What the last tokens would show that are not part of the text, because a character is not complete."""
         first, shown = self._windows[-1]
         return self._decode(self._tokens[first:])[len(self._decode(self._tokens[first:shown])) :]
+
+
+class StopStrings:
+    """Cuts a text that comes in pieces at the first of some stop strings.
+
+    Attributes:
+        is_found: whether one has come; nothing is passed on from then on.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held, self.is_found = tuple(stops), "", False
+
+    def push(self, text: str) -> str:
+        """Take the next piece; returns what can be passed on, without an end that may begin a stop string."""
+        if self.is_found or not self._stops:
+            return "" if self.is_found else text
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:  # the one that is complete first; of those that end together the longest
+            self.is_found, self._held = True, ""
+            return text[: min(found)[1]]
+        n_free = min(_possible_start(text, stop) for stop in self._stops)
+        self._held = text[n_free:]
+        return text[:n_free]
+
+    def rest(self) -> str:
+        """Return what was held back, when the text has ended."""
+        return self._held
+
+
+def _possible_start(text: str, stop: str) -> int:
+    """Find where a stop string may begin whose end has not come; the length of the text if nowhere."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return at if at >= 0 else len(text)

@@ -1,14 +1,13 @@
-"""The gRPC server of ``moa.v1``: one bidirectional stream a drafting session, docs/serving.md explains the exchange.
+"""The gRPC server of ``moa.v1``: one bidirectional stream a drafting session, see docs/protocol.md.
 
-Three layers: a *stream* reads messages and writes those of its outbox; a *session* (``sessions``) is the text, which
-outlives its streams; the engine computes. Whatever comes in, from garbage to too much, ends at most its own stream,
-with a :class:`Failure` and the gRPC status that goes with it.
+A *stream* reads messages and writes those of its outbox; a *session* (``sessions``) is the text, which outlives its
+streams; the engine computes. Whatever comes in ends at most its own stream, with a :class:`Failure` and the gRPC status
+that goes with it.
 """
 
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -18,7 +17,15 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ..errors import DrafterError, MoaDataError, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ..errors import (
+    DrafterError,
+    MoaDataError,
+    NotAllowed,
+    Overloaded,
+    ProtocolMismatch,
+    RequestInvalid,
+    ServingError,
+)
 from ..moa.decoding.sampling import SamplingConfig
 from ..text import first_line
 from . import moa_v1_pb2 as pb
@@ -48,22 +55,14 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class Identities:
-    """Hashes of what the server has, see ``wire``; empty ones are not compared.
-
-    Attributes:
-        drafters: name in the engine -> hash; the first one drafts for clients that name none.
-    """
+    """Hashes of what the server has, see ``wire``; empty ones are not compared."""
 
     target: str = ""
     tokenizer: str = ""
-    drafters: Mapping[str, str] = field(default_factory=dict)
+    drafters: Mapping[str, str] = field(default_factory=dict)  # by name; the first drafts for clients that name none
 
     def check(self, body: pb.Open) -> None:
-        """Compare what an Open says.
-
-        Raises:
-            ProtocolMismatch: client and server do not belong together.
-        """
+        """Raise ProtocolMismatch for an Open of another protocol, target or tokenizer."""
         if body.protocol != PROTOCOL:
             raise ProtocolMismatch(
                 f"the client speaks protocol {body.protocol}, this server {PROTOCOL}; install the same release on both."
@@ -78,13 +77,12 @@ class Identities:
                 )
 
     def drafter(self, identity: str) -> str:
-        """Find the drafter whose contexts a client wants, by default the first.
-
-        Raises:
-            ProtocolMismatch: it is not here; likewise RequestInvalid where none is.
-        """
+        """Find the drafter whose contexts a client wants, by default the first."""
         if not self.drafters:
-            raise RequestInvalid("this server has no drafter, so it makes no contexts; open without a codec.")
+            raise RequestInvalid(
+                "this server has no drafter, and the client's needs what one sees of the target; start "
+                "`moa-data serve` with --drafter and the drafter of the client."
+            )
         for name, own in self.drafters.items():
             if not identity or not own or own == identity:
                 return name
@@ -96,7 +94,7 @@ class Identities:
 
 @dataclass
 class DraftingCounts:
-    """What the server has done and holds; ``metrics`` has a line for each."""
+    """What the server has done and holds, for ``metrics``."""
 
     n_sessions: int = 0
     n_streams: int = 0
@@ -110,28 +108,20 @@ class DraftingCounts:
 
 
 class _Stream:
-    """One stream of one client."""
-
     def __init__(self) -> None:
         self.owner, self.address, self.outbox = "", "", Outbox()
         self.session: DraftingSession | None = None
         self.last_sequence = 0
 
     def end(self) -> None:
-        """Send the client away, for the server ends."""
         self.outbox.fail("unavailable", "the server is going down; open the session again later.", ends=True)
 
 
 class DraftingServer:
     """Serves streams, and keeps the sessions.
 
-    Args:
-        engine: started before the server is.
-        tokens: of those who may use the server.
-
     Attributes:
         port: where it listens.
-        counts: what happened so far.
     """
 
     def __init__(self, engine: Engine, identities: Identities, settings: DraftingOptions, tokens: BearerTokens) -> None:
@@ -147,9 +137,6 @@ class DraftingServer:
         Args:
             port: 0 for any free one.
             credentials: ``grpc.ServerCredentials`` for TLS; None for none.
-
-        Raises:
-            ServingError: the port is in use.
         """
         settings, keepalive_ms = self._settings, round(self._settings.keepalive_s * 1000)
         self._server = server = grpc.aio.server(
@@ -198,7 +185,6 @@ class DraftingServer:
         self._sweeper.cancel()
 
     async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Serve one stream, until either side ends it."""
         stream = _Stream()
         self._streams.add(stream)
         self.counts.n_streams = len(self._streams)
@@ -226,7 +212,7 @@ class DraftingServer:
             await context.abort(STATUSES[failure.code], failure.message)
 
     async def _sweep(self) -> None:
-        """Forget sessions of which nothing has been heard for too long; runs until it is cancelled."""
+        """Forget sessions without a message for too long."""
         idle_s = self._settings.idle_s
         while True:
             await asyncio.sleep(min(5.0, idle_s / 4))
@@ -238,7 +224,6 @@ class DraftingServer:
     # Reading
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Take a stream's messages; whatever they are, only this stream may end of it."""
         late = asyncio.get_running_loop().call_later(self._settings.open_s, self._end_unopened, stream)
         try:
             metadata = context.invocation_metadata() or ()
@@ -323,7 +308,6 @@ class DraftingServer:
             self._answer_open(stream, known, body, request, was_rebuilt)
 
     def _request(self, body: pb.Open) -> Request:
-        """Turn an Open into a request for the engine."""
         self._identities.check(body)
         drafter, wants_context = next(iter(self._identities.drafters), None), False
         if body.codec:
@@ -341,7 +325,6 @@ class DraftingServer:
     def _answer_open(
         self, stream: _Stream, session: DraftingSession, body: pb.Open, request: Request, was_rebuilt: bool
     ) -> None:
-        """Attach a session to its new stream."""
         engine, own = self._engine, self._identities
         width = engine.drafters[request.drafter].context_width if request.drafter and request.wants_context else 0
         drafter = own.drafters.get(request.drafter or "", "")
@@ -380,9 +363,7 @@ class DraftingServer:
         if len(self._sessions) >= self._settings.most_sessions:
             self._make_room(list(self._sessions.values()))
         try:
-            session = DraftingSession(
-                secrets.token_urlsafe(), stream.owner, counted_by, self._engine, request, self._forget
-            )
+            session = DraftingSession(stream.owner, counted_by, self._engine, request, self._forget)
         except Overloaded:
             # The engine forgets a text between two calls, so the room is for the next attempt.
             self._make_room(list(self._sessions.values()))
@@ -393,11 +374,7 @@ class DraftingServer:
         return session
 
     def _make_room(self, sessions: list[DraftingSession]) -> None:
-        """Forget the session that has been without a stream for longest, else the one whose stream has been silent.
-
-        Raises:
-            Overloaded: all are used.
-        """
+        """Forget the session that has been without a stream for longest, else the one whose stream has been silent."""
         late = time.monotonic() - _SILENT_S
         silent = [
             each for each in sessions

@@ -3,8 +3,10 @@
 The way of a request::
 
     connections   bounds on connections and times
-    access        foreign pages, tokens, rates
-    here          body within bounds, settings (api), prompt -> tokens in a thread, engine, text as it comes (answer)
+    metrics       counts and logs it
+    access        foreign pages
+    here          token, rate, body within bounds, prompt -> tokens in a thread
+    api           settings -> request of the engine; commits -> text -> events
 
 A client that goes away frees its text in the engine, one that reads slowly holds it.
 """
@@ -13,10 +15,9 @@ import asyncio
 import copy
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -32,8 +33,7 @@ from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Guard, Rate
-from .answer import AnswerText
-from .api import AnswerForm, AnswerRequest, ApiError, ChatRequest, CompletionRequest, event
+from .api import AnswerForm, AnswerRequest, AnswerText, ApiError, ChatRequest, CompletionRequest, event
 from .config import LimitOptions
 from .connections import Connection
 from .engine.engine import Engine
@@ -81,12 +81,14 @@ class Service:
         self.fingerprint, self.tokens, self.limits = fingerprint, tokens or BearerTokens(), limits or LimitOptions()
         self.is_draining, self._created = False, int(time.time())
         self.metrics = Metrics(engine.snapshot)
-        self._rates: OrderedDict[str, Rate] = OrderedDict()
+        new_rate = partial(Rate, self.limits.requests_per_s, self.limits.requests_at_once)
+        self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: new_rate())
         self._max_chars = engine.limits.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
+        # Long prompts have a thread of their own, so that short ones never wait for them.
         self._tokenizers = [_Tokenizer(target.template, max_waiting) for max_waiting in _MAX_WAITING]
 
     def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
-        """Make the application, for :class:`~.connections.HttpServer`; ``access.Guard`` explains the arguments."""
+        """Make the application; ``access.Guard`` explains the arguments."""
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
@@ -145,11 +147,7 @@ class Service:
         if self.limits.requests_per_s <= 0:
             return
         owner = owner or (request.client.host if request.client else "")
-        rate = self._rates.pop(owner, None) or Rate(self.limits.requests_per_s, self.limits.requests_at_once)
-        self._rates[owner] = rate
-        if len(self._rates) > _MAX_OWNERS:
-            self._rates.popitem(last=False)
-        if wait_s := rate.take():
+        if wait_s := self._rate_of(owner).take():
             raise ApiError(429, "too many requests; send fewer, or later.", None, "rate_limit_exceeded", wait_s)
 
     def _check_token(self, request: HttpRequest) -> str:
@@ -196,12 +194,11 @@ class Service:
     # Answers
 
     async def _answer(self, request: HttpRequest, asked: AnswerRequest, tokens: list[int]) -> Response:
-        """Complete a prompt, streamed or at once; the log's middleware closes the answer in any case."""
+        """Complete a prompt; the log's middleware closes the answer in any case."""
         answer = await self._begin(asked, tokens, request.scope["moa_data.connection"])
         facts = facts_of(request)
         facts.answer, facts.n_prompt = answer, len(tokens)
-        is_chat = isinstance(asked, ChatRequest)
-        form = AnswerForm(is_chat, self.model_name, self.fingerprint, len(tokens), asked.has_usage)
+        form = AnswerForm(asked, self.fingerprint, len(tokens))
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(_events(request, answer, form), 200, headers, "text/event-stream")
@@ -211,7 +208,7 @@ class Service:
         return JSONResponse(form.whole(text, answer))
 
     async def _begin(self, asked: AnswerRequest, tokens: list[int], connection: Connection) -> AnswerText:
-        """Give a prompt to the engine; where it is full, a reader that takes nothing gives way."""
+        """Start an answer; where the engine is full, one whose reader takes nothing gives way."""
         start, work = self._request(asked, tokens)
         give_up_s, has_room = time.monotonic() + _ROOM_S, False
         while True:
@@ -249,7 +246,6 @@ class Service:
         return request, Work.PLAIN if drafter is None else Work.SPECULATE
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
-        """The bound on new tokens: the one asked for, else what is left of the context."""
         context, most, limit = self.engine.limits.max_positions, asked.n_max_tokens, self.limits.most_new_tokens
         if n_prompt >= context:
             message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
@@ -275,10 +271,7 @@ class Service:
 
 
 class _Tokenizer:
-    """A tokenizer in a thread of its own: one is not meant to be used by several threads at once.
-
-    Long prompts have another one than short ones, which so never wait for them.
-    """
+    """A tokenizer in a thread of its own: it is not safe to use from several threads."""
 
     def __init__(self, template: ChatTemplate, max_waiting: int) -> None:
         self._original, self._max_waiting, self._n_waiting = template, max_waiting, 0
@@ -314,7 +307,6 @@ def _text_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 async def _events(request: HttpRequest, answer: AnswerText, form: AnswerForm) -> AsyncIterator[bytes]:
-    """Stream an answer as server-sent events; an error comes as the last one."""
     if first := form.first():
         yield first
     error: ApiError | None = None
@@ -337,7 +329,6 @@ def _late() -> ApiError:
 
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
-    """Answer an error in the API's form, and note it for the log."""
     if isinstance(error, ServingError):
         error = ApiError.of(error)
     elif isinstance(error, HTTPException):  # what no route takes
@@ -352,11 +343,7 @@ async def _show_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for some work as long as the client is there.
-
-    Raises:
-        ApiError: it has gone.
-    """
+    """Wait for some work as long as the client is there."""
 
     async def until_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.requests import Request as HttpRequest
 
-from .answer import AnswerText
+from .api import AnswerText
 from .engine.engine import Counts
 from .grpc import DraftingCounts
 
@@ -58,9 +58,6 @@ _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class Metrics:
     """The metrics of one server, in a registry of its own.
 
-    Args:
-        counts: gives the engine's counts.
-
     Attributes:
         n_in_flight: requests that are being answered.
         n_broken_off: requests that were broken off when the server ended.
@@ -84,7 +81,7 @@ class Metrics:
         )  # fmt: skip
 
     def add(self, counts: "Callable[[], Counts | DraftingCounts]") -> None:
-        """Take up counts of the engine or of the gRPC server, which are read when Prometheus asks."""
+        """Add counts of the engine or of the gRPC server, which are read when Prometheus asks."""
         self._registry.register(_Collector(counts))
 
     def text(self) -> bytes:
@@ -97,7 +94,7 @@ class _Collector:
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a metric for each field of the counts."""
+        """Yield a metric for each field of the counts, as prometheus_client asks for them."""
         values = vars(self._counts())
         for name, (title, text) in _GAUGES.items():
             if name in values:

@@ -107,14 +107,12 @@ class Run(_message.Message):
     def __init__(self, start: _Optional[int] = ..., mode: _Optional[_Union[RunMode, str]] = ...) -> None: ...
 
 class Verify(_message.Message):
-    __slots__ = ("start", "tokens", "parents")
+    __slots__ = ("start", "tokens")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pause(_message.Message):
     __slots__ = ("start",)

@@ -1,15 +1,14 @@
 """Drafting sessions: one text each, which the engine decodes and a stream of messages steers.
 
-A session outlives its stream. Everything here happens in the event loop; the engine's commits come to it from its
-thread. What the client asks for is done in order, one thing at a time, since what a message means depends on what is
-committed by then::
+A session outlives its stream. All of it runs in the event loop; commits come from the engine's thread. Messages are
+done in order, one at a time, since what one means depends on what is committed by then::
 
     idle        nothing to do, or the engine has nothing to do
     verifying   one Verify is with the engine; its commit answers it
     running     the engine decodes, and each commit is sent
     stopping    the engine was told to stop, and says so after the last commit of the run
 
-What is to be sent waits in the :class:`Outbox` of the stream, the drafter's contexts in the session's own
+Messages to send wait in the :class:`Outbox` of the stream, the drafter's contexts in the session's own
 :class:`ContextLog`, from which the outbox takes them: after a cut the next stream continues there.
 
 Shapes: n positions, W numbers of a context.
@@ -17,6 +16,7 @@ Shapes: n positions, W numbers of a context.
 
 import asyncio
 import enum
+import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import Overloaded, RequestInvalid, ServingError
+from ..errors import Overloaded, RequestInvalid
 from . import moa_v1_pb2 as pb
 from .engine.engine import Engine
 from .engine.sequence import Commit, Request, Work
-from .wire import bytes_per_position, encode
+from .wire import bytes_per_position, encode, n_common
 
 # Messages that wait for the engine. A client that drafts ahead has two on their way.
 _MAX_PENDING = 16
@@ -43,26 +43,20 @@ _MAX_UNSENT = 32 << 20
 _MAX_KEPT = 4 << 20
 
 
-class State(enum.Enum):
-    """What a session waits for, see above."""
-
-    IDLE = enum.auto()
-    VERIFYING = enum.auto()
-    RUNNING = enum.auto()
-    STOPPING = enum.auto()
+_State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
 class DraftingSession:
     """One text.
 
     Args:
-        id: what a client takes it up again with.
-        owner: stands for the bearer token of the client that may do so; empty where there are none.
+        owner: stands for the bearer token of the client that may use it; empty where there are none.
         counted_by: what bounds the sessions of one client: its owner, or its address, which may change.
         request: the text, as the client gave it.
         on_lost: called when the engine has failed with this text.
 
     Attributes:
+        id: with which a client resumes it.
         tokens: prompt and committed answer.
         finish: why the answer ended; empty before.
         used_s: ``time.monotonic()`` of the last message from or to its client; kept by the streams.
@@ -72,21 +66,20 @@ class DraftingSession:
 
     def __init__(
         self,
-        id: str,
         owner: str,
         counted_by: str,
         engine: Engine,
         request: Request,
         on_lost: Callable[["DraftingSession"], None],
     ) -> None:
-        self.id, self.owner, self.counted_by, self.used_s = id, owner, counted_by, 0.0
+        self.id, self.owner, self.counted_by, self.used_s = secrets.token_urlsafe(), owner, counted_by, 0.0
         self.outbox: Outbox | None = None
         self.taking_up = asyncio.Lock()
         self._engine, self._loop, self._on_lost = engine, asyncio.get_running_loop(), on_lost
         # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
         # committed before it came.
-        self._asked: tuple[int, int, int]
-        self._state, self._asked, self._tag, self._n_begun = State.IDLE, (0, 0, 0), 0, 0
+        self._asked = (0, 0, 0)
+        self._state, self._tag, self._n_begun = _State.IDLE, 0, 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify | pb.Pause]] = deque()
         self._is_held = self._ends_when_idle = False
         self.stopped = asyncio.Event()
@@ -95,10 +88,10 @@ class DraftingSession:
         self.begin(request)
 
     def begin(self, request: Request) -> None:
-        """Give the text to the engine, which does nothing with it yet; raises what the engine does."""
+        """Give the text to the engine, which does nothing with it yet."""
         n_begun = self._n_begun + 1
         self._sequence_id: int | None = self._engine.add(
-            request, self._hand_commit, lambda error: self._hand_error(n_begun, error)
+            request, self._hand_commit, lambda error: self._loop.call_soon_threadsafe(self._fail, n_begun)
         )
         self._n_begun = n_begun
         self.request, self.tokens, self.finish = request, list(request.tokens), ""
@@ -118,17 +111,15 @@ class DraftingSession:
 
         A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
         """
-        own, n_common = self.request, min(len(self.tokens), len(request.tokens))
+        own, n_both = self.request, min(len(self.tokens), len(request.tokens))
         is_same = (
             (own.n_prompt, own.max_new_tokens, own.sampling, own.seed)
             == (request.n_prompt, request.max_new_tokens, request.sampling, request.seed)
-            and n_common >= own.n_prompt
-            and list(request.tokens[:n_common]) == self.tokens[:n_common]
+            and n_both >= own.n_prompt
+            and list(request.tokens[:n_both]) == self.tokens[:n_both]
         )  # fmt: skip
         if not is_same:
             raise RequestInvalid("the session has another prompt, other settings or other tokens; open a new one.")
-        if request.n_context > len(request.tokens):
-            raise RequestInvalid(f"contexts of {request.n_context} positions cannot be known of this text.")
 
     def must_rebuild(self, request: Request) -> bool:
         """Whether the text must be read again: contexts are wanted that are gone, or the client knows more tokens."""
@@ -160,12 +151,7 @@ class DraftingSession:
         self._continue()
 
     def take(self, sequence: int, body: pb.Run | pb.Verify | pb.Pause) -> None:
-        """Do what a message asks for, after those before it.
-
-        Raises:
-            Overloaded: too many wait already.
-            RequestInvalid: it makes no sense.
-        """
+        """Do what a message asks for, after those before it; raises Overloaded or RequestInvalid."""
         if self._sequence_id is None and not self.finish:
             return  # the engine failed with it, and the client was told
         if not self.request.n_prompt <= body.start <= len(self.tokens):
@@ -175,16 +161,10 @@ class DraftingSession:
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(f"there is no mode {body.mode} of a run; ask for a plain or a speculative one.")
-        if isinstance(body, pb.Verify):  # what _follow could not read; the engine checks the rest
-            n_drafts, most = len(body.tokens), self._engine.limits.max_drafts
-            if n_drafts > most:
-                raise RequestInvalid(f"{n_drafts} drafts are more than the {most} of one call; send them in parts.")
-            if len(body.parents) not in (0, n_drafts):
-                raise RequestInvalid(f"{n_drafts} drafts have {len(body.parents)} parents; give one for each, or none.")
         if len(self._pending) >= _MAX_PENDING:
             raise Overloaded(f"{_MAX_PENDING} messages wait to be done; wait for their answers.")
         self._pending.append((sequence, body))
-        if self._state is State.RUNNING:
+        if self._state is _State.RUNNING:
             self._stop()
         self._continue()
 
@@ -201,12 +181,12 @@ class DraftingSession:
             self._engine.remove(self._sequence_id)
             self._sequence_id = None
         self._pending.clear()
-        self._set_state(State.IDLE)
+        self._set_state(_State.IDLE)
 
     # What is asked for
 
     def _continue(self) -> None:
-        while self._state is State.IDLE and self._pending:
+        while self._state is _State.IDLE and self._pending:
             sequence, body = self._pending.popleft()
             if isinstance(body, pb.Verify):
                 self._verify(sequence, body)
@@ -214,20 +194,17 @@ class DraftingSession:
                 self._run(body)
             else:
                 self._send_tokens(body.start, answers=sequence)
-        if self._state is State.IDLE and self._ends_when_idle and self.outbox is not None:
+        if self._state is _State.IDLE and self._ends_when_idle and self.outbox is not None:
             self.outbox.close()
 
     def _verify(self, sequence: int, body: pb.Verify) -> None:
-        drafts, parents, known = tuple(body.tokens), tuple(body.parents), self.tokens[body.start :]
-        n_agreed = 0
-        if known or self.finish:
-            node, n_agreed = _follow(drafts, parents, known)
-            if n_agreed < len(known) or self.finish:
-                self._send_tokens(body.start, n_agreed, sequence)
-                return
-            drafts, parents = _below(drafts, parents, node)
+        drafts, known = body.tokens, self.tokens[body.start :]
+        n_agreed = n_common(drafts, known)
+        if n_agreed < len(known) or self.finish:
+            self._send_tokens(body.start, n_agreed, sequence)
+            return
         try:
-            self._start(State.VERIFYING, Work.VERIFY, drafts, parents)
+            self._start(_State.VERIFYING, Work.VERIFY, drafts[n_agreed:])
         except RequestInvalid as error:
             self.send_failure("invalid", str(error), answers=sequence)
             return
@@ -237,33 +214,26 @@ class DraftingSession:
         if self.finish or self._n_sent < len(self.tokens):
             self._send_tokens()
         if not self.finish:
-            self._start(State.RUNNING, _RUNS[body.mode])
+            self._start(_State.RUNNING, _RUNS[body.mode])
 
     def _stop(self) -> None:
-        if self._state in (State.RUNNING, State.VERIFYING):
-            self._start(State.STOPPING, Work.IDLE)
+        if self._state in (_State.RUNNING, _State.VERIFYING):
+            self._start(_State.STOPPING, Work.IDLE)
 
-    def _start(self, state: State, work: Work, drafts: tuple[int, ...] = (), parents: tuple[int, ...] = ()) -> None:
+    def _start(self, state: _State, work: Work, drafts: Sequence[int] = ()) -> None:
         assert self._sequence_id is not None
         self._tag += 1
-        self._engine.set_work(self._sequence_id, work, drafts, parents, self._tag)
+        self._engine.set_work(self._sequence_id, work, drafts, self._tag)
         self._set_state(state)
 
-    def _set_state(self, state: State) -> None:
+    def _set_state(self, state: _State) -> None:
         self._state = state
-        self.stopped.set() if state is State.IDLE else self.stopped.clear()
+        self.stopped.set() if state is _State.IDLE else self.stopped.clear()
 
-    # In the engine's thread
-
-    def _hand_commit(self, commit: Commit) -> None:
+    def _hand_commit(self, commit: Commit) -> None:  # in the engine's thread
         if commit.context is not None:  # copied here, so that the event loop never waits for a device
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
         self._loop.call_soon_threadsafe(self._take_commit, commit)
-
-    def _hand_error(self, n_begun: int, error: ServingError) -> None:
-        self._loop.call_soon_threadsafe(self._fail, n_begun)
-
-    # In the event loop
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
@@ -282,23 +252,23 @@ class DraftingSession:
             if self.outbox is not None:
                 self.outbox.wake()
         if commit.tokens or commit.finish:
-            if self._state is State.VERIFYING:
+            if self._state is _State.VERIFYING:
                 sequence, start, n_agreed = self._asked
                 self._send_tokens(start, n_agreed + commit.n_accepted, sequence, commit)
-                self._set_state(State.IDLE)
+                self._set_state(_State.IDLE)
             else:
                 self._send_tokens(commit.start, commit.n_accepted, commit=commit)
-        if commit.finish or (self._state is State.STOPPING and commit.answers == self._tag):
-            self._set_state(State.IDLE)
+        if commit.finish or (self._state is _State.STOPPING and commit.answers == self._tag):
+            self._set_state(_State.IDLE)
         self.update_hold()
         self._continue()
 
     def _fail(self, n_begun: int) -> None:
         if n_begun != self._n_begun or self._sequence_id is None:
-            return  # as above
+            return  # of a text that was given up meanwhile
         self._sequence_id = None
         self._pending.clear()
-        self._set_state(State.IDLE)
+        self._set_state(_State.IDLE)
         # What exactly is in the server's log, and nobody else's affair.
         self.send_failure("internal", "this text failed on the server; open the session again.", ends=True)
         self._on_lost(self)
@@ -476,33 +446,3 @@ class Outbox:
         self._n_context += len(part)
         self._contexts.drop_sent(self._n_context)
         return pb.ServerMessage(context=context)
-
-
-def _follow(drafts: Sequence[int], parents: Sequence[int], known: Sequence[int]) -> tuple[int, int]:
-    """Follow known tokens through a tree of drafts.
-
-    Returns:
-        The last node reached, -1 for the root, and how many tokens were found.
-    """
-    parents = parents or range(-1, len(drafts) - 1)
-    children = {(parent, token): node for node, (token, parent) in enumerate(zip(drafts, parents, strict=True))}
-    at = -1
-    for n_found, token in enumerate(known):
-        node = children.get((at, token))
-        if node is None:
-            return at, n_found
-        at = node
-    return at, len(known)
-
-
-def _below(drafts: Sequence[int], parents: Sequence[int], root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cut out the drafts below a node, which becomes the root; a root of -1 leaves the drafts as they are."""
-    if root < 0 or not parents:
-        return tuple(drafts[root + 1 :]), tuple(parents)
-    places = {root: -1}
-    kept: list[int] = []
-    for node, parent in enumerate(parents):
-        if node > root and parent in places:
-            places[node] = len(kept)
-            kept.append(node)
-    return tuple(drafts[node] for node in kept), tuple(places[parents[node]] for node in kept)

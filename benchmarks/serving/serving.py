@@ -19,8 +19,8 @@ from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
+from moa_data.serving.config import EngineOptions
 from moa_data.serving.engine.engine import Engine
-from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.engine.sequence import Commit, Request, Work
 
 

@@ -32,6 +32,7 @@ from ...moa.formats.checkpoint import load_drafter
 from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids, target_sizes
 from ...moa.targets.live import load_target_tokenizer
 from ...moa.targets.template import ChatTemplate, choose_template_arguments
+from ..wire import n_common
 from .session import Draft
 
 # The file of a training run that records its store, and the folder of a store that holds the bundle.
@@ -158,7 +159,7 @@ class TextDrafter:
             return None
         with torch.inference_mode():
             known = [*tokens[self._root + 1 :], *drafts]
-            n_agreed = _n_common(self._fed, known)
+            n_agreed = n_common(self._fed, known)
             is_stale = newest > self._root and (
                 not drafts or n_agreed < len(self._fed) or len(self._fed) >= _MAX_LEVELS
             )
@@ -229,9 +230,3 @@ class TextDrafter:
             # A cautious guess: with the same noise two models agree more often than the likeliest token is drawn.
             return Draft(token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax()))
         return Draft(token, float(scores.softmax(0)[token]))
-
-
-def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens up to the first that differs."""
-    n_shorter = min(len(first), len(second))
-    return next((place for place in range(n_shorter) if first[place] != second[place]), n_shorter)

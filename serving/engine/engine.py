@@ -11,8 +11,8 @@
 Each token is a function of the target's logits, the settings, the seed and its position in the text. So a text is the
 same whatever shares its calls, whatever is drafted for it, and after any interruption.
 
-The other verbs may be called from any thread, also from the functions that are called with commits: they take effect at
-the next step.
+All other methods may be called from any thread, also from the functions that are called with commits: they take effect
+at the next step.
 """
 
 import itertools
@@ -31,21 +31,18 @@ from ...moa.decoding.coupling import Text, accept_chosen
 from ...moa.decoding.policy import AUTO_SHAPE
 from ...moa.decoding.sampling import accept_argmax, cut_answer
 from ...moa.drafters.base import Drafter
+from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
 from ...text import first_line
-from .kv import BLOCK_TOKENS, KVPool, blocks_for
-from .options import EngineOptions
+from ..config import EngineOptions
 from .runner import Output, Part, Runner
-from .scheduler import Scheduled, Scheduler
+from .scheduler import BLOCK_TOKENS, KVPool, Scheduled, Scheduler, blocks_for
 from .sequence import Commit, Limits, Request, Sequence, Work
 from .speculation import Served, Speculation
 
 _LOG = logging.getLogger(__name__)
+# Positions whose contexts are sent together in a run. A client that loses its network lacks those of fewer.
 _CONTEXTS_AT_ONCE = 16
-"""Positions whose contexts are sent together in a run. A client that loses its network lacks those of fewer."""
-
-OnCommit = Callable[[Commit], None]
-OnError = Callable[[ServingError], None]
 
 
 @dataclass
@@ -71,23 +68,18 @@ class Counts:
 class Engine:
     """Completes texts with one target, step by step or in a thread of its own.
 
-    Functions given to :meth:`add` are called from the thread that steps: they must not block.
-
     Args:
         drafters: name -> loaded drafter of this target.
 
     Attributes:
         limits: what requests may ask for.
-
-    Raises:
-        DrafterError: drafter and target differ in dtype.
     """
 
     def __init__(
         self, target: Target, drafters: Mapping[str, Drafter] | None = None, options: EngineOptions | None = None
     ) -> None:
         options, self.target, self.drafters = options or EngineOptions(), target, dict(drafters or {})
-        shape = options.shape
+        shape, self._n_layers = options.shape, target.sizes["n_layers"]
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
         vocab_size, n_positions = target.sizes["vocab_size"], target.max_positions
         # A text needs room for the drafts of a round besides its tokens.
@@ -104,7 +96,7 @@ class Engine:
         self._wake, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # Verbs for any thread
+    # For any thread
 
     def start(self) -> None:
         """Begin to step in a thread of its own."""
@@ -117,15 +109,14 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def add(self, request: Request, on_commit: OnCommit, on_error: OnError) -> int:
-        """Take up a text, which does nothing until it gets work.
+    def add(
+        self, request: Request, on_commit: Callable[[Commit], object], on_error: Callable[[ServingError], object]
+    ) -> int:
+        """Take a text, which does nothing until it gets work; returns its id.
 
         Args:
-            on_commit: called after each target call that served the text.
-            on_error: called when the text failed; it is removed then.
-
-        Returns:
-            The sequence's id.
+            on_commit: called after each target call that served the text, from the thread that steps: must not block.
+            on_error: called likewise when the text has failed and was removed.
 
         Raises:
             RequestInvalid: the request cannot be served by this engine.
@@ -137,37 +128,31 @@ class Engine:
                 raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
         limit = self.limits.of(request)
-        sequence = Sequence(next(self._ids), request, limit, self._pool.new(), on_commit, on_error)
+        sequence = Sequence(next(self._ids), request, limit, KVBuffer(n_layers=self._n_layers), on_commit, on_error)
         answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
         sequence.finish = cut_answer(answer, n_answer, self.target.eos_token_ids)[1]
         self._mail.append(lambda: self._sequences.update({sequence.id: sequence}))
         return sequence.id
 
-    def set_work(
-        self,
-        sequence_id: int,
-        work: Work,
-        drafts: tuple[int, ...] = (),
-        parents: tuple[int, ...] = (),
-        answers: int = 0,
-    ) -> None:
+    def set_work(self, sequence_id: int, work: Work, drafts: Rows[int] = (), answers: int = 0) -> None:
         """Set what is to be done with a sequence from the next step on, in place of its work before.
 
         A sequence whose answer has ended, and one that becomes idle with a tag, answers with a commit without tokens.
         Without a drafter SPECULATE is PLAIN.
 
         Args:
-            drafts: for VERIFY, tokens after the root, in level order; none for a plain step.
-            parents: of each draft, an index into them, -1 for the root; none for a chain.
+            drafts: for VERIFY, a chain of tokens after the root, of which the first ``most_drafts`` are verified; none
+                for a plain step.
             answers: a tag that the commits of this work carry.
 
         Raises:
-            RequestInvalid: the drafts make no tree of tokens.
+            RequestInvalid: the drafts are no tokens.
         """
-        self.limits.check_drafts(drafts, parents)
+        chain = tuple(drafts[: self.limits.max_drafts])
+        self.limits.check_tokens(chain)
 
         def apply(sequence: Sequence) -> None:
-            sequence.set_work(work, drafts, parents, answers)
+            sequence.set_work(work, chain, answers)
             if sequence.finish or (work is Work.IDLE and answers):
                 self._tell(sequence, sequence.commit())
 
@@ -322,7 +307,7 @@ class Engine:
             self._counts.n_committed += len(new)
             if sequence.request.wants_context:
                 commit = self._note_contexts(sequence, output, commit, kept, start)
-            return Served(scheduled, output, kept, n_drafts, commit)
+            return Served(sequence, n_known, output, kept, n_drafts, commit)
         except Exception as error:  # noqa: BLE001 - as in _call
             self._fail(sequence, error)
             return None
@@ -369,7 +354,7 @@ class Engine:
     def _observe(self, drafting: Mapping[str, list[Sequence]], served: list[Served], round_s: float) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""
         # Reading a chunk of a prompt takes longer than any round, and says nothing about drafts.
-        is_comparable = all(one.scheduled.n_known == 1 for one in served)
+        is_comparable = all(one.n_known == 1 for one in served)
         for name, speculation in self._speculations.items():
             own = [one for one in served if one.sequence.request.drafter == name and one.sequence.is_draftable]
             try:

@@ -1,4 +1,4 @@
-"""Chooses which sequences share the next target call, and how many tokens each reads; knows no tensors.
+"""Chooses which sequences share the next target call, and how many tokens each reads, within a bound on KV memory.
 
 The sequences that were served longest ago come first, so that none waits while another is served twice, as long as the
 memory lasts. All that read prompts share one chunk of tokens a call, so that a long prompt delays the others by no more
@@ -12,16 +12,69 @@ than that chunk::
 A sequence is scheduled only with blocks for its whole text. Where too few are free, sequences without work lose theirs,
 the least recently served first, then those that came after it, the youngest first; the oldest always makes progress. A
 sequence that lost its blocks reads its text again, in chunks, when there is room.
+
+Shapes: H_kv key/value heads, d head dim.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .kv import KVPool, blocks_for, held_blocks
+import torch
+
+from ...moa.nn.kv import KVBuffer
+from ...moa.targets.live import Target
 from .sequence import Sequence, Work
 
+# Copying a buffer each time that it grows by a block costs a thirty-second of a read of it a token, and half a block is
+# unused in each sequence.
+BLOCK_TOKENS = 32
+# Tokens that each sequence reads at least: a call with fewer costs the same.
 _MIN_CHUNK = 16
-"""Tokens that each sequence reads at least: a call with fewer costs the same."""
+
+
+class KVPool:
+    """The bound on the KV of all sequences together, counted in blocks of tokens.
+
+    Args:
+        n_tokens: positions of all sequences, rounded up to a whole block.
+
+    Attributes:
+        n_blocks: blocks in total.
+        n_used: blocks that sequences have.
+    """
+
+    # Each sequence has a buffer of its own, so that attention reads it as it lies: gathering blocks that are scattered
+    # over one large buffer costs as much again as attending to them (8 sequences of 250 tokens, one CPU core).
+
+    def __init__(self, n_tokens: int, target: Target) -> None:
+        self.n_blocks, self.n_used, sizes = blocks_for(n_tokens), 0, target.sizes
+        shape = 1, sizes["n_kv_heads"], 0, sizes["head_dim"]
+        self._like = torch.empty(shape, dtype=target.model.dtype, device=target.device)
+
+    def reserve(self, kv: KVBuffer, n_slots: int) -> bool:
+        """Give a sequence blocks for so many tokens in all; returns False, and does nothing, if too few are free."""
+        n_more = blocks_for(n_slots) - held_blocks(kv)
+        if n_more > self.n_blocks - self.n_used:
+            return False
+        if n_more > 0:
+            kv.resize(kv.capacity + n_more * BLOCK_TOKENS, self._like)
+            self.n_used += n_more
+        return True
+
+    def evict(self, kv: KVBuffer) -> None:
+        """Take all blocks of a sequence, and forget what they hold."""
+        self.n_used -= held_blocks(kv)
+        kv.clear()
+
+
+def blocks_for(n_tokens: int) -> int:
+    """The number of blocks that hold so many tokens."""
+    return -(-n_tokens // BLOCK_TOKENS)
+
+
+def held_blocks(kv: KVBuffer) -> int:
+    """The number of blocks that a sequence has."""
+    return kv.capacity // BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -75,7 +128,8 @@ class Scheduler:
         n_slots = len(sequence.tokens) + n_drafts
         if self._pool.reserve(sequence.kv, n_slots):
             return True
-        n_wanted = blocks_for(n_slots) - held_blocks(sequence.kv) - self._pool.n_free
+        n_free = self._pool.n_blocks - self._pool.n_used
+        n_wanted = blocks_for(n_slots) - held_blocks(sequence.kv) - n_free
         holders = [s for s in sequences if s.kv.capacity and s is not sequence]
         idle = sorted((s for s in holders if not s.is_runnable), key=lambda s: s.last_served)
         younger = [s for s in holders if s.is_runnable and s.id > sequence.id and s not in chosen]

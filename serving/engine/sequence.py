@@ -1,13 +1,13 @@
-"""A text that the engine completes: what was asked for, how far it is, and what its target calls gave.
+"""A text that the engine completes: what was asked for, its state, and what its target calls gave.
 
 A *sequence* is one text: prompt and answer in one list of tokens, indexed from 0. The last token is the *root*: it is
-committed and has no target KV yet. What is before it has target KV, or is *missing* and is read in chunks first::
+committed and has no target KV yet. Tokens before it have target KV, or are *missing* and are read in chunks first::
 
     tokens     The cat sat on the mat       3 tokens have KV: "on the" are missing, "mat" is the root
     target KV  === === ===
 
-One target call reads some of the missing tokens; a call that reaches the root also verifies the drafts after it, and
-commits the drafts that are the target's own tokens and one token more.
+One target call reads some of the missing tokens. A call that reaches the root also verifies the drafts after it, and
+commits those that the target agrees with and one token more.
 """
 
 import time
@@ -19,8 +19,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ...errors import DrafterError, RequestInvalid, ServingError
-from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed, cut_answer
+from ...errors import RequestInvalid, ServingError
+from ...moa.decoding.sampling import GREEDY, SamplingConfig, cut_answer
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.kv import KVBuffer
@@ -75,8 +75,8 @@ class Sequence:
     request: Request
     limit: int  # bound on the tokens of the whole text
     kv: KVBuffer  # target KV of its first tokens, one row
-    on_commit: Callable[[Commit], None]
-    on_error: Callable[[ServingError], None]
+    on_commit: Callable[[Commit], object]
+    on_error: Callable[[ServingError], object]
     tokens: list[int] = field(init=False)
     work: Work = Work.IDLE
     drafts: tuple[int, ...] = ()  # what the next call verifies after the root, in level order
@@ -94,6 +94,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens, self.n_context = list(self.request.tokens), self.request.n_context
+
+    # Tokens and positions
 
     @property
     def n_cached(self) -> int:
@@ -130,10 +132,10 @@ class Sequence:
         """Whether a target call would do something for it now."""
         return self.work is not Work.IDLE and not self.is_held and not self.finish
 
-    def set_work(self, work: Work, drafts: tuple[int, ...], parents: tuple[int, ...], answers: int) -> None:
-        """Replace the work, and any that was not done yet."""
+    def set_work(self, work: Work, drafts: tuple[int, ...], answers: int) -> None:
+        """Replace the work by another, for VERIFY with a chain of drafts."""
         self.work, self.drafts, self.answers = work, drafts, answers
-        self.parents = parents or tuple(range(-1, len(drafts) - 1))
+        self.parents = tuple(range(-1, len(drafts) - 1))
         self.since_s = time.perf_counter()
 
     def end_round(self) -> None:
@@ -179,60 +181,36 @@ class Limits:
     def check(self, request: Request) -> None:
         """Raise RequestInvalid for a request that cannot be served, with a message for its sender."""
         n_prompt, n_tokens, limit = request.n_prompt, len(request.tokens), self.of(request)
-        trouble = ""
-        if not 1 <= n_prompt <= n_tokens:
-            trouble = "the prompt is empty; give at least one token."
-        elif n_prompt >= self.model_positions:
-            trouble = (
-                f"the prompt has {n_prompt} tokens, the model has {self.model_positions} positions; shorten the prompt."
-            )
-        elif request.max_new_tokens < 1:
-            trouble = f"max_new_tokens must be at least 1, got {request.max_new_tokens}."
-        elif n_tokens > limit:
-            trouble = f"the text has {n_tokens} tokens, more than its own bound of {limit}."
-        elif limit > self.max_positions:
-            trouble = (
+        name, known = request.drafter, ", ".join(self.drafters) or "none"
+        drafter = self.drafters.get(name or "")
+        problems = (
+            (not 1 <= n_prompt <= n_tokens, "the prompt is empty; give at least one token."),
+            (
+                n_prompt >= self.model_positions,
+                f"the prompt has {n_prompt} tokens, the model {self.model_positions} positions; shorten the prompt.",
+            ),
+            (request.max_new_tokens < 1, f"max_new_tokens must be at least 1, got {request.max_new_tokens}."),
+            (n_tokens > limit, f"the text has {n_tokens} tokens, more than its own bound of {limit}."),
+            (
+                limit > self.max_positions,
                 f"the text may become {limit} tokens long, {self.max_positions} fit in the server's memory; ask for "
-                "fewer tokens or shorten the prompt."
-            )
-        elif not 0 <= request.n_context <= n_tokens:
-            trouble = f"contexts of {request.n_context} positions cannot be known of this text."
-        if trouble:
-            raise RequestInvalid(trouble)
-        self._check_tokens(request.tokens)
-        try:
-            check_seed(request.seed)
-        except DrafterError as error:
-            raise RequestInvalid(str(error)) from error
-        self._check_drafter(request)
+                "fewer tokens or shorten the prompt.",
+            ),
+            (request.n_context > n_tokens, f"contexts of {request.n_context} positions cannot be known of this text."),
+            (name is not None and drafter is None, f"there is no drafter {name!r} here; loaded: {known}."),
+            (request.wants_context and name is None, "contexts are a drafter's; name one."),
+            (
+                request.wants_context and drafter is not None and drafter.context_width is None,
+                f"the drafter {name!r} cannot draft away from the target; use one of a kind that can: "
+                f"{', '.join(REMOTE_KINDS)}.",
+            ),
+        )
+        for is_wrong, message in problems:
+            if is_wrong:
+                raise RequestInvalid(message)
+        self.check_tokens(request.tokens)
 
-    def check_drafts(self, drafts: tuple[int, ...], parents: tuple[int, ...]) -> None:
-        """Raise RequestInvalid for drafts that are too many or make no tree of tokens."""
-        if len(drafts) > self.max_drafts:
-            raise RequestInvalid(
-                f"{len(drafts)} drafts are more than the {self.max_drafts} that one call verifies; send them in parts."
-            )
-        self._check_tokens(drafts)
-        if parents and len(parents) != len(drafts):
-            raise RequestInvalid(f"{len(drafts)} drafts have {len(parents)} parents; give one for each, or none.")
-        for node, parent in enumerate(parents):
-            if not -1 <= parent < node:
-                raise RequestInvalid(f"the parent of draft {node} is {parent}, expected one of the drafts before it.")
-
-    def _check_tokens(self, tokens: tuple[int, ...]) -> None:
+    def check_tokens(self, tokens: Rows[int]) -> None:
+        """Raise RequestInvalid for tokens that are not of the vocabulary."""
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
             raise RequestInvalid(f"tokens must be from 0 to {self.vocab_size - 1}; use the model's tokenizer.")
-
-    def _check_drafter(self, request: Request) -> None:
-        name = request.drafter
-        if name is None:
-            if request.wants_context:
-                raise RequestInvalid("contexts are a drafter's; name one.")
-        elif name not in self.drafters:
-            known = ", ".join(self.drafters) or "none"
-            raise RequestInvalid(f"there is no drafter {name!r} here; loaded: {known}.")
-        elif request.wants_context and self.drafters[name].context_width is None:
-            raise RequestInvalid(
-                f"{self.drafters[name].kind} cannot draft away from the target; use a drafter of a kind that can: "
-                f"{', '.join(REMOTE_KINDS)}."
-            )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...moa.decoding.coupling import ChainChoice, Text
@@ -25,10 +26,10 @@ from ...moa.decoding.policy import AutoPolicy, ShapePolicy
 from ...moa.decoding.proposer import DrafterProposer
 from ...moa.decoding.tree import DraftTree, TreeShape
 from ...moa.drafters.base import Drafter
+from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
-from .kv import JoinedKV
 from .runner import Output
-from .scheduler import Scheduled
+from .scheduler import BLOCK_TOKENS
 from .sequence import Commit, Sequence
 
 _MAX_CATCH_UP = 64
@@ -39,16 +40,12 @@ _MAX_CATCH_UP = 64
 class Served:
     """What a call gave one sequence."""
 
-    scheduled: Scheduled
+    sequence: Sequence
+    n_known: int  # committed tokens that it read
     output: Output
     kept: list[int]  # the tokens of its part that got KV, in order
     n_drafts: int
     commit: Commit
-
-    @property
-    def sequence(self) -> Sequence:
-        """The sequence that was served."""
-        return self.scheduled.sequence
 
 
 class Speculation:
@@ -206,12 +203,8 @@ class Speculation:
             self.drafter.reuse_context(state, padded, [start for _, start in rows], counts)
 
 
-def _cut(tree: DraftTree, row: int, shape: TreeShape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cut a row's drafts: a chain to what the sequence still needs, and after the draft at which it became unsure.
-
-    Returns:
-        Tokens and parents.
-    """
+def _cut(tree: DraftTree, row: int, shape: Shape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cut a row's drafts: a chain to what the sequence still needs, and after the draft at which it became unsure."""
     tokens, parents = (rows[row] for rows in tree.on_host)
     if shape.is_chain:
         length = min(len(tokens), max_length)
@@ -220,3 +213,40 @@ def _cut(tree: DraftTree, row: int, shape: TreeShape, max_length: int) -> tuple[
             length = min(length, 1 + is_unsure.index(True) if True in is_unsure else length)
         tokens, parents = tokens[:length], parents[:length]
     return tuple(tokens), tuple(parents)
+
+
+class JoinedKV:
+    """The KV of B sequences as a drafter reads it for one round (:class:`~moa_data.moa.targets.cache.KVSource`).
+
+    The drafter writes after the committed slots of copies, never to the sequences.
+
+    Attributes:
+        lengths: committed tokens of each row.
+    """
+
+    def __init__(self, rows: Rows[KVBuffer]) -> None:
+        self._rows, self.lengths = rows, [kv.lengths[0] for kv in rows]
+        self._copies: dict[int, Tensor] = {}  # layer -> [2, B, H_kv, S, d]
+
+    def packed(self, starts: Rows[int], n_tokens: int, first_layer: int = 0) -> Tensor:
+        """Pack the KV of n positions of each row from its start on, zero beyond a row's length: [B, n, L, D]."""
+        rows = []
+        for kv, start in zip(self._rows, starts, strict=True):
+            own = kv.packed([start], min(n_tokens, kv.capacity - start), first_layer)  # would grow beyond its blocks
+            rows.append(F.pad(own, (0, 0, 0, 0, 0, n_tokens - own.shape[1])))
+        return torch.cat(rows)
+
+    def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
+        """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to after the committed part."""
+        copy = self._copies.get(layer)
+        if copy is None or copy.shape[3] < n_slots:
+            like = self._rows[0].buffer
+            # Room for a usual round, so that its levels need no second copy.
+            grown = like.new_zeros(2, len(self._rows), like.shape[3], n_slots + BLOCK_TOKENS, like.shape[5])
+            if copy is not None:
+                grown[:, :, :, : copy.shape[3]] = copy
+            else:
+                for row, (kv, length) in enumerate(zip(self._rows, self.lengths, strict=True)):
+                    grown[:, row, :, :length] = kv.buffer[:, layer, 0, :, :length]
+            self._copies[layer] = copy = grown
+        return copy[0, :, :, :n_slots], copy[1, :, :, :n_slots]

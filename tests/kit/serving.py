@@ -10,9 +10,8 @@ import torch
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.serving.config import ServeConfig
+from moa_data.serving.config import EngineOptions, ServeConfig
 from moa_data.serving.engine.engine import Engine
-from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.http import Service
 from moa_data.serving.run import ServerEnd, ServerRun
 

@@ -11,9 +11,8 @@ import grpc
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.access import BearerTokens
-from moa_data.serving.config import DraftingOptions
+from moa_data.serving.config import DraftingOptions, EngineOptions
 from moa_data.serving.engine.engine import Engine
-from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.grpc import DraftingServer, Identities
 from moa_data.serving.wire import CLIENT_OPTIONS
 
@@ -115,9 +114,9 @@ class Talk:
             if not kinds or message.WhichOneof("body") in kinds:
                 return message
 
-    def verify(self, start: int, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> pb.Committed:
+    def verify(self, start: int, tokens: Sequence[int] = ()) -> pb.Committed:
         """Ask for one call, and return its answer."""
-        sequence = self.send(verify=pb.Verify(start=start, tokens=tokens, parents=parents))
+        sequence = self.send(verify=pb.Verify(start=start, tokens=tokens))
         while True:
             message = self.read("committed", "failure")
             assert message.WhichOneof("body") == "committed", message

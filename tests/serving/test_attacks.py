@@ -18,9 +18,8 @@ from moa_data.serving import api as api_module
 from moa_data.serving import grpc as drafting_module
 from moa_data.serving import http as http_module
 from moa_data.serving.access import BearerTokens
-from moa_data.serving.answer import StopStrings
-from moa_data.serving.config import DraftingOptions, LimitOptions
-from moa_data.serving.engine.options import EngineOptions
+from moa_data.serving.config import DraftingOptions, EngineOptions, LimitOptions
+from moa_data.serving.detokenizer import StopStrings
 from moa_data.serving.metrics import LOG
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
@@ -268,7 +267,7 @@ def test_stop_strings_do_not_depend_on_pieces_and_take_linear_time() -> None:
 
     assert passed(["abc", "b"], ["abc"]) == passed(["abc", "b"], list("abc")) == "a"
     assert passed(["aab"], ["aa", "aab", "c"]) == "aa"
-    n = 100_000  # a search that looks at what it held back once more with each character takes minutes
+    n = 100_000
     assert passed(["a" * n + "b"], list("a" * n + "c")) == "a" * n + "c"
 
 

@@ -136,13 +136,13 @@ def test_drafters_that_have_no_contexts(target: Target) -> None:
     glide, independent = build("glide", target.model), build("independent", target.model)
     with Server(target, {"glide": glide}) as server, Talk(server.address) as talk:
         talk.open(PROMPT, codec="bf16")
-        assert "glide cannot draft away from the target" in failure_of(talk).message
+        assert "'glide' cannot draft away from the target" in failure_of(talk).message
     with Server(target, {"independent": independent}) as server, Talk(server.address) as talk:
         assert talk.opened(PROMPT, codec="bf16").context_width == 0
         assert talk.verify(N).tokens
     with Server(target) as server, Talk(server.address) as talk:
         talk.open(PROMPT, codec="bf16")
-        assert "no drafter, so it makes no contexts; open without a codec" in failure_of(talk).message
+        assert "--drafter" in failure_of(talk).message
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,7 @@ def test_tls(target: Target, answer: list[int]) -> None:
         {"run": pb.Run(start=1 << 31, mode=PLAIN)},
         {"run": pb.Run(start=N)},
         {"run": pb.Run(start=N, mode=cast(Any, 9))},
-        {"verify": pb.Verify(start=N, tokens=[1] * 1000)},
         {"verify": pb.Verify(start=N, tokens=[67])},
-        {"verify": pb.Verify(start=N, tokens=[5] * 17)},
-        {"verify": pb.Verify(start=N, tokens=[5], parents=[-1, 0])},
-        {"verify": pb.Verify(start=N, tokens=[5, 6], parents=[1, -1])},
-        {"verify": pb.Verify(start=N, tokens=[5], parents=[-2])},
         {"open": pb.Open(protocol=1, tokens=PROMPT)},
         {},
     ],
@@ -322,16 +317,7 @@ bodies = st.one_of(
         }
     ),
     st.fixed_dictionaries({"run": st.builds(pb.Run, start=small | any32, mode=st.integers(0, 5))}),
-    st.fixed_dictionaries(
-        {
-            "verify": st.builds(
-                pb.Verify,
-                start=small | any32,
-                tokens=tokens,
-                parents=st.lists(st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(-1, 5), max_size=20),
-            )
-        }
-    ),
+    st.fixed_dictionaries({"verify": st.builds(pb.Verify, start=small | any32, tokens=tokens)}),
     st.fixed_dictionaries({"pause": st.builds(pb.Pause, start=small | any32)}),
     st.fixed_dictionaries({"ping": st.builds(pb.Ping, id=any32)}),
 )

@@ -21,9 +21,8 @@ from openai import OpenAI
 from moa_data.errors import RequestInvalid
 from moa_data.moa.targets.live import Target
 from moa_data.serving.access import BearerTokens
-from moa_data.serving.answer import AnswerText
-from moa_data.serving.config import LimitOptions
-from moa_data.serving.engine.options import EngineOptions
+from moa_data.serving.api import AnswerText
+from moa_data.serving.config import EngineOptions, LimitOptions
 from moa_data.serving.metrics import LOG, JsonLines
 from moa_data.serving.run import bind, check_tls
 from moa_data.tests.kit.attackers import head_of
@@ -382,8 +381,8 @@ def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) ->
 
 
 def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moa_data.serving.answer._HOLD_AT", 4)
-    monkeypatch.setattr("moa_data.serving.answer._RELEASE_AT", 1)
+    monkeypatch.setattr("moa_data.serving.api._HOLD_AT", 4)
+    monkeypatch.setattr("moa_data.serving.api._RELEASE_AT", 1)
     held: list[bool] = []
     with LiveServer(target) as server, client_of(server) as client:
         hold = server.engine.hold

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.moa.targets.live import Target
-from moa_data.serving.config import LimitOptions
-from moa_data.serving.engine.options import EngineOptions
+from moa_data.serving.config import EngineOptions, LimitOptions
 from moa_data.tests.kit.attackers import connect, post
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_text_model, build_tokenizer

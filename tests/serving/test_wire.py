@@ -118,7 +118,7 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
 
 
 def test_messages_are_read_as_they_were_written() -> None:
-    message = moa_v1_pb2.ClientMessage(sequence=3, verify=moa_v1_pb2.Verify(start=5, tokens=[7, 8], parents=[-1, 0]))
+    message = moa_v1_pb2.ClientMessage(sequence=3, verify=moa_v1_pb2.Verify(start=5, tokens=[7, 8]))
     again = moa_v1_pb2.ClientMessage.FromString(message.SerializeToString())
     assert again == message
     assert again.WhichOneof("body") == "verify"

@@ -330,6 +330,15 @@ def test_another_drafter_is_refused() -> None:
         connected.complete([5, 6])
 
 
+def test_a_server_without_a_drafter_is_told_how_to_start() -> None:
+    with (
+        Server(target()) as bare,
+        client(bare.address) as connected,
+        pytest.raises(RequestInvalid, match="--drafter"),
+    ):
+        connected.complete([5, 6])
+
+
 def test_requests_that_make_no_sense(server: Server) -> None:
     with client(server.address) as connected:
         for tokens, n_most in (([], 5), ([5], 0), ([99999], 5)):
