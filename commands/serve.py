@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..moa.targets.live import Target
     from ..serving.grpc import Identities
     from ..serving.http import Service
-    from ..serving.run import ServerEnd
 
 
 @click.command(cls=StageCommand)
@@ -59,13 +58,12 @@ def serve(config: ServeConfig) -> None:
         out.print(f"serving {service.model_name} on {http}/v1{other} (drafters: {drafters})", highlight=False)
         sys.stdout.flush()
 
-    async def run() -> "ServerEnd":
-        return await ServerRun(service, config, on_ready, identities).serve()
-
-    ended = asyncio.run(run())
-    rest = f"{ended.n_broken_off} answers were broken off" if ended.n_broken_off else "all answers had ended"
-    if ended.signum is not None:
-        raise Interrupted(f"stopped; {rest}.", ended.signum)
+    run = ServerRun(service, config, on_ready, identities)
+    asyncio.run(run.serve())
+    n_broken_off = service.metrics.n_broken_off
+    rest = f"{n_broken_off} answers were broken off" if n_broken_off else "all answers had ended"
+    if run.signum is not None:
+        raise Interrupted(f"stopped; {rest}.", run.signum)
     tell(f"stopped; {rest}.")
 
 

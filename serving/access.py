@@ -1,26 +1,52 @@
-"""Who may use a server, and how fast: bearer tokens and rates, for HTTP and gRPC alike; web pages of other sites.
+"""Who may use a server, and how fast: bearer tokens, rates, web pages of other sites, open connections.
 
 Without tokens, everyone who reaches the server may use it. On a machine with a browser that is every web page:
 the browser sends its requests (a form, or text/plain) without asking, and a name of the page's own that resolves to
 127.0.0.1 makes the answers readable. So such a server takes only JSON, no foreign ``Origin``, and, on a loopback
-address, no foreign ``Host``. Tokens make all of this superfluous: no page knows one.
+address, no foreign ``Host``. With tokens none of this is needed: no page knows one.
+
+uvicorn has no deadline for a request's head, a TLS handshake or a reader, and counts no addresses. Here a connection is
+*waiting* until its request has arrived completely, and again when it is answered; meanwhile it is *working*::
+
+    accept -> handshake -> head -> body -> answer -> head -> body -> ...
+              '---- waiting ----------'   working   '-- waiting --'
+              '------ head_s ----' body_s write_s
+
+Where too many are open, the one that has waited longest gives way to the new one. So connections that send nothing, or
+send it slowly, keep nobody out, whatever their number.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
+import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from fastapi.responses import JSONResponse
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import NotAllowed, RequestInvalid
 from .api import ApiError
+from .config import LimitOptions
 
 _SCHEME = "bearer "
+# Seconds without accepting connections where the process may open no more files.
+_RETRY_S = 0.1
+# Seconds in which the request of a new connection is expected to be read, however busy the process is.
+_YOUNG_S = 1.0
+# How many times the bound may come at once beyond it, for that long.
+_BURST = 3
+# Seconds after which a reader that takes nothing may lose its place to another request.
+_STUCK_S = 1.0
 
 
 class BearerTokens:
@@ -37,11 +63,7 @@ class BearerTokens:
 
     @classmethod
     def load(cls, path: str | Path) -> "BearerTokens":
-        """Read a file of tokens, one a line; empty lines and those that begin with # are skipped.
-
-        Raises:
-            RequestInvalid: the file cannot be read, or holds no token, which would let everybody in.
-        """
+        """Read a file of tokens, one a line; empty lines and those that begin with # are skipped."""
         try:
             lines = [line.strip() for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
@@ -52,13 +74,10 @@ class BearerTokens:
         return cls(tokens)
 
     def check(self, authorization: Sequence[str]) -> str:
-        """Check the values of ``authorization`` headers; takes as long for a wrong token as for a right one.
+        """Check the values of ``authorization`` headers, in the same time for a wrong token as for a right one.
 
         Returns:
-            What stands for the owner of the token, without telling it; empty where everybody may come in.
-
-        Raises:
-            NotAllowed: there is none, or it is wrong, or there are several.
+            What stands for the owner of the token, without telling it; empty where everybody is let in.
         """
         if not self._hashes:
             return ""
@@ -79,7 +98,7 @@ def _hash(token: str) -> bytes:
 
 
 class Rate:
-    """A token bucket: so many events a second, and some more at once after a rest."""
+    """A token bucket: so many events a second, and some at once after a rest."""
 
     def __init__(self, per_second: float, at_once: float) -> None:
         self._per_second, self._at_once = per_second, at_once
@@ -101,7 +120,7 @@ def _name_of(authority: str) -> str:
 
 
 class Guard:
-    """Middleware round all routes, inside the log's; ``/health`` is answered to everybody.
+    """Middleware of all routes, inside the log's; ``/health`` is answered to everybody.
 
     Args:
         names: by which the server may be addressed, other than ``localhost`` and addresses, in lower case.
@@ -162,3 +181,200 @@ class Guard:
     def _is_same_site(self, origin: str, hosts: list[str]) -> bool:
         authority = origin.partition("://")[2]
         return authority in hosts or (bool(authority) and _name_of(authority) in self._names)
+
+
+class Connection(H11Protocol):
+    """One connection, by uvicorn's protocol.
+
+    Attributes:
+        is_working: whether a request has arrived completely and is not answered.
+        is_surplus: whether there were too many when it came, all of them working.
+        is_cut: whether the server broke it off.
+        has_asked: whether it has ever sent the head of a request.
+        since: ``time.monotonic()`` from which it waits.
+        ends_s: ``time.monotonic()`` at which its answer has to end.
+    """
+
+    def __init__(self, book: "Connections", sock: socket.socket, address: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.book, self.address, self._socket = book, address, sock
+        self._routes, self.app = self.app, self._answer
+        self.is_working = self.is_surplus = self.is_cut = self.has_asked = False
+        self.ends_s, self.blocked_s = float("inf"), float("inf")
+        self._n_active, self.since = 0, time.monotonic()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.forget()
+        super().connection_lost(exc)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """Work on a request whose head has arrived; one that was sent together with it may begin before its end."""
+        scope["moa_data.connection"] = self
+
+        async def receive_and_note() -> Any:
+            message = await receive()
+            self.is_working = not message.get("more_body", False)
+            return message
+
+        self.has_asked, self._n_active = True, self._n_active + 1
+        self._set_deadline(None)
+        try:
+            await self._routes(scope, receive_and_note, lambda message: self._write(send(message)))
+        finally:
+            self._n_active -= 1
+            if not self._n_active:
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait for the head of a request."""
+        self.is_working, self.ends_s, self.since = False, float("inf"), time.monotonic()
+        self._set_deadline(self.book.limits.head_s)
+
+    async def _write(self, writing: Any) -> None:
+        """Wait for a reader to have room; one that has none for too long is cut off."""
+        now = time.monotonic()
+        self.blocked_s = now
+        try:
+            async with asyncio.timeout(max(0.0, min(self.book.limits.write_s, self.ends_s - now))):
+                await writing
+        except TimeoutError:
+            self.abort()
+        finally:
+            self.blocked_s = float("inf")
+
+    def abort(self) -> None:
+        """Break it off."""
+        self.is_cut = True
+        if self.transport is not None:
+            self.transport.abort()
+        else:  # in the TLS handshake
+            with contextlib.suppress(OSError):  # it has ended already
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self.forget()
+
+    def forget(self) -> None:
+        """Note that it has ended."""
+        self._set_deadline(None)
+        self.book.remove(self)
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None
+        if seconds is not None and self in self.book.open:
+            self._deadline = self.loop.call_later(seconds, self.abort)
+
+
+class Connections:
+    """All open connections of a server."""
+
+    def __init__(self, limits: LimitOptions) -> None:
+        self.limits = limits
+        self.open: set[Connection] = set()
+
+    def add(self, connection: Connection) -> None:
+        """Count a new connection; where there are too many, those that wait give way."""
+        own = {each for each in self.open if each.address == connection.address}
+        has_room = self.make_room(own, self.limits.most_connections_each)
+        connection.is_surplus = not (has_room and self.make_room(self.open, self.limits.most_connections))
+        self.open.add(connection)
+        connection.wait()
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self.open.discard(connection)
+
+    def make_room(self, crowd: set[Connection], most: int) -> bool:
+        """Break off connections that have waited longest, those that never sent a request first.
+
+        Returns:
+            Whether there is room, or will be as soon as one of those that wait is late.
+        """
+        n_surplus = len(crowd) + 1 - most
+        if n_surplus <= 0:
+            return True
+        waiting = sorted((each for each in crowd if not each.is_working), key=lambda each: (each.has_asked, each.since))
+        # The requests of many that come at once have not been read yet, so those of the last second stay, while they
+        # are no more than some times the bound.
+        late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
+        for each in waiting[:n_surplus]:
+            if each.since <= late:
+                each.abort()
+        return bool(waiting)
+
+    def drop_stuck(self) -> bool:
+        """Break off the connection whose reader has taken nothing for longest; returns False if all take something."""
+        stuck = min(self.open, key=lambda each: each.blocked_s, default=None)
+        if stuck is None or time.monotonic() - stuck.blocked_s < _STUCK_S:
+            return False
+        stuck.abort()
+        return True
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with bounded connections, and without signal handlers of its own."""
+
+    def __init__(self, config: uvicorn.Config, limits: LimitOptions) -> None:
+        super().__init__(config)
+        self.book = Connections(limits)
+
+    @override
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        options = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        make = partial(Connection, self.book, **options)
+        self.servers: list[Any] = [_Acceptor(listener, make, self.config.ssl, self.book) for listener in sockets or ()]
+        self.started = True
+
+
+class _Acceptor:
+    """Accepts the connections of a listening socket, as ``asyncio.Server`` does for uvicorn."""
+
+    # Not asyncio.Server: it knows a connection only when its TLS handshake has ended.
+
+    def __init__(self, listener: socket.socket, make: Callable[..., Connection], tls: Any, book: Connections) -> None:
+        self._listener, self._make, self._tls, self._book = listener, make, tls, book
+        self._loop = asyncio.get_running_loop()
+        listener.listen(2048)
+        self._tasks = {self._loop.create_task(self._accept())}
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = await self._loop.sock_accept(self._listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError:  # too many open files
+                self._book.make_room(self._book.open, len(self._book.open))
+                await asyncio.sleep(_RETRY_S)
+                continue
+            task = self._loop.create_task(self._connect(sock, str(peer[0])))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(0)  # let others run, however many connect
+
+    async def _connect(self, sock: socket.socket, address: str) -> None:
+        connection = self._make(sock, address)
+        self._book.add(connection)
+        handshake_s = self._book.limits.head_s if self._tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection, sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError:  # no TLS, or it took too long
+            sock.close()
+            connection.forget()

@@ -2,7 +2,7 @@
 
 The way of a request::
 
-    connections   bounds on connections and times
+    access        bounds on connections and times
     metrics       counts and logs it
     access        foreign pages
     here          token, rate, body within bounds, prompt -> tokens in a thread
@@ -32,10 +32,9 @@ from ..moa.targets.chat import Rejection, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate
-from .access import BearerTokens, Guard, Rate
+from .access import BearerTokens, Connection, Guard, Rate
 from .api import AnswerForm, AnswerRequest, AnswerText, ApiError, ChatRequest, CompletionRequest, event
 from .config import LimitOptions
-from .connections import Connection
 from .engine.engine import Engine
 from .engine.sequence import Request, Work
 from .metrics import Metrics, RequestLog, facts_of

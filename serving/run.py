@@ -15,7 +15,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ import grpc
 import uvicorn
 
 from ..errors import RequestInvalid
+from .access import HttpServer
 from .config import ServeConfig
-from .connections import HttpServer
 from .grpc import DraftingServer, Identities
 from .http import Service
 
@@ -37,19 +36,6 @@ _MAX_FILES = 1 << 16
 _SEND_BUFFER_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class ServerEnd:
-    """How a server ended.
-
-    Attributes:
-        signum: the signal that ended it; None where it was told to end otherwise.
-        n_broken_off: answers that had not ended.
-    """
-
-    signum: int | None
-    n_broken_off: int
-
-
 class ServerRun:
     """One run of a server.
 
@@ -57,6 +43,9 @@ class ServerRun:
         config: where to listen, and bounds; neither model nor drafters are loaded from it.
         on_ready: called with the addresses of HTTP and gRPC once requests are taken; the latter may be None.
         identities: what drafting clients compare; None for no gRPC.
+
+    Attributes:
+        signum: the signal that ended it; None where :meth:`end` was called without one.
     """
 
     def __init__(
@@ -67,22 +56,18 @@ class ServerRun:
         identities: Identities | None = None,
     ) -> None:
         self._service, self._config, self._on_ready, self._identities = service, config, on_ready, identities
-        self._signum: int | None = None
+        self.signum: int | None = None
         self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
 
     def end(self, signum: int | None = None) -> None:
         """Drain, or, when called again, break off; to be called in the event loop."""
-        self._signum = signum
+        self.signum = signum
         if self._ending.is_set():
             self._breaking_off.set()
         self._ending.set()
 
-    async def serve(self) -> ServerEnd:
-        """Serve until a signal comes or :meth:`end` is called.
-
-        Raises:
-            ServingError: an address cannot be used, or the files of TLS.
-        """
+    async def serve(self) -> None:
+        """Serve until a signal comes or :meth:`end` is called; ServingError where an address cannot be used."""
         engine = self._service.engine
         with bind(self._config.host, self._config.port) as listener, self._signals():
             http = self._http(listener)
@@ -99,7 +84,7 @@ class ServerRun:
                     scheme = "https" if self._config.tls else "http"
                     self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
                     await _first_of(serving, self._ending.wait())
-                return await self._drain(http, serving, drafting)
+                await self._drain(http, serving, drafting)
             finally:
                 if drafting is not None:
                     await drafting.stop()
@@ -110,8 +95,6 @@ class ServerRun:
         names = frozenset(name.lower() for name in (config.host, *config.allowed_host))
         app = service.app(names, checks_hosts=ip_address(listener.getsockname()[0]).is_loopback)
         cert, key = config.tls or (None, None)
-        if cert is not None and key is not None:
-            check_tls(cert, key)
         settings = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
             log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
@@ -133,7 +116,7 @@ class ServerRun:
         service.metrics.add(lambda: server.counts)
         return server
 
-    async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> ServerEnd:
+    async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> None:
         """Let what is being done end, or break it off."""
         self._service.is_draining = True
         http.should_exit = True
@@ -150,7 +133,6 @@ class ServerRun:
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        return ServerEnd(self._signum, self._service.metrics.n_broken_off)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -170,11 +152,7 @@ class ServerRun:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen on an address.
-
-    Raises:
-        RequestInvalid: it cannot be used.
-    """
+    """Bind a socket to an address; RequestInvalid where it cannot be used."""
     with contextlib.ExitStack() as undo:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -202,11 +180,7 @@ def raise_file_limit() -> None:
 
 
 def check_tls(cert: Path, key: Path) -> None:
-    """Refuse files that make no TLS server.
-
-    Raises:
-        RequestInvalid: one of them cannot be read, or they do not belong together.
-    """
+    """Refuse files that cannot be read or do not belong together with RequestInvalid."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:

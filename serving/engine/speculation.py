@@ -203,7 +203,7 @@ class Speculation:
             self.drafter.reuse_context(state, padded, [start for _, start in rows], counts)
 
 
-def _cut(tree: DraftTree, row: int, shape: Shape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _cut(tree: DraftTree, row: int, shape: TreeShape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Cut a row's drafts: a chain to what the sequence still needs, and after the draft at which it became unsure."""
     tokens, parents = (rows[row] for rows in tree.on_host)
     if shape.is_chain:

@@ -13,7 +13,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions, ServeConfig
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.http import Service
-from moa_data.serving.run import ServerEnd, ServerRun
+from moa_data.serving.run import ServerRun
 
 from .models import build_text_model, build_tokenizer
 from .templates import LLAMA3_TEMPLATE
@@ -41,15 +41,9 @@ def plain_text(target: Target, prompt: str | list[int], n_new: int) -> str:
 
 
 class LiveServer:
-    """A server in a thread of this process; use it as a context.
-
-    Attributes:
-        address: such as ``http://127.0.0.1:41234``.
-        ended: how it ended.
-    """
+    """A server in a thread of this process, whose ``address`` is such as ``http://127.0.0.1:41234``."""
 
     address: str
-    ended: ServerEnd
 
     def __init__(
         self,
@@ -72,7 +66,7 @@ class LiveServer:
             loop = asyncio.get_running_loop()
             self._run = ServerRun(self.service, self._config, self._ready)
             self._call = loop.call_soon_threadsafe
-            self.ended = await self._run.serve()
+            await self._run.serve()
 
         torch.set_num_threads(1)
         asyncio.run(serve())

@@ -97,7 +97,7 @@ def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: floa
 
 @pytest.mark.usefixtures("large_events")
 def test_readers_that_never_read_give_way(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moa_data.serving.connections._STUCK_S", 0.05)
+    monkeypatch.setattr("moa_data.serving.access._STUCK_S", 0.05)
     engine = EngineOptions(most_sequences=1, most_waiting=1)
     with LiveServer(target, engine=engine) as server, ExitStack() as held:
         for _ in range(2):
@@ -111,7 +111,7 @@ def test_readers_that_never_read_give_way(target: Target, monkeypatch: pytest.Mo
 def test_connections_without_a_request_give_way(
     target: Target, young_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moa_data.serving.connections._YOUNG_S", young_s)
+    monkeypatch.setattr("moa_data.serving.access._YOUNG_S", young_s)
     limits = LimitOptions(most_connections=6, most_connections_each=4, head_s=60)
     with LiveServer(target, limits=limits) as server, ExitStack() as held:
         for said in (b"", b"POST /v1/comp", head_of(COMPLETIONS, 10_000) + b"{"):
@@ -253,6 +253,8 @@ def test_texts_that_cannot_fit_are_refused_unread(server: LiveServer, monkeypatc
 def test_a_client_that_leaves_during_its_body_is_one_line(
     server: LiveServer, resets: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    wait_for(lambda: not server.service.metrics.n_in_flight)  # requests before, which are logged after their answers
+    time.sleep(0.05)
     with caplog.at_level(logging.INFO, LOG.name):
         leave_in_body(place(server), COMPLETIONS, resets)
         wait_for(lambda: bool(caplog.records))

@@ -495,7 +495,7 @@ def test_a_server_that_ends_finishes_its_answers_and_takes_no_more(target: Targe
                 idle.get(f"{server.address}/health")
         server.join()
     assert text == plain_text(target, "Hello there", 60)
-    assert server.ended.n_broken_off == 0
+    assert server.service.metrics.n_broken_off == 0
 
 
 @pytest.mark.parametrize("how", ["grace", "second signal"])
@@ -513,4 +513,4 @@ def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) 
                 list(stream)
         server.join()
     assert time.monotonic() - began < 10
-    assert server.ended.n_broken_off == 1
+    assert server.service.metrics.n_broken_off == 1
