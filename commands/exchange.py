@@ -23,7 +23,7 @@ def export_command(config: ExportConfig) -> None:
     Example:
       moa-data export store --format specforge --out hidden_states
     """
-    from ..pipeline.exchange.exporting import export_store
+    from ..pipeline.exchange.transfer import export_store
 
     with ProgressLine("sequence") as progress:
         report = export_store(config, progress=progress)
@@ -60,7 +60,7 @@ def import_command(config: ImportConfig) -> None:
     Example:
       moa-data import hidden_states --format specforge --model ./llama3-8b --out store
     """
-    from ..pipeline.exchange.importing import import_folder
+    from ..pipeline.exchange.transfer import import_folder
 
     with ProgressLine("sequence") as progress:
         report = import_folder(config, progress=progress, provenance=collect_provenance())

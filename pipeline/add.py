@@ -28,7 +28,7 @@ from ..storage.commit import read_part_commit
 from ..storage.paths import StorePath
 from ..storage.plan import read_plan
 from ..storage.read.store import ActivationStore, read_manifest
-from ..storage.schema import PLAN_NAME, TOKENS, StoreManifest, commit_path, to_float32
+from ..storage.schema import HIDDEN_LAST, PLAN_NAME, TOKENS, StoreManifest, commit_path, to_float32
 from ..storage.write.addition import (
     StoreAddition,
     extended_codec,
@@ -41,7 +41,7 @@ from ..text import Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
 from .card import CardOrigin, write_card
 from .config import ActivationSpec, AddConfig, ExtractConfig, parse_activations, parse_fields, resolve_encode_threads
-from .forwards.calibrate import LAST, learn_from_target, learning_on
+from .forwards.calibrate import learn_from_target, learning_on
 from .forwards.capture import capture
 from .forwards.parts import Forwards, batches, load_target, run_parts, save_bundle
 from .plan import (
@@ -285,23 +285,23 @@ def _learn(
 
 def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[int]) -> str:
     """Run a batch and compare hidden/last with the stored one; refuse more than rounding explains."""
-    if LAST not in reader.fields:
+    if HIDDEN_LAST not in reader.fields:
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     spec = ActivationSpec("kv" in reader.fields, True, ())  # keys and values may change the kernels, and so last bits
-    live = capture(target.model, tokens, spec, getattr(torch, plan.dtype), plan.uses_cache).fields[LAST].float().cpu()
-    own = np.concatenate([values[: len(text)].numpy() for values, text in zip(live, tokens, strict=True)])
-    was = np.concatenate([to_float32(reader.read(row, LAST), plan.dtype) for row in rows])
+    live = capture(target.model, tokens, spec, getattr(torch, plan.dtype), plan.uses_cache).fields[HIDDEN_LAST]
+    own = np.concatenate([values[: len(text)].numpy() for values, text in zip(live.float().cpu(), tokens, strict=True)])
+    was = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), plan.dtype) for row in rows])
     relative = float(np.linalg.norm(was - own)) / max(float(np.linalg.norm(own)), 1e-15)
     if not relative <= stored_tolerance(reader, plan.dtype):
         raise OptionInvalid(
-            f"{plan.store}: {plan.config.model} gives a {LAST} that differs by {relative:.1%} from the stored one, "
-            "more than rounding explains, so new fields would not belong to the old ones. Nothing was written; "
+            f"{plan.store}: {plan.config.model} gives a hidden/last that differs by {relative:.1%} from the stored "
+            "one, more than rounding explains, so new fields would not belong to the old ones. Nothing was written; "
             "check the release of transformers, and run `moa-data audit`."
         )
     if not relative:
-        return f"the first batch gave the stored {LAST} bit for bit"
-    return f"the first batch gave the stored {LAST} up to a relative error of {relative:.1e}, by rounding or codec"
+        return "the first batch gave the stored hidden/last bit for bit"
+    return f"the first batch gave the stored hidden/last up to a relative error of {relative:.1e}, by rounding or codec"
 
 
 def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> AddReport:

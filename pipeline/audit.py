@@ -19,11 +19,10 @@ from ..moa.targets.live import Target, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
-from ..storage.schema import to_float32
+from ..storage.schema import HIDDEN_LAST, to_float32
 from ..text import Progress
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns
-from .forwards.calibrate import LAST
 from .forwards.capture import Capture, capture
 from .sequences import content_id, tokenize_row
 from .sources import (
@@ -224,7 +223,7 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
         tolerance = stored_tolerance(stored, dtype)
         values = torch.from_numpy(to_float32(stored.read(index, name), dtype))
         found = {name: _compare(values, live.fields[name][0].cpu(), name)}
-        if name == LAST:
+        if name == HIDDEN_LAST:
             found["logits"] = _compare_logits(values, live, target, frozen)
         for compared, (max_error, relative, detail) in found.items():
             rows.append(AuditRow(index, sequence_id, compared, max_error, relative, tolerance, detail))
@@ -264,7 +263,7 @@ def _compare_logits(hidden: Tensor, live: Capture, target: Target, frozen: Froze
     for start in range(0, len(hidden), LOGIT_CHUNK_TOKENS):
         stop = start + LOGIT_CHUNK_TOKENS
         teacher = frozen.logits(hidden[start:stop])
-        own = live.fields[LAST][0, start:stop].to(target.model.dtype)
+        own = live.fields[HIDDEN_LAST][0, start:stop].to(target.model.dtype)
         expected = target.logits(own).float().cpu()
         difference = teacher - expected
         if not bool(torch.isfinite(difference).all()):

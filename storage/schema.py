@@ -141,6 +141,8 @@ Array = Any
 
 TOKENS = "tokens"
 """The field of the token ids, of which some codecs need rows to decode another field."""
+HIDDEN_LAST = "hidden/last"
+"""The field of the states after the final norm."""
 
 TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
@@ -265,6 +267,11 @@ def kv_field(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat
         (TOKEN_AXIS, *KV_AXES),
         "attention keys after RoPE (0) and values (1) of every layer",
     )
+
+
+def layer_field(layer: int) -> str:
+    """Return the name of the field of a decoder layer's output."""
+    return f"hidden/layer_{layer}"
 
 
 def hidden_field(name: str, width: int, dtype: str = "bfloat16") -> FieldSpec:

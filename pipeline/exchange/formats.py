@@ -12,21 +12,8 @@ SpecForge                                 ``input_ids`` [S], ``loss_mask`` [S], 
 EAGLE v1 ``{rank}/data_{i}.ckpt``         ``input_ids`` [S], ``loss_mask`` [S], ``hidden_state`` [S, E] after it
 ========================================  =====================================================================
 
-Ids and masks are int64, a mask is aligned with its ids, and activations keep the store's dtype. A target of L decoder
-layers has L + 1 boundaries. Here ``hidden/layer_k`` is the OUTPUT of decoder layer k (from 0), before any final norm,
-and ``hidden/last`` is the state AFTER the final norm, the input of the LM head.
-
-=====================  ============================================  =========================  ==================
-project                number i of a layer means                     here                       last hidden state
-=====================  ============================================  =========================  ==================
-speculators, vLLM      state after i layers; 0 = embeddings, L last  ``hidden/layer_{i-1}``     before the norm
-SpecForge, SGLang      output of layer i (SGLang captures the input  ``hidden/layer_i``         after the norm
-                       of layer i + 1, hence its ``+ 1``)
-EAGLE v1               transformers' ``hidden_states[-1]``           ``hidden/last``            after the norm
-=====================  ============================================  =========================  ==================
-
-All three take by default the states after 2, L // 2 and L - 3 layers, which SpecForge writes as 1, L // 2 - 1 and
-L - 4. Sources, read in stored copies:
+Ids and masks are int64, a mask is aligned with its ids, and activations keep the store's dtype. How the projects number
+layers stands in ``docs/interop.md``. Sources, read in stored copies:
 
 - speculators ``scripts/launch_vllm.py`` (default ids ``[2, L // 2, L - 3, L]``, L appended for the verifier),
   ``src/speculators/train/data.py`` (the last slot is the verifier's last hidden state), pull request 313 (vLLM saves it
@@ -43,7 +30,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import re
 import shutil
 from abc import ABC, abstractmethod
@@ -61,23 +47,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...errors import DrafterError, InteropError, OptionInvalid, SelectionInvalid
-from ...files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
+from ...files import PARTIAL_SUFFIX, disk_full_guard, write_atomic
 from ...moa.files import MAX_CONFIG_BYTES, check_regular, load_pickled_tensors, parsing, read_header
+from ...storage.schema import HIDDEN_LAST, layer_field
 from ...text import add_command
 
-LAST = "hidden/last"
 ROWS_PER_FOLDER = 2000
 """Files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it."""
-_MAX_OVERHEAD_BYTES = 64 << 20
-_MAX_GROWTH = 32
-_BLOCK_BYTES = 1 << 20
+# Hidden states hardly shrink in gzip: a file that grows by more is made to fill the memory.
+_MAX_GROWTH, _MIN_LIMIT_BYTES = 32, 64 << 20
 _ROWS_PER_BATCH = 256
 _STATE = "state.json"
-
-
-def layer_field(layer: int) -> str:
-    """Return the field of a decoder layer's output."""
-    return f"hidden/layer_{layer}"
 
 
 def default_layers(n_layers: int) -> tuple[int, int, int]:
@@ -91,11 +71,6 @@ def default_layers(n_layers: int) -> tuple[int, int, int]:
             f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; "
             "choose others with --layers, such as --layers 0,1."
         ) from error
-
-
-def vllm_layer_id(layer: int) -> int:
-    """Return the number of a decoder layer's output in vLLM and speculators: layers passed so far."""
-    return layer + 1
 
 
 def require_fields(needed: Iterable[str], present: Iterable[str], store: str, purpose: str) -> None:
@@ -116,29 +91,19 @@ class FileFormat(ABC):
         layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
 
     Attributes:
+        fields: the fields of the store that are in the files, in their order.
         gives_last: whether ``hidden/last`` (after the final norm) is in the files.
         kv_layers: layers whose keys and values are in the files, ascending.
-        max_file_bytes: most bytes that a file holds uncompressed.
     """
 
     name: str
+    pattern: str
     gives_last = True
     kv_layers: tuple[int, ...] = ()
-    max_file_bytes = 1 << 30
+    fields: tuple[str, ...]
 
-    def __init__(self, layers: tuple[int, ...], n_layers: int) -> None:
+    def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        self.n_layers = n_layers
-
-    def bound_files(self, width: int, max_positions: int) -> None:
-        """Bound the size of a file: the target's longest sequence, with all its states in float32."""
-        token_bytes = 4 * width * (len(self.layers) + 2) + 2 * 8
-        self.max_file_bytes = max_positions * token_bytes + _MAX_OVERHEAD_BYTES
-
-    @property
-    @abstractmethod
-    def fields(self) -> tuple[str, ...]:
-        """The fields of the store that are in the files, in their order."""
 
     @abstractmethod
     def file(self, folder: Path, i: int) -> Path:
@@ -154,9 +119,17 @@ class FileFormat(ABC):
             hidden: each of ``fields`` -> [S, E]; ``kv`` -> [S, n, H_kv, 2, d] of the ``kv_layers``.
         """
 
-    @abstractmethod
     def files(self, folder: Path) -> list[Path]:
-        """Return the files below a folder in the order of their numbers."""
+        """Return the files below a folder in the order of their numbers: 10 comes after 9."""
+
+        def numbers(path: Path) -> list[tuple[int, str]]:
+            words = re.findall(r"\d+|\D+", path.relative_to(folder).as_posix())
+            return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
+
+        paths = [path for path in folder.rglob(self.pattern) if not path.name.endswith(PARTIAL_SUFFIX)]
+        if not paths:
+            raise InteropError(f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and --format.")
+        return sorted(paths, key=numbers)
 
     @abstractmethod
     def read_tokens(self, path: Path) -> np.ndarray:
@@ -171,101 +144,78 @@ class FileFormat(ABC):
         """Return a file's hidden states: each of ``fields`` -> [S, E]."""
 
 
-class CheckpointFormat(FileFormat):
-    """What SpecForge and EAGLE share: a dict of tensors, written by ``torch.save``."""
+class EagleFormat(FileFormat):
+    """EAGLE v1: a dict by ``torch.save`` with the last hidden state after the final norm, in the folder of rank 0."""
 
-    suffix = ".ckpt"
+    name = "eagle"
+    pattern = "data_*.ckpt"
+    fields: tuple[str, ...] = (HIDDEN_LAST,)
+
+    @override
+    def file(self, folder: Path, i: int) -> Path:
+        return folder / "0" / f"data_{i}.ckpt"
 
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         stream = io.BytesIO()
-        text = {
-            "input_ids": torch.from_numpy(tokens.astype(np.int64)),
-            "loss_mask": torch.from_numpy(mask.astype(np.int64)),
-        }
-        torch.save(text | self._hidden_tensors(hidden), stream)
-        data = stream.getvalue()
-        return gzip.compress(data, compresslevel=1, mtime=0) if self.suffix.endswith(".gz") else data
+        ids, loss_mask = (torch.from_numpy(values.astype(np.int64)) for values in (tokens, mask))
+        torch.save({"input_ids": ids, "loss_mask": loss_mask} | self._hidden_tensors(hidden), stream)
+        return stream.getvalue()
 
-    @override
-    def files(self, folder: Path) -> list[Path]:
-        found = [path for path in folder.rglob("data_*.ckpt*") if path.name.endswith((".ckpt", ".ckpt.gz"))]
-        return _sort_by_number(found, folder, f"data_<number>.ckpt of {self.name}")
+    def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"hidden_state": hidden[HIDDEN_LAST].contiguous()}
 
     @override
     def read_tokens(self, path: Path) -> np.ndarray:
-        return self._vector(path, "input_ids")
+        return _tensor(load_checkpoint(path), "input_ids", path).flatten().long().numpy()
 
     @override
     def read_mask(self, path: Path) -> np.ndarray:
-        return self._vector(path, "loss_mask")
+        return _tensor(load_checkpoint(path), "loss_mask", path).flatten().long().numpy()
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        record = load_checkpoint(path, self.max_file_bytes)
-        return self._split(record, int(_tensor(record, "input_ids", path).numel()), path)
-
-    @abstractmethod
-    def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-
-    @abstractmethod
-    def _split(self, record: Mapping[str, Any], n_tokens: int, path: Path) -> dict[str, Tensor]: ...
-
-    def _vector(self, path: Path, key: str) -> np.ndarray:
-        return _tensor(load_checkpoint(path, self.max_file_bytes), key, path).flatten().long().numpy()
+        return {HIDDEN_LAST: _matrix(load_checkpoint(path), "hidden_state", path)}
 
 
-class SpecForgeFormat(CheckpointFormat):
-    """SpecForge's offline features for EAGLE-3; with ``compress`` in ``.ckpt.gz``."""
+class SpecForgeFormat(EagleFormat):
+    """SpecForge's offline features for EAGLE-3, EAGLE's file with more in it; with ``compress`` in ``.ckpt.gz``."""
 
     name = "specforge"
+    pattern = "data_*.ckpt*"
 
-    def __init__(self, layers: tuple[int, ...], n_layers: int, compress: bool = False) -> None:
-        super().__init__(layers, n_layers)
-        self.suffix = ".ckpt.gz" if compress else ".ckpt"
-
-    @property
-    @override
-    def fields(self) -> tuple[str, ...]:
-        return (LAST, *(layer_field(layer) for layer in self.layers))
+    def __init__(self, layers: tuple[int, ...], compress: bool = False) -> None:
+        super().__init__(layers)
+        self.fields = (HIDDEN_LAST, *map(layer_field, layers))
+        self._compress = compress
 
     @override
     def file(self, folder: Path, i: int) -> Path:
         first = i // ROWS_PER_FOLDER * ROWS_PER_FOLDER
-        return folder / f"rows_{first}-{first + ROWS_PER_FOLDER}" / f"data_{i}{self.suffix}"
+        name = f"data_{i}.ckpt{'.gz' * self._compress}"
+        return folder / f"rows_{first}-{first + ROWS_PER_FOLDER}" / name
 
+    @override
+    def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
+        data = super().encode(tokens, mask, hidden)
+        return gzip.compress(data, compresslevel=1, mtime=0) if self._compress else data
+
+    @override
     def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        layers = torch.cat([hidden[layer_field(layer)] for layer in self.layers], dim=-1)  # [S, K * E]
-        return {"hidden_state": hidden[LAST][None].contiguous(), "aux_hidden_state": layers[None]}
+        layers = torch.cat([hidden[name] for name in self.fields[1:]], dim=-1)  # [S, K * E]
+        return {"hidden_state": hidden[HIDDEN_LAST][None].contiguous(), "aux_hidden_state": layers[None]}
 
-    def _split(self, record: Mapping[str, Any], n_tokens: int, path: Path) -> dict[str, Tensor]:
-        last = _matrix(record, "hidden_state", n_tokens, path)
-        layers = _matrix(record, "aux_hidden_state", n_tokens, path)
+    @override
+    def read_hidden(self, path: Path) -> dict[str, Tensor]:
+        record = load_checkpoint(path)
+        last, layers = _matrix(record, "hidden_state", path), _matrix(record, "aux_hidden_state", path)
         width, count = last.shape[1], len(self.layers)
         if layers.shape[1] != count * width:
             raise InteropError(
                 f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of {width}. "
                 "Name the layers of these files with --layers."
             )
-        states = layers.unflatten(1, (count, width)).unbind(1)
-        return {LAST: last} | {layer_field(layer): state for layer, state in zip(self.layers, states, strict=True)}
-
-
-class EagleFormat(CheckpointFormat):
-    """EAGLE v1: the last hidden state after the final norm, in the folder of rank 0."""
-
-    name = "eagle"
-    fields = (LAST,)
-
-    @override
-    def file(self, folder: Path, i: int) -> Path:
-        return folder / "0" / f"data_{i}.ckpt"
-
-    def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"hidden_state": hidden[LAST].contiguous()}
-
-    def _split(self, record: Mapping[str, Any], n_tokens: int, path: Path) -> dict[str, Tensor]:
-        return {LAST: _matrix(record, "hidden_state", n_tokens, path)}
+        return dict(zip(self.fields, (last, *layers.split(width, dim=1)), strict=True))
 
 
 class SpeculatorsFormat(FileFormat):
@@ -276,22 +226,16 @@ class SpeculatorsFormat(FileFormat):
     """
 
     name = "speculators"
+    pattern = "hs_*.safetensors"
     gives_last = False
 
     def __init__(self, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None) -> None:
-        super().__init__(tuple(layer for layer in layers if layer != n_layers - 1), n_layers)
+        super().__init__((*(layer for layer in layers if layer != n_layers - 1), n_layers - 1))
         self._last_layers = dict(last_layers or {})
         self.kv_layers = tuple(sorted(self._last_layers.values()))
+        self._states = tuple(map(layer_field, self.layers))
+        self.fields = (*self._states, "kv") if self.kv_layers else self._states
         self._rows: tuple[Path, pa.Table] | None = None
-
-    @property
-    @override
-    def fields(self) -> tuple[str, ...]:
-        return (*self._states, "kv") if self.kv_layers else self._states
-
-    @property
-    def _states(self) -> tuple[str, ...]:
-        return (*(layer_field(layer) for layer in self.layers), layer_field(self.n_layers - 1))
 
     @override
     def file(self, folder: Path, i: int) -> Path:
@@ -300,17 +244,13 @@ class SpeculatorsFormat(FileFormat):
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         states = torch.stack([hidden[name] for name in self._states], dim=1)  # [S, K + 1, E]
-        ids = ",".join(str(vllm_layer_id(layer)) for layer in (*self.layers, self.n_layers - 1))
+        ids = ",".join(str(layer + 1) for layer in self.layers)  # vLLM counts the layers passed
         tensors = {"token_ids": torch.from_numpy(tokens.astype(np.int64)), "hidden_states": states.contiguous()}
         for kind, layer in self._last_layers.items():
             of_layer = hidden["kv"][:, self.kv_layers.index(layer)]  # [S, H_kv, 2, d]
             for index, part in enumerate("kv"):
                 tensors[f"kv_last_{kind}_{part}"] = of_layer[:, :, index].contiguous()
         return save(tensors, metadata={"target_layer_ids": ids})
-
-    @override
-    def files(self, folder: Path) -> list[Path]:
-        return _sort_by_number(list(folder.rglob("hs_*.safetensors")), folder, "hs_<number>.safetensors of speculators")
 
     @override
     def read_tokens(self, path: Path) -> np.ndarray:
@@ -372,38 +312,26 @@ def make_format(
         last_layers: see :class:`SpeculatorsFormat`.
     """
     if name == "eagle":
-        return EagleFormat((), n_layers)
+        return EagleFormat(())
     layers = layers or default_layers(n_layers)
     if wrong := [layer for layer in layers if not 0 <= layer < n_layers]:
         raise OptionInvalid(f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose others.")
     if name == "specforge":
-        return SpecForgeFormat(layers, n_layers, compress)
+        return SpecForgeFormat(layers, compress)
     return SpeculatorsFormat(layers, n_layers, last_layers)
 
 
-def load_checkpoint(path: Path, max_bytes: int = FileFormat.max_file_bytes) -> dict[str, Any]:
-    """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read.
-
-    Args:
-        max_bytes: most bytes that it holds uncompressed.
-
-    Raises:
-        InteropError: damaged, too long, or it holds other objects.
-    """
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read."""
     with parsing(f"{path} is damaged, or holds more than tensors", InteropError, "Make the file again, or delete it."):
-        n_bytes = check_regular(path, max_bytes)
         if not path.name.endswith(".gz"):
             return load_pickled_tensors(path)
-        # Hidden states hardly shrink in gzip: a file that grows by more is made to fill the memory.
-        limit = min(max_bytes, max(_MAX_OVERHEAD_BYTES, _MAX_GROWTH * n_bytes))
-        unpacked = io.BytesIO()
+        limit = max(_MIN_LIMIT_BYTES, _MAX_GROWTH * check_regular(path))
         with gzip.open(path) as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                if unpacked.tell() + len(block) > limit:
-                    raise ValueError(f"it unpacks to more than {limit:,} bytes")
-                unpacked.write(block)
-        unpacked.seek(0)
-        return load_pickled_tensors(unpacked)
+            data = stream.read(limit + 1)
+        if len(data) > limit:
+            raise ValueError(f"it unpacks to more than {limit:,} bytes")
+        return load_pickled_tensors(io.BytesIO(data))
 
 
 def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -420,21 +348,17 @@ def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> 
     schema = pa.schema([("input_ids", ids_type), ("loss_mask", ids_type), ("seq_len", pa.int64())])
     with disk_full_guard(folder):
         (partial / "dataset").mkdir(parents=True)
-        left = iter(texts)
         with pa.OSFile(str(partial / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            left = iter(texts)
             while rows := list(islice(left, _ROWS_PER_BATCH)):
-                columns = zip(
-                    *((ids.astype(np.int64), mask.astype(np.int64), len(ids)) for ids, mask in rows), strict=True
-                )
+                ids, masks = zip(*rows, strict=True)
+                columns = (ids, masks, [len(tokens) for tokens in ids])
                 arrays = [pa.array(column, item.type) for column, item in zip(columns, schema, strict=True)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
         dataset = Dataset.from_file(str(partial / "rows.arrow")).with_format("torch")
         dataset.save_to_disk(str(partial / "dataset"))
         for path in sorted((partial / "dataset").iterdir(), key=lambda path: (path.name == _STATE, path.name)):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(path, folder / path.name)
-        fsync_directory(folder)
+            write_atomic(folder / path.name, path.read_bytes())
         shutil.rmtree(partial)
 
 
@@ -454,18 +378,6 @@ def _load_rows(folder: Path) -> pa.Table:
         return rows.data.table.select(["input_ids", "loss_mask"])
 
 
-def _sort_by_number(paths: list[Path], folder: Path, expected: str) -> list[Path]:
-    """Sort by the numbers in the paths, so that 10 comes after 9."""
-    if not paths:
-        raise InteropError(f"{folder} holds no file {expected}. Check the folder and --format.")
-
-    def numbers(path: Path) -> list[tuple[int, str]]:
-        words = re.findall(r"\d+|\D+", path.relative_to(folder).as_posix())
-        return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
-
-    return sorted(paths, key=numbers)
-
-
 def _read_tensor(path: Path, key: str) -> Tensor:
     if key not in read_header(path, InteropError):
         raise InteropError(f"{path} has no tensor {key}. Make the file again.")
@@ -483,9 +395,9 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     return value
 
 
-def _matrix(record: Mapping[str, Any], key: str, n_tokens: int, path: Path) -> Tensor:
+def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     """Return a tensor [S, width] or [1, S, width] as [S, width]."""
-    value = _tensor(record, key, path)
+    value, n_tokens = _tensor(record, key, path), _tensor(record, "input_ids", path).numel()
     if value.dim() == 3 and len(value) == 1:
         value = value[0]
     if value.dim() != 2 or len(value) != n_tokens:

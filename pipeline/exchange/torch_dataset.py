@@ -32,9 +32,6 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         layers: layers of the fields that have a layer axis, in the order given; None for all.
         dtype: dtype of activations; None keeps the stored one.
 
-    Raises:
-        OptionInvalid: no field, a field that the store lacks, or layers without a field that has them.
-
     Example::
 
         loader = DataLoader(ActivationDataset("store"), batch_size=8, shuffle=True, collate_fn=pad_collate)
@@ -103,9 +100,6 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         bucket_batches: groups of a window that is sorted by length; 0 for no bucketing.
         rank: rank of this process; None asks ``torch.distributed``, and is 0 without it.
         world_size: processes in all; None asks ``torch.distributed``, and is 1 without it.
-
-    Raises:
-        OptionInvalid: a value out of range, or as :class:`ActivationDataset`.
     """
 
     def __init__(
@@ -123,11 +117,11 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         world_size: int | None = None,
     ) -> None:
         self._items = ActivationDataset(store, fields, layers, dtype)
-        in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.rank = rank if rank is not None else (torch.distributed.get_rank() if in_group else 0)
-        self.world_size = (
-            world_size if world_size is not None else (torch.distributed.get_world_size() if in_group else 1)
+        group = torch.distributed
+        own, n = (
+            (group.get_rank(), group.get_world_size()) if group.is_available() and group.is_initialized() else (0, 1)
         )
+        self.rank, self.world_size = own if rank is None else rank, n if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise OptionInvalid(f"rank is {self.rank}, expected 0 to {self.world_size - 1} (world_size).")
         if batch_size < 1 or bucket_batches < 0:
@@ -191,9 +185,6 @@ def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
     Returns:
         Field -> [B, T, *token_shape], and ``n_tokens`` int64 [B], the lengths without padding.
-
-    Raises:
-        OptionInvalid: nothing to stack.
     """
     if not items:
         raise OptionInvalid("pad_collate got no items; a batch needs at least one sequence.")

@@ -21,7 +21,7 @@ from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform import Observation, Rope
 from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
-from ...storage.schema import TOKENS
+from ...storage.schema import HIDDEN_LAST, TOKENS
 from ...text import Progress
 from ..config import ActivationSpec
 from .capture import capture
@@ -30,8 +30,6 @@ SAMPLE_TOKENS = 30_000
 """Tokens that a codec learns from; in float32 they take 8 GB of disk at the sizes of Llama-3-8B, while it learns."""
 METRIC_TOKENS = 4_096
 """Tokens of the sample over which the effect of an error on the next-token distribution is averaged."""
-
-LAST = "hidden/last"
 
 ReadSequence = Callable[[int], Mapping[str, np.ndarray]]
 """Row of the plan -> each field, float32 [n_tokens, *token_shape], and the tokens, int [n_tokens]."""
@@ -124,9 +122,9 @@ def calibrate(
             values = read(row)
             for name, observation in observations.items():
                 observation.observe(values[name], values[TOKENS])
-            if LAST in observations:
+            if HIDDEN_LAST in observations:
                 own = of_metric - (ends[i] - lengths[row])
-                last.append(values[LAST][own[(own >= 0) & (own < lengths[row])]])
+                last.append(values[HIDDEN_LAST][own[(own >= 0) & (own < lengths[row])]])
         bits: dict[str, float] = {}
         offered: dict[str, list[np.ndarray]] = {}
         used = {name for names in codec.sources.values() for name in names}
@@ -134,7 +132,7 @@ def calibrate(
             observation, learned = observations[name], codec.learned[name]
             if name in joint and not bits:
                 bits = _joint_bits(codec, joint, observations, offered, learning)
-            if name == LAST:
+            if name == HIDDEN_LAST:
                 learning.progress(0, 1, "learn: metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
                 learned.metrics = [[logit_metric(np.concatenate(last), head, place=learning.place)]]

@@ -11,7 +11,7 @@ from moa_data.pipeline.add import add
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig
-from moa_data.pipeline.exchange.exporting import export_store
+from moa_data.pipeline.exchange.transfer import export_store
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.recode import recode

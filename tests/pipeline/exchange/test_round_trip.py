@@ -22,8 +22,7 @@ from moa_data.errors import InteropError, OptionInvalid, OutputOccupied, Selecti
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
-from moa_data.pipeline.exchange.exporting import export_store
-from moa_data.pipeline.exchange.importing import import_folder
+from moa_data.pipeline.exchange.transfer import export_store, import_folder
 from moa_data.pipeline.extract import extract
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store

@@ -1,0 +1,349 @@
+"""Write a store in the file format of another project, and make a store from such files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ...errors import InteropError, OutputOccupied
+from ...files import write_atomic
+from ...moa.targets.bundle import (
+    FrozenTarget,
+    hash_target,
+    layer_windows,
+    load_target_config,
+    save_target_bundle,
+    target_sizes,
+)
+from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
+from ...storage.codecs.registry import LOSSLESS, StoreCodec
+from ...storage.paths import StorePath
+from ...storage.plan import plan_counts, plan_parts
+from ...storage.read.store import ActivationStore
+from ...storage.schema import (
+    ALIGNMENT_TOKENS,
+    HIDDEN_LAST,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    response_mask_field,
+    tokens_field,
+)
+from ...storage.write.store import StoreWriter
+from ...text import Progress, counted
+from ..card import CardOrigin, public_name, write_card
+from ..recode import write_parts
+from ..sequences import content_id
+from .config import ExportConfig, ImportConfig
+from .formats import FileFormat, count_rows, make_format, require_fields, write_rows
+from .torch_dataset import ActivationDataset
+
+_N_WRITERS = 8
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+RECORD_NAME = "export.json"
+"""File that says what an exported folder was made from; other projects do not read it."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        format: its name, e.g. ``"specforge"``.
+        fields: fields of the store that went into it.
+        n_written: files written by this run; the others were there already.
+        written_bytes: bytes of the files that this run wrote.
+    """
+
+    folder: Path
+    format: str
+    fields: tuple[str, ...]
+    n_sequences: int
+    n_written: int
+    written_bytes: int
+
+    def describe(self) -> str:
+        """Return the report as text."""
+        kept = self.n_sequences - self.n_written
+        return (
+            f"{self.folder}: {counted(self.n_sequences, 'sequence')} for {self.format} from {', '.join(self.fields)}; "
+            f"{self.n_written:,} written ({self.written_bytes / 1e6:,.1f} MB), {kept:,} were there"
+        )
+
+
+def export_store(config: ExportConfig, progress: Progress | None = None) -> ExportReport:
+    """Write a store's sequences as another project's files, in the store's order; files that are there stay.
+
+    Raises:
+        SelectionInvalid: the store lacks a field that the file format needs.
+        OutputOccupied: the folder holds something else, or an export of another store.
+    """
+    folder = Path(config.out).expanduser()
+    with ActivationStore(config.store, require_complete=True) as store:
+        n_layers = int(store.manifest.target["n_layers"])
+        windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
+        last_layers = {"global" if window is None else "local": layer for layer, window in enumerate(windows)}
+        file_format = make_format(config.format, config.layers, n_layers, config.compress, last_layers)
+        require_fields(file_format.fields, store.fields, str(store.path), file_format.name)
+        n = min(config.max_sequences or len(store), len(store))
+        _claim(folder, _record(config, file_format, store), n)
+        dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
+        sizes, pending = list[int](), deque[Future[None]]()
+        # In threads, as a disk syncs many small files at once in the time of one.
+        with ThreadPoolExecutor(_N_WRITERS) as threads:
+            for i in range(n):
+                data = _encode_sequence(folder, file_format, dataset, i)
+                if data is not None:
+                    pending.append(threads.submit(_write, file_format.file(folder, i), data))
+                    sizes.append(len(data))
+                if len(pending) > _N_WRITERS:
+                    pending.popleft().result()
+                if progress:
+                    progress(i + 1, n, f"export to {file_format.name}")
+            for future in pending:
+                future.result()
+        if file_format.name == "speculators" and count_rows(folder) != n:
+            write_rows(folder, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
+    return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, data)
+
+
+def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationDataset, i: int) -> bytes | None:
+    """Return the content of one file; None if it exists with the same tokens."""
+    path = file_format.file(folder, i)
+    tokens = dataset.store.read(i, "tokens")
+    if not path.exists():
+        return file_format.encode(tokens, dataset.store.read(i, "response_mask"), dataset[i])
+    if not np.array_equal(file_format.read_tokens(path), tokens):
+        raise OutputOccupied(f"{path} holds other tokens than sequence {i} of the store. Choose another --out.")
+    return None
+
+
+def _record(config: ExportConfig, file_format: FileFormat, store: ActivationStore) -> dict[str, Any]:
+    return {
+        "format": file_format.name,
+        "fields": list(file_format.fields),
+        "compress": config.compress,
+        "store_sha256": hashlib.sha256(store.manifest.to_json().encode()).hexdigest(),
+        "target": dict(store.manifest.target),
+        "identities": dict(store.manifest.identities),
+    }
+
+
+def _claim(folder: Path, record: dict[str, Any], n_sequences: int) -> None:
+    """Take an empty folder, or one that the same export began; write the record."""
+    path = folder / RECORD_NAME
+    if path.is_file():
+        try:
+            old = json.loads(path.read_bytes())
+            n_before = int(old.pop("n_sequences"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OutputOccupied(f"{path} is no record of an export ({error!r}). Choose another --out.") from error
+        if changed := [key for key in record if old.get(key) != record[key]]:
+            raise OutputOccupied(
+                f"{folder} holds another export: {', '.join(changed)} differ, see {RECORD_NAME}. Choose another --out."
+            )
+        if n_before > n_sequences:
+            raise OutputOccupied(
+                f"{folder} was begun with {n_before:,} sequences, {n_sequences:,} are asked for now. Choose another "
+                "--out or a larger --max-sequences."
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputOccupied(f"{folder} is not an empty folder and no export of this program. Choose another --out.")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record | {"n_sequences": n_sequences}, indent=2, sort_keys=True) + "\n"
+    write_atomic(path, text.encode())
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import did.
+
+    Attributes:
+        n_duplicates: files that were left out, as their text was there already.
+        n_parts_done: parts written by this run.
+    """
+
+    store: StorePath
+    format: str
+    fields: tuple[str, ...]
+    n_sequences: int
+    n_tokens: int
+    n_duplicates: int
+    n_parts_done: int
+
+    def describe(self) -> str:
+        """Return the report as text."""
+        return (
+            f"{self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens from {self.format} with "
+            f"{', '.join(self.fields)}; {counted(self.n_parts_done, 'part')} written, "
+            f"{self.n_duplicates:,} duplicates left out"
+        )
+
+
+def import_folder(
+    config: ImportConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> ImportReport:
+    """Read another project's files into a store, or continue where an earlier run stopped.
+
+    Where the files hold the last state before the final norm only (speculators), ``hidden/last`` is made from it with
+    the norm of the target's bundle, in float32 and rounded once to the stored dtype.
+
+    Raises:
+        InteropError: an option or a file cannot be used.
+        StoreMismatch: the store was made from other inputs.
+    """
+    folder = Path(config.folder).expanduser()
+    if not folder.is_dir():
+        raise InteropError(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
+    target_folder = resolve_model_folder(config.model)
+    sizes = target_sizes(load_target_config(target_folder))
+    file_format = make_format(config.format, config.layers, sizes["n_layers"])
+    paths = file_format.files(folder)[: config.max_sequences]
+    texts = _read_texts(file_format, paths, sizes["vocab_size"], progress)
+    plan = plan_parts(texts, config.part_tokens, ALIGNMENT_TOKENS)
+    specs = _field_specs(file_format, paths[0], sizes)
+    manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
+    with StoreWriter.create_or_resume(config.out, manifest, plan) as store:
+        if not store.has_target:
+            _save_bundle(config, store, target_folder)
+        norm = None if file_format.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
+        n_done = write_parts(
+            store,
+            lambda row: _read_sequence(file_format, paths[row["source_row"]], row["n_tokens"], specs, norm),
+            f"import from {file_format.name}",
+            progress,
+        )
+        names = public_name(config.model), public_name(config.folder), f"moa-data import --format {file_format.name}"
+        write_card(store.path, CardOrigin(*names, config.target_license, config.dataset_license))
+        report = ImportReport(
+            store.path, file_format.name, tuple(spec.name for spec in specs), manifest.n_sequences, manifest.n_tokens,
+            len(paths) - texts.num_rows, n_done,
+        )  # fmt: skip
+        store.record_run({"import": config.named(), "provenance": dict(provenance or {})})
+    return report
+
+
+def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress | None) -> pa.Table:
+    """Read tokens and masks of all files, and return a table for ``plan_parts`` with each text once."""
+    rows: dict[str, tuple[int, int, int]] = {}
+    for row, path in enumerate(paths):
+        tokens, mask = file_format.read_tokens(path), file_format.read_mask(path)
+        _check_text(path, tokens, mask, vocab_size)
+        rows.setdefault(content_id(tokens, mask), (row, len(tokens), int(mask.sum())))
+        if progress:
+            progress(row + 1, len(paths), "read tokens")
+    source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
+    columns = {"sequence_id": pa.array(list(rows), pa.string()), "source_row": pa.array(source_rows, pa.int64())}
+    counts = {"n_tokens": n_tokens, "n_response_tokens": n_response}
+    return pa.table(columns | {name: pa.array(values, pa.int32()) for name, values in counts.items()})
+
+
+def _check_text(path: Path, tokens: np.ndarray, mask: np.ndarray, vocab_size: int) -> None:
+    if not len(tokens) or len(tokens) != len(mask):
+        raise InteropError(f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again.")
+    if not np.isin(mask, (0, 1)).all():
+        raise InteropError(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise InteropError(
+            f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has {vocab_size:,}. "
+            "Give the --model that the files were made with."
+        )
+
+
+def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+    """Return the store's fields, in the dtype of the first file."""
+    values = next(iter(file_format.read_hidden(first).values()))
+    if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
+        raise InteropError(
+            f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected one of "
+            f"{', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. Check --model."
+        )
+    names = dict.fromkeys((HIDDEN_LAST, *file_format.fields))
+    hidden = [hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype]) for name in names]
+    return (tokens_field(), response_mask_field(), *hidden)
+
+
+def _manifest(
+    config: ImportConfig,
+    file_format: FileFormat,
+    texts: pa.Table,
+    plan: pa.Table,
+    specs: tuple[FieldSpec, ...],
+    sizes: Mapping[str, Any],
+    target_folder: Path,
+) -> StoreManifest:
+    identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
+    dataset = hashlib.sha256("\n".join(texts["sequence_id"].to_pylist()).encode()).hexdigest()
+    counts = plan_counts(plan)
+    last = "as in the files" if file_format.gives_last else "final norm applied in float32 to the files"
+    return StoreManifest(
+        fields=specs,
+        target=sizes,
+        identities=identities | {"dataset.sha256": dataset},
+        extraction={
+            "activations": [spec.name for spec in specs[2:]],
+            "dtype": specs[-1].dtype,
+            "hidden_last": last,
+            "imported_from": file_format.name,
+            "max_length": max(texts["n_tokens"].to_pylist()),
+            "max_sequences": config.max_sequences,
+            "part_tokens": config.part_tokens,
+            "target_layers": config.target_layers,
+        },
+        n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"],
+        n_tokens=counts["n_tokens"],
+        codec=StoreCodec(LOSSLESS, specs).describe(),
+        alignment_tokens=ALIGNMENT_TOKENS,
+    )
+
+
+def _save_bundle(config: ImportConfig, store: StoreWriter, folder: Path) -> None:
+    dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
+    model = load_target_model(folder, dtype, "cpu")
+    with store.target() as bundle:
+        save_target_bundle(model, load_target_tokenizer(folder), bundle, config.target_layers)
+
+
+def _read_sequence(
+    file_format: FileFormat,
+    path: Path,
+    n_tokens: int,
+    specs: tuple[FieldSpec, ...],
+    norm: Callable[[Tensor], Tensor] | None,
+) -> dict[str, np.ndarray]:
+    """Return the store's fields of one file."""
+    tokens, mask, hidden = file_format.read_tokens(path), file_format.read_mask(path), file_format.read_hidden(path)
+    if norm is not None:
+        last = hidden[file_format.fields[-1]]
+        with torch.inference_mode():
+            hidden[HIDDEN_LAST] = norm(last.float()).to(last.dtype)
+    fields: dict[str, np.ndarray] = {"tokens": tokens.astype(np.int32), "response_mask": mask.astype(np.uint8)}
+    for spec in specs[2:]:
+        values = hidden[spec.name]
+        if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
+            raise InteropError(
+                f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected {spec.dtype} "
+                f"{[n_tokens, *spec.token_shape]} as in the first file. Make the file again."
+            )
+        if not bool(torch.isfinite(values).all()):
+            raise InteropError(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it.")
+        bits = values.contiguous().view(torch.uint16) if values.dtype == torch.bfloat16 else values.contiguous()
+        fields[spec.name] = bits.numpy()
+    return fields
