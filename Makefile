@@ -78,8 +78,8 @@ figures: $(STAMP) ## Draw the pictures and write the tables of docs/ from benchm
 	$(BIN)/python -m benchmarks.pages.tables
 	$(BIN)/python -m benchmarks.pages.figures
 
-bench: $(STAMP) ## Measure stores on this machine; records go to runs/benchmarks
-	$(BIN)/python -m benchmarks.store.bench_store
+bench: $(STAMP) ## Measure reading from a store on this machine; records go to runs/benchmarks
+	$(BIN)/python -m benchmarks.store.read --mb 100
 
 bench-gpu: $(STAMP) ## Measure all that waits for a GPU, in ten minutes; records go to runs/benchmarks/gpu-DATE
 	PYTHON=$(BIN)/python benchmarks/gpu/gpu.sh runs/benchmarks/gpu-$$(date -u +%Y%m%dT%H%M%SZ) $(GPU_ARGS)

@@ -1,15 +1,13 @@
 """Measures the speed of encoding and decoding of each codec on one core; `codecs.py` measures bytes and errors.
 
-The byte chain alone (chunks of real activations through blosc and through hand-made frames) and whole codecs (values to
-codes and back to float32, in NumPy and in torch). Everything that is compared runs in turn, again and again; figures
-are medians. A transform codec learns from the store first.
+With a STORE the byte chain: chunks of its activations through blosc and through hand-made frames. With a shape whole
+codecs, values to codes and back. What is compared runs in turn, again and again; figures are medians. ::
 
-    python -m benchmarks.codecs.codec_speed STORE [--codecs int8 transform:1,tokens] [--sequences 12] [--repeats 5]
-        [--device cuda] [--out FOLDER]
+    python -m benchmarks.codecs.codec_speed STORE [--sequences 12] [--repeats 5]
     python -m benchmarks.codecs.codec_speed --shape 32 8 128 [--codecs lossless int8 transform:1] [--tokens 256]
         [--learn-tokens 6144] [--threads 1 2]
 
---shape takes keys and values of LAYERS x HEADS x HEAD_DIM instead of a store: bfloat16 numbers of 512 directions and
+--shape takes keys and values of LAYERS x HEADS x HEAD_DIM: bfloat16 numbers of 512 directions and
 noise, made here. They show speeds at that shape, bytes and errors of these numbers, and nothing of the rate on a
 target's own activations. A basis must learn from 4/3 of its width in tokens at least, or it has fewer components than
 a real one. Seconds are of the CPU with one thread and of the clock on the wall with more, and for learning. With a
@@ -31,17 +29,15 @@ import torch
 from benchmarks.kit.accelerator import device_name
 from benchmarks.kit.harness import in_turn, run
 from moa_data.pipeline.forwards.calibrate import learning_on
-from moa_data.pipeline.recode import codec_for
 from moa_data.storage.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
-from moa_data.storage.codecs.field import FieldCodec
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import TOKENS, FieldSpec, StoredArray, kv_field, to_float32
+from moa_data.storage.schema import FieldSpec, StoredArray, kv_field
 
 FIELDS = ("kv", "hidden/last")
-CODECS = ("int8", "transform:3", "transform:1", "transform:1,tokens")
+CODECS = ("lossless", "int8", "transform:1")
 CHUNK_BYTES = 256 << 10
 
 Rows = list[dict[str, Any]]
@@ -111,57 +107,6 @@ def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float
     }
     found["hand-made"]["decode_unchecked_gb_per_s"] = raw / seconds["frame decode"] / 1e9
     return found
-
-
-def encode_all(codec: FieldCodec, values: list[Any], tokens: list[Any]) -> list[Any]:
-    """Encode sequences."""
-    return [codec.encode(array, ids) for array, ids in zip(values, tokens, strict=True)]
-
-
-def decode_all(codec: FieldCodec, codes: list[dict[str, Any]], lengths: list[int]) -> list[Any]:
-    """Decode whole sequences."""
-    return [codec.decode(item, 0, length) for item, length in zip(codes, lengths, strict=True)]
-
-
-def time_codec(
-    codec: FieldCodec,
-    values: list[np.ndarray],
-    tokens: list[Any],
-    inputs: list[dict[str, Any]],
-    repeats: int,
-    device: str,
-) -> dict[str, float]:
-    """Median seconds of coding sequences in torch, and in NumPy where the device is a CPU."""
-    lengths = [len(array) for array in values]
-    tensors = [torch.from_numpy(array).to(device) for array in values]
-    ids = [None if some is None else torch.from_numpy(some).to(device) for some in tokens]
-    on_device = [{key: torch.from_numpy(part).to(device) for key, part in item.items()} for item in inputs]
-
-    works: dict[str, Callable[[], object]] = {
-        "torch_encode": partial(encode_all, codec, tensors, ids),
-        "torch_decode": partial(decode_all, codec, on_device, lengths),
-    }
-    if device == "cpu":
-        works["numpy_encode"] = partial(encode_all, codec, values, tokens)
-        works["numpy_decode"] = partial(decode_all, codec, inputs, lengths)
-    return medians_in_turn(works, repeats, device)
-
-
-def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats: int, device: str) -> Rows:
-    """Speed of one codec, a row for each field."""
-    codec = codec_for(store, name)
-    rows = []
-    for field in FIELDS:
-        own = codec.fields[field]
-        values = [to_float32(store.read(i, field), "bfloat16") for i in chosen]
-        tokens = [store.read(i, TOKENS) if own.needs_tokens else None for i in chosen]
-        codes = encode_all(own, values, tokens)
-        inputs = [item | ({} if ids is None else {TOKENS: ids}) for item, ids in zip(codes, tokens, strict=True)]
-        seconds = time_codec(own, values, tokens, inputs, repeats, device)
-        n_bytes = 2 * sum(array.size for array in values)
-        speeds = {f"{work}_gb_per_s": n_bytes / taken / 1e9 for work, taken in seconds.items()}
-        rows.append({"codec": name, "field": field, **speeds})
-    return rows
 
 
 def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray]:
@@ -256,20 +201,18 @@ def places(device: str, threads: list[int], is_host_only: bool) -> list[tuple[st
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure codecs at a shape, or the byte chain and codecs on a store."""
+    """Measure codecs at a shape, or the byte chain on a store."""
     if (options.store is None) == (options.shape is None):
         raise SystemExit("give a STORE or a --shape")
     if options.shape is not None:
         return {"codecs": [row for name in options.codecs for row in measure_shape(name, options.shape, options)]}
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"bytes": {}, "codecs": []}
+    report: dict[str, Any] = {"bytes": {}}
     with ActivationStore(options.store) as store:
         chosen = np.linspace(0, len(store) - 1, options.sequences).astype(int).tolist()
         for field in FIELDS:
             values = np.concatenate([store.read(i, field) for i in chosen])
             report["bytes"][field] = {"floor": floor_bits(values) / 16} | measure_bytes(values, options.repeats)
-        for name in options.codecs:
-            report["codecs"] += measure_codec(name, store, chosen, options.repeats, options.device)
     return report
 
 

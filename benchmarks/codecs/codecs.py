@@ -1,10 +1,9 @@
 """Measures codecs: bytes, errors, the teacher's distributions, and drafters trained from each.
 
 Extracts one lossless store, recodes it with each codec, and measures on the same sequences: bytes per token, ratio to
-raw and to the order-0 entropy floor of lossless coding, relative L2 error of keys, values and hidden states (the mean
-over states), the KL of the teacher's next-token distribution from decoded hidden states, the KL of the target's own
-next-token distribution when it goes on from decoded KV, and the acceptance length of drafters trained from the store at
-equal steps and seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
+raw, relative L2 error of keys, values and hidden states (the mean over states), the KL of the teacher's next-token
+distribution from decoded hidden states, and the acceptance length of drafters trained from the store at equal steps and
+seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
 
     python -m benchmarks.codecs.codecs MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 transform:1]
         [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
@@ -15,33 +14,25 @@ equal steps and seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
 A codec followed by " for RUN" learns keys and values in the metric of that drafter, e.g. "transform:0.3@all for
 run-lossless-0" for the one that an earlier call with --codecs lossless has trained into OUT.
 
-Every result is kept as JSON in OUT, and running it again goes on from there.
+Stores, runs and reports are kept in OUT, and only what is missing is made again.
 """
 
 import argparse
-import json
 import re
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.codecs.codec_speed import order0_bits
 from benchmarks.kit.harness import run
-from benchmarks.kit.records import provenance
-from benchmarks.training.drafter_options import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, small_config
 from benchmarks.training.drafters import DRAFTERS
-from moa_data.evaluation.prompts import load_prompts
-from moa_data.moa.decoding.loop import generate_batch
-from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.tree import TreeShape
+from benchmarks.training.leaderboard import lengths
+from benchmarks.training.runs import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, kept, small_config, trained
+from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.run import evaluate
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.nn.kv import unpack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import TEXT_FIELDS, ExtractConfig
 from moa_data.pipeline.extract import extract
@@ -49,21 +40,9 @@ from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.summary import summarize_store
 from moa_data.storage.schema import to_float32
-from moa_data.trainer.fit import train
 from moa_data.trainer.sensitivity import DrafterMetrics
 
 CODECS = ("lossless", "int8", "transform:2", "transform:1", "transform:0.5")
-
-
-def floor_bytes_per_token(store: ActivationStore, sample: np.ndarray) -> float:
-    """Bytes per token that coding each byte plane of each field at its order-0 entropy would take."""
-    total = 0.0
-    for name, spec in store.fields.items():
-        values = np.concatenate([np.asarray(store.read(int(i), name)).reshape(-1) for i in sample])
-        planes = values.view(np.uint8).reshape(len(values), -1)
-        bits_per_value = sum(order0_bits(planes[:, k]) for k in range(planes.shape[1]))
-        total += bits_per_value / 8 * spec.token_bytes / spec.storage_dtype.itemsize
-    return total
 
 
 def errors(exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> dict[str, float]:
@@ -91,39 +70,20 @@ def kl(logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def divergences(target: Target, exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> dict[str, float]:
-    """KL of the teacher from decoded hidden states, and of the target that goes on from decoded KV of half a chat."""
-    frozen = FrozenTarget.from_model(target.model)
-    teacher, continuation = [], []
+def teacher_kl(target: Target, exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> float:
+    """The mean KL of the teacher's next-token distributions from decoded hidden states."""
+    frozen, spec = FrozenTarget.from_model(target.model), exact.fields["hidden/last"]
+    found = []
     for i in sample.tolist():
-        tokens = torch.from_numpy(exact.read(i, "tokens").astype(np.int64))[None]
-        hidden = [
-            torch.from_numpy(to_float32(store.read(i, "hidden/last"), exact.fields["hidden/last"].dtype))
-            for store in (exact, coded)
-        ]
-        teacher.append(kl(*(frozen.logits(state) for state in hidden)))
-        if "kv" not in exact.fields:
-            continue
-        half = tokens.shape[1] // 2
-        logits = []
-        for store in (exact, coded):
-            kv = torch.from_numpy(to_float32(store.read(i, "kv", tokens=slice(0, half)), exact.fields["kv"].dtype))
-            cache = target.new_cache()
-            cache.begin_call(half, target.device)
-            layers: list[Any] = list(cache.layers)
-            for layer in range(kv.shape[1]):
-                layers[layer].update(*unpack_kv(kv[None, :, layer].flatten(2), kv.shape[2]))
-            cache.commit([range(half)])
-            logits.append(target.logits(target.forward(tokens[:, half:], cache))[0])
-        continuation.append(kl(*logits))
-    found = {"teacher_kl": torch.cat(teacher)} | ({"continuation_kl": torch.cat(continuation)} if continuation else {})
-    return {name: float(values.mean()) for name, values in found.items()}
+        hidden = [torch.from_numpy(to_float32(store.read(i, "hidden/last"), spec.dtype)) for store in (exact, coded)]
+        found.append(kl(*(frozen.logits(state) for state in hidden)))
+    return float(torch.cat(found).mean())
 
 
 def measure_store(options: argparse.Namespace, codec: str, target: Target) -> dict[str, float]:
     """Sizes, errors and divergences of one codec; the recoded store stays for training."""
     folder = store_folder(options, codec)
-    if codec != "lossless":
+    if codec != "lossless" and not folder.exists():
         name, _, metric_run = codec.partition(" for ")
         metrics = DrafterMetrics(load_drafter(options.out / metric_run)) if metric_run else None
         recode(store_folder(options, "lossless"), name, folder, kv_metrics=metrics)
@@ -136,43 +96,25 @@ def measure_store(options: argparse.Namespace, codec: str, target: Target) -> di
             "bytes_per_token": stored,
             "raw_bytes_per_token": raw,
             "times_smaller": raw / stored,
-            "of_floor": stored / floor_bytes_per_token(exact, sample),
         }
-        return figures | errors(exact, coded, sample) | divergences(target, exact, coded, sample)
+        return figures | errors(exact, coded, sample) | {"teacher_kl": teacher_kl(target, exact, coded, sample)}
 
 
-def acceptance_length(options: argparse.Namespace, target: Target, folder: Path) -> float:
-    """Mean over the test prompts of tokens committed per target call, chains of 5 drafts."""
-    drafter = load_drafter(folder, torch.float32, target.device)
-    prompts = [
-        prompt_tokens(target.template, list(prompt.turns[0]))
-        for prompt in load_prompts(options.test_chats, options.n_prompts).prompts
-    ]
-    lengths = []
-    for start in range(0, len(prompts), 20):
-        generations = generate_batch(
-            target,
-            prompts[start : start + 20],
-            max_new_tokens=128,
-            proposer=DrafterProposer(target, drafter),
-            tree=TreeShape(5),
-        )
-        lengths += [generation.stats.acceptance_length for generation in generations]
-    return float(np.nanmean(lengths))
-
-
-def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: Target) -> dict[str, float | None]:
-    """Train from the store and decode the test prompts."""
-    folder = options.out / f"run-{slug(codec)}-{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
+def measure_drafter(options: argparse.Namespace, codec: str, seed: int) -> dict[str, Any]:
+    """Train from the store, and decode the test prompts in chains of 5 drafts."""
+    folder = str(options.out / f"run-{slug(codec)}-{seed}")
     values = {"validate_every": options.steps, "max_steps": options.steps, "seed": seed}
     values |= DRAFTERS[options.drafter][1] if options.drafter else chosen(options)
-    trained = train(small_config(str(store_folder(options, codec)), str(folder), **values))
+    training = trained(small_config(str(store_folder(options, codec)), folder, **values))
+    decoding = EvalConfig.of(
+        model=options.model, prompts=options.test_chats, n_prompts=options.n_prompts, drafter=(folder,),
+        method=("plain", "chain"), draft_length=5, max_new_tokens=128, batch_size=20, device="cpu",
+        out=str(options.out / f"eval-{slug(codec)}-{seed}.json"),
+    )  # fmt: skip
     return {
-        "acceptance_length": acceptance_length(options, target, folder),
-        "expected_acceptance_length": trained.best_expected_acceptance_length,
-        "data_wait_share": trained.data_wait_share,
-        "tokens_per_s": trained.tokens_per_s,
+        "acceptance_length": lengths(kept(decoding, evaluate), "chain")[0],
+        "expected_acceptance_length": training["best_expected_acceptance_length"],
+        "data_wait_share": training["data_wait_share"],
     }
 
 
@@ -185,14 +127,6 @@ def store_folder(options: argparse.Namespace, codec: str) -> Path:
     """Where a codec's store lies."""
     out: Path = options.out
     return out / f"store-{slug(codec)}"
-
-
-def kept(file: Path, make: Any) -> dict[str, Any]:
-    """The result in a file, made first if it is not there."""
-    if not file.exists():
-        file.write_text(json.dumps(make() | {"provenance": provenance()}, indent=1) + "\n")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
 
 
 def add_drafter(row: dict[str, Any], first: dict[str, Any], result: dict[str, Any]) -> None:
@@ -219,12 +153,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     target = Target.load(options.model, torch.float32, "cpu")
     rows: list[dict[str, Any]] = []
     for codec in options.codecs:
-        file = options.out / f"store-{slug(codec)}.json"
-        rows.append(kept(file, partial(measure_store, options, codec, target)) | {"codec": codec})
+        rows.append(measure_store(options, codec, target) | {"codec": codec})
     for seed in options.seeds if options.steps else ():
         for row in rows:
-            file = options.out / f"drafter-{slug(row['codec'])}-{seed}.json"
-            add_drafter(row, rows[0], kept(file, partial(measure_drafter, options, row["codec"], seed, target)))
+            add_drafter(row, rows[0], measure_drafter(options, row["codec"], seed))
     return {"rows": rows}
 
 

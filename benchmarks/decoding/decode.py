@@ -15,7 +15,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -45,33 +44,6 @@ ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeSha
 
 N_VERIFIED = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 63)
 BREADTHS = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True)
-class PartCosts:
-    """The seconds of each part of a round.
-
-    Attributes:
-        verify_s: tokens in a target call -> its seconds, not falling.
-        root_s: breadth -> seconds of the first level of drafts, which also reads the token committed last.
-        level_s: breadth -> seconds of each further level.
-        prompt_token_s: seconds that the drafter needs for each token of a prompt before its first draft.
-        stop_s: seconds of asking whether a chain stops, for each of its drafts.
-    """
-
-    verify_s: dict[int, float]
-    root_s: dict[int, float]
-    level_s: dict[int, float]
-    prompt_token_s: float
-    stop_s: float
-
-    def verification_s(self, n_tokens: float) -> float:
-        """Seconds of a target call over n tokens, interpolated."""
-        return float(np.interp(n_tokens, list(self.verify_s), list(self.verify_s.values())))
-
-    def chain_s(self, n_drafts: int, is_asked: bool) -> float:
-        """Seconds of a chain of n drafts, each of them asked whether the chain stops or not."""
-        return self.root_s[1] + (n_drafts - 1) * self.level_s[1] + n_drafts * self.stop_s * is_asked
 
 
 class _Text:
@@ -113,19 +85,17 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def measure_costs(
-    target: Target, proposer: Proposer, prompt: list[int], n_repeats: int = 5, n_verified: Sequence[int] = N_VERIFIED
-) -> PartCosts:
-    """Time target calls of so many tokens, and drafts, behind a prompt."""
+def part_costs(
+    target: Target, proposer: Proposer, prompt: list[int], n_repeats: int, n_verified: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """Milliseconds of target calls by their tokens, and of the first and each further level of drafts by breadth."""
     depth = min(3, proposer.max_depth or 3)
-    asking = TreeShape(depth, stop_below=1e-30)  # of three drafts no chain is less likely
-    shapes = {asking, *(TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth))}
+    shapes = [TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth)]
     verify_s: dict[int, list[float]] = {n: [] for n in n_verified if len(prompt) + n < target.max_positions}
     draft_s: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
-    first_s = []
     for _ in range(n_repeats):
         text = _Text(target, proposer, prompt)
-        first_s.append(_seconds(target.device, partial(text.propose, TreeShape(1))))
+        text.propose(TreeShape(1))  # which reads the prompt
         for n_tokens, found in verify_s.items():
             found.append(_seconds(target.device, partial(text.verify, n_tokens)))
         for shape, found in draft_s.items():
@@ -135,14 +105,11 @@ def measure_costs(
     # call bounds a smaller one.
     least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
     first, last = ({b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth))
-    n_further = max(1, depth - 1)
-    return PartCosts(
-        dict(zip(verify_s, least.tolist(), strict=True)),
-        first,
-        {b: max(0.0, last[b] - first[b]) / n_further for b in BREADTHS},
-        prompt_token_s=max(0.0, min(first_s) - first[1]) / len(prompt),
-        stop_s=max(0.0, min(draft_s[asking]) - last[1]) / depth,
-    )
+    return {
+        "verify_ms": {n: 1e3 * s for n, s in zip(verify_s, least.tolist(), strict=True)},
+        "draft_root_ms": {b: 1e3 * s for b, s in first.items()},
+        "draft_level_ms": {b: 1e3 * max(0.0, last[b] - first[b]) / max(1, depth - 1) for b in BREADTHS},
+    }
 
 
 def random_target(
@@ -263,13 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "read_bytes_per_token": None if options.model else read_bytes(target, options),
     }
     if not options.rounds_only:
-        proposer = DrafterProposer(target, drafter)
-        costs = measure_costs(target, proposer, prompt, options.repeats, options.verify)
-        found |= {
-            "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
-            "draft_root_ms": {b: 1e3 * s for b, s in costs.root_s.items()},
-            "draft_level_ms": {b: 1e3 * s for b, s in costs.level_s.items()},
-        }
+        found |= part_costs(target, DrafterProposer(target, drafter), prompt, options.repeats, options.verify)
     repeats: dict[str, list[dict[str, float]]] = {}
     for _ in range(0 if options.parts_only else options.repeats):
         for shape in shapes:

@@ -66,7 +66,7 @@ step() { # step NAME PERCENT FILE OPTION...: runs a benchmark for at most that p
   if [ $limit_s -lt 1 ]; then
     status='no time left'
   else
-    timeout --kill-after 5 "$limit_s" "$python" -m "benchmarks.$1" "${@:2}" --out "$out" >"$out/$name.log" 2>&1 || status=$?
+    timeout --kill-after 5 "$limit_s" "$python" -m "$@" >"$out/$name.log" 2>&1 || status=$?
     if [ "$status" = 124 ]; then status="more than $limit_s s"; fi
   fi
   if [ "$status" = 0 ]; then
@@ -79,10 +79,10 @@ step() { # step NAME PERCENT FILE OPTION...: runs a benchmark for at most that p
 }
 
 on=(--device "$device")
-if [ "$device" = cuda ]; then tests=(); else tests=(tests/moa/nn --collect-only); fi
+if [ "$device" = cuda ]; then tests=(tests); else tests=(tests/moa/nn --collect-only); fi
 if [ -n "$tiny" ]; then
   extract=(--layers 2 --max-sequences 4 --max-length 128 --repeats 1)
-  train=(--shape tiny --layers 8 --tokens 96 --micro-batch 4 --steps 2 --turns 1 --threads 1 --count-flops)
+  train=(--shape tiny --layers 8 --tokens 96 --micro-batch 4 --steps 2 --threads 1 --count-flops)
   codecs=(--shape 2 2 32 --tokens 128 --repeats 1 --threads 1)
   transform=(--shape 2 2 32 --tokens 128 --learn-tokens 512 --repeats 1 --threads 1)
   sampling=(--vocabulary 1000 --repeats 3)
@@ -90,21 +90,21 @@ if [ -n "$tiny" ]; then
   compiled=(--shape tiny --layers 2 --prompt-tokens 32 --max-new-tokens 4 --repeats 1 --drafts 3 --compile aot_eager)
 else
   extract=(--shape llama-3-8b --layers 8 --max-sequences 64 --repeats 2)
-  train=(--steps 4 --turns 2 --threads 8 --limit-s $(( total_s * 40 / 100 )))
+  train=(--steps 4 --threads 8 --limit-s $(( total_s * 40 / 100 )))
   codecs=(--shape 32 8 128 --tokens 1024 --repeats 3 --threads 1)
   transform=(--shape 4 8 128 --tokens 1024 --repeats 3 --threads 1)
   sampling=()
   decode=(--shape llama-3-8b --dtype bfloat16 --repeats 2 --drafts 3 5 4x4x16 6x8x24 6x8x62)
   compiled=(--shape llama-3-8b --layers 8 --dtype bfloat16 --repeats 2 --drafts 3 5 6x8x24 --compile)
 fi
-step tests 15 gpu.gpu_tests "${tests[@]}"
-step extract 20 store.extract "${extract[@]}" "${on[@]}" "${peak[@]}"
-step train 50 training.train_step "${train[@]}" "${on[@]}" "${peak[@]}"
-step codecs 12 codecs.codec_speed "${codecs[@]}" "${on[@]}" --codecs lossless int8
-step transform 12 codecs.codec_speed "${transform[@]}" "${on[@]}" --codecs transform:1
-step sampling 8 decoding.sampling "${sampling[@]}" "${on[@]}"
-step decode 20 decoding.decode "${decode[@]}" "${on[@]}" --rounds-only
-step compiled 30 decoding.decode "${compiled[@]}" "${on[@]}" --rounds-only
+step tests 15 pytest -m gpu -q --junit-xml "$out/gpu-tests.xml" "${tests[@]}"
+step extract 20 benchmarks.store.extract "${extract[@]}" "${on[@]}" "${peak[@]}" --out "$out"
+step train 50 benchmarks.training.train_step "${train[@]}" "${on[@]}" "${peak[@]}" --out "$out"
+step codecs 12 benchmarks.codecs.codec_speed "${codecs[@]}" "${on[@]}" --codecs lossless int8 --out "$out"
+step transform 12 benchmarks.codecs.codec_speed "${transform[@]}" "${on[@]}" --codecs transform:1 --out "$out"
+step sampling 8 benchmarks.decoding.sampling "${sampling[@]}" "${on[@]}" --out "$out"
+step decode 20 benchmarks.decoding.decode "${decode[@]}" "${on[@]}" --rounds-only --out "$out"
+step compiled 30 benchmarks.decoding.decode "${compiled[@]}" "${on[@]}" --rounds-only --out "$out"
 echo
 "$python" -m benchmarks.gpu.gpu_report "$out"
 if [ ${#failed[@]} -gt 0 ]; then

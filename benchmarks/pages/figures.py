@@ -14,10 +14,6 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 
 IMAGES = ROOT / "docs" / "images"
-DRAFTS = "chain of 10"
-SERIES = {"moa": ("Mixture of Attentions", "#c2410c"), "eagle": ("EAGLE-2", "#475569")}
-
-
 CUTS = {
     "moa": ("Mixture of Attentions, N = 0", "#c2410c", "-"),
     "moa-n1": ("N = 1", "#c2410c", "--"),
@@ -45,7 +41,6 @@ COMPARED_TITLE = "At equal data and at equal seconds, Mixture of Attentions comm
 def main() -> None:
     """Draw all pictures."""
     IMAGES.mkdir(exist_ok=True)
-    save(drafters_by_tokens(), "moa-and-eagle.png")
     save(tokens_after_a_cut(), "after-a-cut.png")
     save(drafters_by_seconds(), "drafters.png")
 
@@ -91,34 +86,6 @@ def drafters_by_seconds() -> Any:
     axes.minorticks_off()
     axes.set_ylabel("tokens per target call (plain: 1)")
     axes.set_title(COMPARED_TITLE, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e2e8f0")
-    return figure
-
-
-def drafters_by_tokens() -> Any:
-    """Draw acceptance length by training tokens: a line through the means of the seeds, a dot for each seed."""
-    rows = json.loads((RESULTS / "drafters-eagle.json").read_text())["rows"]
-    rows = [row for row in rows if row["drafts"] == DRAFTS]
-    lengths = sorted({float(row["tokens"].split()[0]) for row in rows})
-    figure, axes = pyplot.subplots(figsize=(8.5, 3.6), layout="constrained")
-    for key, (label, color) in SERIES.items():
-        by_length = [[row[key] for row in rows if float(row["tokens"].split()[0]) == n] for n in lengths]
-        means = [sum(values) / len(values) for values in by_length]
-        axes.plot(lengths, means, color=color, linewidth=2.5)
-        for n, values in zip(lengths, by_length, strict=True):
-            axes.plot([n] * len(values), values, "o", color=color, markersize=6)
-        for n, mean in zip(lengths, means, strict=True):
-            above = 9 if key == "moa" else -18
-            axes.annotate(f"{mean:.1f}", (n, mean), (0, above), textcoords="offset points", color=color, ha="center")
-        axes.annotate(label, (lengths[-1], means[-1]), (14, -4), textcoords="offset points", color=color, weight="bold")
-    axes.set(xscale="log", xlim=(0.45, 19), ylim=(1, 7.6), xlabel="training tokens, all from one store")
-    axes.set_xticks(lengths, [f"{n:g} M" for n in lengths])
-    axes.minorticks_off()
-    axes.set_ylabel("tokens per target call (plain: 1)")
-    axes.set_title(
-        "Mixture of Attentions learns faster than EAGLE-2; with more training the distance shrinks", loc="left"
-    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e8f0")
     return figure

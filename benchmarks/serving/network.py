@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.kit.harness import medians, run
 from benchmarks.serving.network_conditions import CONDITIONS
-from benchmarks.serving.network_world import JSON, Models, World
+from benchmarks.serving.network_world import JSON, World
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.evaluation.report import ratio_with_interval
 
@@ -40,10 +40,11 @@ MODELS: dict[str, Any] = {
 """The options that say who answers what, over which networks, and the least times of a target call."""
 
 
-def models_of(options: argparse.Namespace) -> Models:
-    """Return the models that the options name."""
+def world_of(options: argparse.Namespace, condition: str, target_ms: float) -> World:
+    """Return both ends of a network, with the models that the options name."""
     named = (drafter.partition("=") for drafter in options.drafters.split(","))
-    return Models(options.model, {name: str(Path(run).absolute()) for name, _, run in named})
+    drafters = {name: str(Path(run).absolute()) for name, _, run in named}
+    return World(options.model, drafters, CONDITIONS[condition], target_ms, options.out, options.seed)
 
 
 def chats_of(options: argparse.Namespace) -> tuple[list[str], list[Any]]:
@@ -125,7 +126,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cells, summary = [], []
     for target_ms in map(float, options.target_ms.split(",")):
         for condition in options.conditions.split(","):
-            with World(models_of(options), CONDITIONS[condition], target_ms, options.out, options.seed) as world:
+            with world_of(options, condition, target_ms) as world:
                 for n_sessions in map(int, options.sessions.split(",")):
                     runs = measure_cell(world, options, chats, n_sessions)
                     cell = {"condition": condition, "target_ms": target_ms, "sessions": n_sessions}

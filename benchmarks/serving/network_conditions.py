@@ -1,4 +1,4 @@
-"""Networks by name: rate, delay, jitter and loss of each direction.
+"""Networks by name: rate, delay, jitter and loss of each condition.
 
 Figures of ``wired``, ``5g`` and ``4g`` are those that the paper of the Mixture of Attentions drafter (arXiv 2410.03804)
 gives for its client-server experiments. A ping is a round trip, so each direction gets half of it. A delay "a +- b ms"
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Direction:
-    """One direction of a network.
+class Condition:
+    """A network whose directions are alike.
 
     Attributes:
         rate_bits_s: bits per second, headers included; None for no limit.
@@ -28,34 +28,13 @@ class Direction:
     loss: float = 0.0
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A network between a client and a server; ``up`` is what the client sends."""
-
-    name: str
-    up: Direction
-    down: Direction
-
-
-def symmetric(
-    name: str, rate_bits_s: float | None = None, delay_ms: float = 0.0, jitter_ms: float = 0.0, loss: float = 0.0
-) -> Condition:
-    """Return a network whose directions are alike; the delay is one way."""
-    direction = Direction(rate_bits_s, delay_ms, jitter_ms, loss)
-    return Condition(name, direction, direction)
-
-
-NONE = symmetric("none")
-"""No emulation: what this machine does by itself."""
-WIRED = symmetric("wired", 50e6, 4.5)
-"""The paper's wired network: 50 Mbit/s and a ping (round trip) of 9 ms."""
-MOBILE_5G = symmetric("5g", 50e6, 10.0, 10.0, 0.001)
-"""The paper's 5G: 10 +- 10 ms one way, 0.1 % loss. Its rate is taken as that of the wired network."""
-MOBILE_4G = symmetric("4g", 20e6, 21.0, 19.0, 0.001)
-"""The paper's 4G: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss."""
-SATELLITE = symmetric("satellite", 20e6, 50.0, 5.0, 0.001)
-"""A far network, such as low satellites or another continent: a round trip of 100 ms. Not of the paper."""
-CONDITIONS = {condition.name: condition for condition in (NONE, WIRED, MOBILE_5G, MOBILE_4G, SATELLITE)}
+CONDITIONS = {
+    "none": Condition(),  # what this machine does by itself
+    "wired": Condition(50e6, 4.5),  # the paper: 50 Mbit/s and a ping (round trip) of 9 ms
+    "5g": Condition(50e6, 10.0, 10.0, 0.001),  # the paper, whose rate is taken as that of the wired network
+    "4g": Condition(20e6, 21.0, 19.0, 0.001),  # the paper: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss
+    "satellite": Condition(20e6, 50.0, 5.0, 0.001),  # not of the paper: a far network, a round trip of 100 ms
+}
 """Networks by name."""
 
 
@@ -63,13 +42,13 @@ class Line:
     """When a packet arrives that enters one direction of an emulated network, if it does. Times in seconds.
 
     Args:
-        direction: rate, delay, jitter and loss.
+        condition: rate, delay, jitter and loss.
         seed: of delays and losses, which are the same for the same packets in the same order.
     """
 
-    def __init__(self, direction: Direction, seed: int) -> None:
-        self._seconds_per_byte = 0.0 if direction.rate_bits_s is None else 8 / direction.rate_bits_s
-        self._delay, self._jitter, self._loss = direction.delay_ms / 1e3, direction.jitter_ms / 1e3, direction.loss
+    def __init__(self, condition: Condition, seed: int) -> None:
+        self._seconds_per_byte = 0.0 if condition.rate_bits_s is None else 8 / condition.rate_bits_s
+        self._delay, self._jitter, self._loss = condition.delay_ms / 1e3, condition.jitter_ms / 1e3, condition.loss
         self._random = random.Random(seed)
         self._free_at = self._last_arrival = 0.0
 

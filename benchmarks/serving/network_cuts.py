@@ -7,8 +7,8 @@ client has long come to the end of what it may write alone; random ones come at 
     python -m benchmarks.serving.network_cuts --model TARGET --drafters moa=RUN,eagle=RUN --prompts CHATS
         --conditions 4g
 
-For each method: seconds until the client went on alone, tokens that it wrote alone and how many of them were right, by
-their distance from the cut, tokens that were rolled back, seconds from the network's return to the first new verified
+For each method: seconds until the client went on alone, tokens that it wrote alone and how many of them were right
+before the first wrong one, tokens that were rolled back, seconds from the network's return to the first new verified
 text, and whether the final text is that of an answer without a cut.
 """
 
@@ -18,8 +18,7 @@ import statistics
 from typing import Any
 
 from benchmarks.kit.harness import run
-from benchmarks.serving.network import MODELS, chats_of, models_of
-from benchmarks.serving.network_conditions import CONDITIONS
+from benchmarks.serving.network import MODELS, chats_of, world_of
 from benchmarks.serving.network_world import JSON, World
 
 METHODS = "api,client:moa,client:eagle,client:independent,server:moa"
@@ -49,7 +48,6 @@ def complete_cut(result: JSON, reference: list[int]) -> JSON:
     return {
         "alone_after_s": alone[0]["at_s"] - cut_s if alone else None,
         "alone_tokens": len(tokens),
-        "agrees": right,
         "prefix": next((place for place, same in enumerate(right) if not same), len(right)),
         "rolled_back": result["n_rolled_back"],
         "recovery_s": later[0] - restored_s if later else None,
@@ -64,8 +62,6 @@ def median(values: list[Any]) -> float | None:
 
 def summed(rows: list[JSON]) -> JSON:
     """Sum up complete cuts of one method at one share."""
-    longest = max((len(row["agrees"]) for row in rows), default=0)
-    by_distance = [[row["agrees"][k] for row in rows if len(row["agrees"]) > k] for k in range(longest)]
     return {
         "alone_after_s": median([row["alone_after_s"] for row in rows]),
         "alone_tokens": statistics.mean(row["alone_tokens"] for row in rows),
@@ -75,7 +71,6 @@ def summed(rows: list[JSON]) -> JSON:
         "recovery_s_worst": max((row["recovery_s"] or 0.0 for row in rows), default=0.0),
         "equal": sum(row["equal"] for row in rows),
         "answers": len(rows),
-        "agreement_by_distance": [[round(statistics.mean(values), 3), len(values)] for values in by_distance],
     }
 
 
@@ -114,7 +109,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cells = []
     for target_ms in map(float, options.target_ms.split(",")):
         for condition in options.conditions.split(","):
-            with World(models_of(options), CONDITIONS[condition], target_ms, options.out, options.seed) as world:
+            with world_of(options, condition, target_ms) as world:
                 for method in options.methods.split(","):
                     cell = {"condition": condition, "target_ms": target_ms, "method": method}
                     cells.append(cell | cuts_of(world, method, chats, options))

@@ -3,7 +3,7 @@
 Packets are delayed, dropped and queued as on a link of the given rate, so TCP's own handshake, congestion control,
 retransmission and back-off are what a program in there meets::
 
-    with Tunnel(MOBILE_4G) as tunnel:
+    with Tunnel(CONDITIONS["4g"]) as tunnel:
         server = tunnel.start(["moa-data", "serve", "--host", tunnel.server_address], "server")
         client = tunnel.start(["curl", f"http://{tunnel.server_address}:8000/health"], "client")
         client.wait()
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
 
-from benchmarks.serving.network_conditions import Condition, Direction, Line
+from benchmarks.serving.network_conditions import Condition, Line
 
 Side = Literal["client", "server"]
 
@@ -100,7 +100,7 @@ class Tunnel:
                 _place(device, self.namespaces[side], address)
             self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(self._control.close)
-            settings = {"up": asdict(condition.up), "down": asdict(condition.down), "seed": seed}
+            settings = {"condition": asdict(condition), "seed": seed}
             fds = [other.fileno(), *(device.fileno() for device in devices)]
             arguments = [sys.executable, "-m", __spec__.name, *map(str, fds), json.dumps(settings)]
             with other:
@@ -222,9 +222,9 @@ def _ip(*arguments: str) -> str:
 class _Carrier:
     """One direction: reads packets of a device and writes them to the other when they arrive."""
 
-    def __init__(self, source: int, sink: int, direction: Direction, seed: int) -> None:
+    def __init__(self, source: int, sink: int, condition: Condition, seed: int) -> None:
         self.source, self.counts = source, PacketCounts()
-        self._sink, self._line = sink, Line(direction, seed)
+        self._sink, self._line = sink, Line(condition, seed)
         self._flying: deque[tuple[float, bytes]] = deque()
 
     def take(self, is_cut: bool) -> None:
@@ -268,13 +268,16 @@ class _Carrier:
         self._flying.clear()
 
 
-def carry(control: socket.socket, client: int, server: int, up: Direction, down: Direction, seed: int) -> None:
+def carry(control: socket.socket, client: int, server: int, condition: Condition, seed: int) -> None:
     """Carry packets until the control socket is closed.
 
     Each message of the control socket is a verb, ``cut``, ``restore`` or ``counts``, and is answered by the counts of
     both directions as JSON.
     """
-    carriers = {"up": _Carrier(client, server, up, 2 * seed), "down": _Carrier(server, client, down, 2 * seed + 1)}
+    carriers = {
+        "up": _Carrier(client, server, condition, 2 * seed),
+        "down": _Carrier(server, client, condition, 2 * seed + 1),
+    }
     is_cut = False
     while True:
         lefts = [left for carrier in carriers.values() if (left := carrier.deliver()) is not None]
@@ -295,14 +298,14 @@ def carry(control: socket.socket, client: int, server: int, up: Direction, down:
 
 
 def main(control_fd: int, client: int, server: int, settings: str) -> None:
-    """Carry packets as a process of its own; settings are the directions and the seed as JSON."""
+    """Carry packets as a process of its own; settings are the condition and the seed as JSON."""
     with suppress(PermissionError):  # a packet that is carried late is a wrong measurement
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     values = json.loads(settings)
     for device in (client, server):
         os.set_blocking(device, False)
     with socket.socket(fileno=control_fd) as control:
-        carry(control, client, server, Direction(**values["up"]), Direction(**values["down"]), values["seed"])
+        carry(control, client, server, Condition(**values["condition"]), values["seed"])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,45 +16,33 @@ HTTP_PORT, GRPC_PORT = 8000, 8001
 JSON = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Models:
-    """What server and client load.
-
-    Attributes:
-        drafters: name -> a run of ``moa-data train``; the server calls it by its folder's name.
-    """
-
-    target: str
-    drafters: dict[str, str]
-
-    @property
-    def served_names(self) -> dict[str, str]:
-        """The name of each drafter -> what the server calls it."""
-        return {name: Path(run).name for name, run in self.drafters.items()}
-
-
 class World:
     """A server behind a network and a client process before it, which runs jobs.
 
     Args:
+        model: the target's folder.
+        drafters: name -> a run of ``moa-data train``; the server calls it by its folder's name.
         target_ms: the least time of a target call.
         folder: for the logs of both processes.
     """
 
-    def __init__(self, models: Models, condition: Condition, target_ms: float, folder: Path, seed: int = 0) -> None:
+    def __init__(
+        self, model: str, drafters: dict[str, str], condition: Condition, target_ms: float, folder: Path, seed: int = 0
+    ) -> None:
         self._tunnel = Tunnel(condition, seed)
         self._logs = [(folder / f"{side}.log").open("a") for side in ("server", "client")]
         try:
             address = self._tunnel.server_address
             self._server = self._start(
-                "server", "-m", "moa_data", "serve", "--model", models.target, "--device", "cpu",
-                "--drafter", ",".join(models.drafters.values()), "--target-ms", str(target_ms), "--host", address,
+                "server", "-m", "moa_data", "serve", "--model", model, "--device", "cpu",
+                "--drafter", ",".join(drafters.values()), "--target-ms", str(target_ms), "--host", address,
                 "--port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT),
             )  # fmt: skip
             self._read(self._server)
             settings = {
                 "http": f"http://{address}:{HTTP_PORT}", "grpc": f"{address}:{GRPC_PORT}",
-                "model": Path(models.target).name, "runs": models.drafters, "served_names": models.served_names,
+                "model": Path(model).name, "runs": drafters,
+                "served_names": {name: Path(run).name for name, run in drafters.items()},
             }  # fmt: skip
             self._client = self._start("client", *CLIENT, json.dumps(settings))
             self._read(self._client)

@@ -23,8 +23,8 @@ from benchmarks.store import read_data
 from benchmarks.store.read_formats import FORMATS, Format, Out, Read
 
 CEILING = FORMATS[0].name
-CASES = ("random all", "random layer", "random hidden", "epoch all", "cold all")
-"""Order and selection; all but the last with every file in the page cache."""
+CASES = ("random all", "random layer", "random hidden", "epoch all")
+"""Order and selection, with every file in the page cache."""
 
 Timing = dict[str, dict[str, list[tuple[float, float]]]]
 
@@ -92,17 +92,14 @@ def in_turns(formats: list[Format], folder: Path, data: read_data.Data, options:
     places = {entry.name: folder / (entry.shares or entry.name.replace(" ", "-")) for entry in formats}
     found: Timing = {case: {entry.name: [] for entry in formats} for case in options.cases}
     for case in options.cases:
-        order, what = case.split()
+        _, what = case.split()
         out = buffers(data, what, options.batch)
-        opened = {} if order == "cold" else {entry.name: entry.open(places[entry.name], data) for entry in formats}
+        opened = {entry.name: entry.open(places[entry.name], data) for entry in formats}
         for turn in range(options.turns + 1):  # the first one opens files and is not counted
             rows = batches(data, case, options.batch, options.batches, turn)
             for entry in formats if turn % 2 else reversed(formats):
-                place = places[entry.name]
-                (read_data.drop_cache if order == "cold" else read_data.read_all)(place)
-                read = opened[entry.name] if opened else entry.open(place, data)
-                result = timed(read, data, what, rows, out)
-                del read
+                read_data.read_all(places[entry.name])
+                result = timed(opened[entry.name], data, what, rows, out)
                 if turn:
                     found[case][entry.name].append(result)
     return found

@@ -1,6 +1,5 @@
 """Inputs of ``read.py``: the same sequences for every format, from a real store or drawn with the statistics of one."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,14 +102,3 @@ def read_all(folder: Path) -> None:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-
-
-def drop_cache(folder: Path) -> None:
-    """Drops every file from the page cache; pages that are mapped or dirty would stay."""
-    for path in files_below(folder):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)

@@ -7,8 +7,6 @@ handles. ``what`` is "all" (keys, values, hidden states), "layer" (keys and valu
 import gzip
 import importlib.util
 import io
-import mmap
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,40 +85,6 @@ def open_raw(folder: Path, data: Data) -> Read:
     return per_sequence(sequence)
 
 
-_BLOCK = 4096
-
-
-def open_direct(folder: Path, data: Data) -> Read:
-    """O_DIRECT reads of the same two files, one per sequence: the disk's speed, without the page cache."""
-    files = {
-        name: open(  # noqa: SIM115, closed with the last reader
-            folder / f"{name}.u16", "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_DIRECT)
-        )
-        for name in ("kv", "hidden")
-    }
-    arrays = {"kv": data.kv, "hidden": data.hidden}
-    # Anonymous maps start at a page, as O_DIRECT wants its buffers to.
-    room = max(int(data.lengths.max()) * array[0].nbytes for array in arrays.values()) + 2 * _BLOCK
-    buffer = mmap.mmap(-1, -(-room // _BLOCK) * _BLOCK)
-
-    def read(name: str, row: int) -> np.ndarray:
-        array = arrays[name]
-        start = int(data.starts[row]) * array[0].nbytes
-        n_bytes = int(data.lengths[row]) * array[0].nbytes
-        begin = start // _BLOCK * _BLOCK
-        wanted = -(-(start + n_bytes - begin) // _BLOCK) * _BLOCK
-        os.preadv(files[name].fileno(), [memoryview(buffer)[:wanted]], begin)
-        values = np.frombuffer(buffer, np.uint16, n_bytes // 2, start - begin)
-        return values.reshape(int(data.lengths[row]), *array.shape[1:]).copy()
-
-    def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
-        kv = read("kv", row) if what != "hidden" else None
-        hidden = read("hidden", row) if what != "layer" else None
-        return (kv[:, -1:] if what == "layer" and kv is not None else kv), hidden
-
-    return per_sequence(sequence)
-
-
 def sequences(data: Data) -> Iterable[dict[str, torch.Tensor]]:
     """The sequences as bfloat16 tensors."""
     for start, n in zip(data.starts.tolist(), data.lengths.tolist(), strict=True):
@@ -132,17 +96,6 @@ def as_bits(tensors: dict[str, torch.Tensor], what: str) -> tuple[np.ndarray | N
     """The wanted arrays of a sequence, as bits."""
     kv, hidden = (tensors[name].view(torch.uint16).numpy() if name in tensors else None for name in ("kv", "hidden"))
     return (kv[:, -1:] if what == "layer" and kv is not None else kv), hidden
-
-
-def write_pt(data: Data, folder: Path) -> None:
-    """One .pt per sequence."""
-    for row, tensors in enumerate(sequences(data)):
-        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, folder / f"{row}.pt")
-
-
-def open_pt(folder: Path, data: Data) -> Read:
-    """torch.load."""
-    return per_sequence(lambda row, what: as_bits(torch.load(folder / f"{row}.pt", weights_only=True), what))
 
 
 def write_pt_gz(data: Data, folder: Path) -> None:
@@ -184,30 +137,6 @@ def open_safetensors(folder: Path, data: Data) -> Read:
     return per_sequence(sequence)
 
 
-def write_litdata(data: Data, folder: Path) -> None:
-    """Chunks of 64 MB, written with litdata's own writer; as bits, for it does not take bfloat16."""
-    from litdata.streaming.writer import BinaryWriter
-
-    writer = BinaryWriter(str(folder), chunk_bytes=64 << 20)
-    for row, tensors in enumerate(sequences(data)):
-        writer[row] = {name: tensor.view(torch.uint16).numpy() for name, tensor in tensors.items()}
-    writer.done()
-    writer.merge()
-
-
-def open_litdata(folder: Path, data: Data) -> Read:
-    """StreamingDataset[i]."""
-    from litdata import StreamingDataset
-
-    dataset = StreamingDataset(str(folder), shuffle=False)
-
-    def sequence(row: int, what: str) -> tuple[np.ndarray, np.ndarray]:
-        item = dataset[row]
-        return (item["kv"][:, -1:] if what == "layer" else item["kv"]), item["hidden"]
-
-    return per_sequence(sequence)
-
-
 def write_ours(data: Data, folder: Path) -> None:
     """The store."""
     write_store(data, folder / "store")
@@ -235,25 +164,20 @@ def open_ours(n_threads: int) -> Callable[[Path, Data], Read]:
     return opened
 
 
-def open_zarr(pipeline: str) -> Callable[[Path, Data], Read]:
-    """zarr-python with a codec pipeline."""
+def open_zarr(folder: Path, data: Data) -> Read:
+    """zarr-python."""
+    import zarr
 
-    def opened(folder: Path, data: Data) -> Read:
-        import zarr
+    part, first, lengths = part_and_starts(folder)
+    group: Any = zarr.open_group(part, mode="r")
+    kv, hidden = group["kv"], group["hidden/last"]
 
-        part, first, lengths = part_and_starts(folder)
-        with zarr.config.set({"codec_pipeline.path": pipeline} if pipeline else {}):
-            group: Any = zarr.open_group(part, mode="r")
-            kv, hidden = group["kv"], group["hidden/last"]
+    def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        span = slice(int(first[row]), int(first[row] + lengths[row]))
+        got_kv = None if what == "hidden" else kv[span, -1:] if what == "layer" else kv[span]
+        return got_kv, None if what == "layer" else hidden[span]
 
-        def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
-            span = slice(int(first[row]), int(first[row] + lengths[row]))
-            got_kv = None if what == "hidden" else kv[span, -1:] if what == "layer" else kv[span]
-            return got_kv, None if what == "layer" else hidden[span]
-
-        return per_sequence(sequence)
-
-    return opened
+    return per_sequence(sequence)
 
 
 def open_tensorstore(folder: Path, data: Data) -> Read:
@@ -285,13 +209,9 @@ def open_tensorstore(folder: Path, data: Data) -> Read:
 
 FORMATS = [
     Format("np.memmap, raw", write_raw, open_raw),
-    Format("O_DIRECT, raw", write_raw, open_direct, shares="np.memmap,-raw"),
-    Format(".pt per sequence", write_pt, open_pt),
     Format(".pt.gz per sequence", write_pt_gz, open_pt_gz),
     Format("safetensors per sequence", write_safetensors, open_safetensors, needs="safetensors"),
-    Format("litdata", write_litdata, open_litdata, needs="litdata"),
-    Format("zarr-python", write_ours, open_zarr(""), shares="store"),
-    Format("zarr-python, zarrs", write_ours, open_zarr("zarrs.ZarrsCodecPipeline"), shares="store", needs="zarrs"),
+    Format("zarr-python", write_ours, open_zarr, shares="store"),
     Format("tensorstore", write_ours, open_tensorstore, shares="store", needs="tensorstore"),
     Format("read_batch, 1 thread", write_ours, open_ours(1), shares="store"),
     Format("read_batch, 2 threads", write_ours, open_ours(2), shares="store"),

@@ -7,7 +7,8 @@ lengths, a chain that stops where a draft is unsure, and a tree. ::
     moa-data extract --model MODEL --dataset TRAIN_CHATS --out STORE \
         --activations kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6
     python -m benchmarks.training.drafters STORE MODEL TEST_CHATS OUT --target NAME --steps 340 --seeds 0 1
-        [--only eagle ...]
+        [--only eagle ...]                           also parts of Mixture of Attentions, see ABLATIONS; those through
+                                                     target layers need a store with --target-layers 3
         [--set anchors=72]                           other settings, in an OUT of their own
 
 Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and running it again goes on from there;
@@ -22,37 +23,31 @@ from typing import Any
 
 from benchmarks.kit.harness import parsed, parser_of
 from benchmarks.kit.records import provenance
-from benchmarks.training.drafter_options import small_config
-from benchmarks.training.kept import trained
 from benchmarks.training.leaderboard import DECODING, acceptance, report_name
-from moa_data.trainer.config import TrainConfig
+from benchmarks.training.runs import small_config, trained
+from moa_data.trainer.config import PRESETS, TrainConfig
 
 READ = (1, 3, 6)
 """Target layers whose outputs are read."""
 BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
 DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK
+MOA: dict[str, Any] = {
+    "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235, "cross_attention_kv_heads": 1,
+    "cross_attention_mlp_width": 320, "layer_attention_heads": 4, "layer_attention_kv_heads": 2,
+    "layer_attention_mlp_width": 224,
+}  # fmt: skip
+PAPER = MOA | PRESETS["paper"]["drafter"] | {"self_attention_mlp_width": 278, "cross_attention_mlp_width": 363}
+BOTH_PASSES = {"teacher_forced_weight": 1.0}
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("EAGLE-2", {"drafter": "eagle", "self_attention_mlp_width": 1024}),
     "eagle3": (
         "EAGLE-3",
         {"drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024, "self_attention_mlp_width": 363},
     ),
-    "moa": (
-        "Mixture of Attentions",
-        {
-            "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
-            "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
-            "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224,
-        },
-    ),
+    "moa": ("Mixture of Attentions", MOA),
     "moa-light": (
         "Mixture of Attentions of every second layer, one pass",
-        {
-            "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
-            "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
-            "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224, "layer_stride": 2,
-            "teacher_forced_weight": 0.0,
-        },
+        MOA | {"layer_stride": 2, "teacher_forced_weight": 0.0},
     ),
     "dflash": (
         "DFlash",
@@ -74,12 +69,31 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "block-memory": ("DSpark on a memory", DSPARK | {"context": "memory", "self_attention_mlp_width": 67}),
 }  # fmt: skip
 """Name -> (title, settings): about 1.89 M weights each, heads and embeddings that a drafter trains included."""
+ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "paper": ("MoA as in the paper", PAPER),
+    "last-layer": (
+        "no layer self-attention, KV of the last layer only, wider MLPs",
+        PAPER | {"layer_attention": False, "self_attention_mlp_width": 438, "cross_attention_mlp_width": 523},
+    ),
+    "no-bound": ("no step bound", PAPER | {"step_bound": False}),
+    "fixed-bound": ("one step bound of 10", PAPER | {"step_bound_min": 10, "step_bound_max": 10}),
+    "no-staircase": ("no staircase curriculum", PAPER | {"staircase": False}),
+    "standard": ("teacher-forced in place of on-policy", PAPER | {"on_policy": False}),
+    "two-passes": ("a teacher-forced pass beside the on-policy one", PAPER | BOTH_PASSES),
+    "drafts-in-sight": (
+        "both passes, drafts in sight of cross-attention",
+        PAPER | BOTH_PASSES | {"cross_attention_drafts": True, "self_attention_mlp_width": 278},
+    ),
+    "target-layers-1": ("the paper's, through 1 target layer", PAPER | {"target_layer_inference": 1}),
+    "target-layers-3": ("the paper's, through 3 target layers", PAPER | {"target_layer_inference": 3}),
+}
+"""Mixture of Attentions without one part each, or with another (``--only``): what each part gives."""
 
 
 def train_config(options: argparse.Namespace, name: str, rate: float, seed: int) -> TrainConfig:
     """The settings of a run; ``rate`` multiplies the learning rates of the preset small."""
     out = str(options.out / f"run-{name}-{rate:g}-{seed}")
-    settings = DRAFTERS[name][1] | settings_given(options.set)
+    settings = (DRAFTERS | ABLATIONS)[name][1] | settings_given(options.set)
     config = small_config(
         options.store, out, **settings, max_steps=options.steps, validate_every=options.steps,
         validation_sequences=options.validation_sequences, seed=seed,
@@ -108,18 +122,19 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
     """Train with a seed and decode the test prompts: a row."""
     config = train_config(options, name, rate, seed)
     training, run = trained(config), config.out
+    title, _ = (DRAFTERS | ABLATIONS)[name]
     return {
-        "drafter": name, "title": DRAFTERS[name][0], "seed": seed, "rate": rate, "steps": options.steps, "run": run,
+        "drafter": name, "title": title, "seed": seed, "rate": rate, "steps": options.steps, "run": run,
         "set": options.set,
         "n_parameters": training["n_parameters"], "n_tokens": training["n_tokens_total"],
         "expected_acceptance_length": training["best_expected_acceptance_length"], "cpu_s": training.get("cpu_s"),
-        "lengths": acceptance(options, report_name(DRAFTERS[name][0], options.target, seed), run),
+        "lengths": acceptance(options, report_name(title, options.target, seed), run),
     }  # fmt: skip
 
 
 def main() -> None:
     """Train and measure what is not there yet, and write all rows that are."""
-    only = {"nargs": "+", "choices": list(DRAFTERS), "default": list(DRAFTERS), "metavar": "DRAFTER"}
+    only = {"nargs": "+", "choices": [*DRAFTERS, *ABLATIONS], "default": list(DRAFTERS), "metavar": "DRAFTER"}
     changes = {"nargs": "+", "default": [], "metavar": "SETTING=NUMBER"}
     own = {"steps": 340, "seeds": [0, 1], "rates": [0.5, 1.0], "only": only, "set": changes}
     words = ("store", "model", "prompts", "out")

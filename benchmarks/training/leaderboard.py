@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.kit.harness import parsed, parser_of
 from benchmarks.kit.records import provenance
-from benchmarks.training.kept import kept
+from benchmarks.training.runs import kept
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.report import ratio_with_interval
 from moa_data.evaluation.run import evaluate

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.kit.harness import quartiles, run
-from benchmarks.training.drafter_options import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, small_config
+from benchmarks.training.runs import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, small_config
 from moa_data.machine import keep_freed_memory
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.live import Target

@@ -17,8 +17,7 @@ from typing import Any
 
 from benchmarks.kit.harness import run
 from benchmarks.kit.records import provenance
-from benchmarks.training.drafter_options import small_config
-from benchmarks.training.kept import kept, trained
+from benchmarks.training.runs import kept, small_config, trained
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.report import ratio_with_interval
 from moa_data.evaluation.run import evaluate

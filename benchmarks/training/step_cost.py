@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.kit.harness import quartiles, run
-from benchmarks.training.drafter_options import small_config
 from benchmarks.training.drafters import DRAFTERS, settings_given
 from benchmarks.training.online_step import DrafterStep
+from benchmarks.training.runs import small_config
 from moa_data.machine import keep_freed_memory
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batches import BatchReader

@@ -1,12 +1,11 @@
-"""Measures one forward, backward and step of each drafter at the sizes of a real target, and the loader beside it.
+"""Measures one forward, backward and step of each drafter at the sizes of a real target.
 
 The target is a shape with random weights, by default Llama-3-8B's: a store of two long sequences with all layers' keys
 and values, the states that drafters read, the bundle of embeddings and LM head, and no target. Each drafter trains in a
 process of its own, on a CPU a micro-batch of one sequence, elsewhere the one that a run would choose, from the stored
 sequences over and over. Reported are seconds and the peak memory (of the process; on a GPU, what torch allocated for
 the steps). The share of the device's peak counts all products that a step executes, attention as if each query saw each
-key; the kernels of attention are those of the last step. The loader reads the same sequences with 1 and 2 threads in
-turn; GB are 10^9 raw bytes.
+key; the kernels of attention are those of the last step.
 
     python -m benchmarks.training.train_step [--tokens 2048] [--drafters moa eagle3] [--layers 32] [--folder DIR]
         [--threads 2]
@@ -187,23 +186,6 @@ def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Bat
     return data.on_after_batch_transfer(next(iter(stream)), 0)
 
 
-def measure_loader(store_path: Path, turns: int) -> dict[str, list[float]]:
-    """GB/s of raw activations with 1 and 2 reader threads, in turn."""
-    store = ActivationStore(store_path)
-    lengths, cpu = store.lengths.astype(np.int64), torch.device("cpu")
-    readers = {n: BatchReader(store, settings(store_path, "moa", reader_threads=n), cpu) for n in (1, 2)}
-    found: dict[str, list[float]] = {str(n): [] for n in readers}
-    for turn in range(turns + 1):  # the first one opens files and takes memory
-        for n, reader in readers.items():
-            began = time.perf_counter()
-            for sequence in range(N_SEQUENCES):
-                reader.read(np.array([sequence]), lengths[[sequence]])
-            if turn:
-                n_bytes = reader.n_bytes(lengths[:1]) * N_SEQUENCES
-                found[str(n)].append(n_bytes / (time.perf_counter() - began) / 1e9)
-    return found
-
-
 def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
     """Measure one drafter in a process of its own, for so many seconds at most.
 
@@ -255,7 +237,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         if not (folder / TARGET_NAME).exists():
             write_store(folder, shape_config(options.shape, options.layers), options.tokens)
-        return {"loader_gb_per_s": measure_loader(folder, options.turns), "steps": measure_each(folder, options)}
+        return {"steps": measure_each(folder, options)}
 
 
 if __name__ == "__main__":
@@ -263,6 +245,6 @@ if __name__ == "__main__":
         "train-step", measure, shape={"choices": SHAPES, "default": "llama-3-8b"}, tokens=2048, layers=int,
         does={"choices": ("auto", "plain", "recompute"), "default": "auto"}, count_flops=False, device="cpu",
         drafters={"nargs": "*", "choices": list(DRAFTERS), "default": list(DRAFTERS)}, micro_batch=int, steps=1,
-        threads=2, turns=5, folder=Path, limit_s=float, peak_tflops=float,
+        threads=2, folder=Path, limit_s=float, peak_tflops=float,
     )  # fmt: skip
     sys.exit(any("error" in found for found in record["steps"].values()))

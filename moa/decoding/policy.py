@@ -31,7 +31,7 @@ a target call. ``eval --method plain,tree --tree 10@P`` with P from 0.05 to 0.3 
 PATIENCE = 12.0
 """Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's rounds scatter by 2
 steps about a mean of 1 or more: a smaller number gives up good drafters by chance, a larger one loses more where drafts
-fail. ``benchmarks/decoding/auto_policy.py`` compares numbers."""
+fail."""
 MEASURE_EVERY = 128
 """A plain step is timed after this many rounds with drafts, and this many plain steps pay back the loss of one step.
 Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become slower."""

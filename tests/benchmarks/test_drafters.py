@@ -24,7 +24,8 @@ def test_drafters_have_equal_weights() -> None:
         vocab_size=4096, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6,
         num_key_value_heads=2,
     )  # fmt: skip
-    for name, (_, settings) in importlib.import_module("benchmarks.training.drafters").DRAFTERS.items():
+    drafters = importlib.import_module("benchmarks.training.drafters")
+    for name, (_, settings) in (drafters.DRAFTERS | drafters.ABLATIONS).items():
         kind = drafter_class(settings["drafter"])
         sizes: Any = kind.config_class
         given = {key: value for key, value in settings.items() if key in sizes.__dataclass_fields__}

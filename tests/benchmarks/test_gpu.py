@@ -55,10 +55,9 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
     for file in sorted(out.glob("*.json")):
         records.setdefault(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), []).append(json.loads(file.read_text()))
     assert {name: len(found) for name, found in records.items()} == {
-        "gpu-tests": 1, "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1,
-        "decode-compiled": 1,
+        "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1, "decode-compiled": 1,
     }  # fmt: skip
-    positive(records["gpu-tests"][0]["figures"], "collected", "seconds")
+    assert "<testsuite " in (out / "gpu-tests.xml").read_text()
     seconds = ("forwards_and_gathering_s", "encoders_cpu_s", "writer_thread_cpu_s", "extract_s", "forward_s")
     positive(records["extract"][0]["figures"], *seconds, "flops", "forward_mfu", "extract_mfu", "extract_tokens_per_s")
     assert records["extract"][0]["figures"]["copies_s"] == [0.0], "nothing is copied on a CPU"

@@ -97,7 +97,7 @@ def start(tunnel: Any, side: str, code: str, *arguments: object) -> "subprocess.
 
 def test_a_line_keeps_to_what_was_asked_for(conditions: Any) -> None:
     def delays(**settings: Any) -> list[float]:
-        line = conditions.Line(conditions.Direction(**settings), seed=3)
+        line = conditions.Line(conditions.Condition(**settings), seed=3)
         return [line.arrival(float(at), 100) - at for at in range(4000)]  # sent too far apart to meet
 
     found = delays(delay_ms=100, jitter_ms=20)
@@ -105,29 +105,30 @@ def test_a_line_keeps_to_what_was_asked_for(conditions: Any) -> None:
     assert statistics.stdev(found) == pytest.approx(0.02, rel=0.05)
     assert found == delays(delay_ms=100, jitter_ms=20)
     assert min(delays(delay_ms=10, jitter_ms=10)) >= 0
-    line = conditions.Line(conditions.Direction(rate_bits_s=8e6, loss=0.05), seed=0)
+    line = conditions.Line(conditions.Condition(rate_bits_s=8e6, loss=0.05), seed=0)
     assert [line.arrival(0.0, 1000) for _ in range(3)] == pytest.approx([1e-3, 2e-3, 3e-3])
     assert line.waiting(0.0) == pytest.approx(3e-3)
     assert 430 < sum(line.is_lost() for _ in range(10_000)) < 570
-    line = conditions.Line(conditions.CONDITIONS["4g"].up, seed=1)
+    line = conditions.Line(conditions.CONDITIONS["4g"], seed=1)
     arrivals = [line.arrival(n * 1e-4, 100) for n in range(500)]
     assert arrivals == sorted(arrivals), "packets keep their order"
 
 
 def test_packets_are_delayed_and_lost(conditions: Any, tunnels: Any) -> None:
-    lossy = conditions.Condition("bad", conditions.Direction(delay_ms=5, loss=0.1), conditions.Direction(loss=0.05))
+    lossy = conditions.Condition(delay_ms=5, loss=0.05)
     with tunnels.Tunnel(lossy, seed=5) as tunnel:
         server = start(tunnel, "server", UDP_SERVER)
         back = json.loads(start(tunnel, "client", UDP_CLIENT, 2000).communicate(timeout=100)[0])
         seen, counts = json.loads(server.communicate(timeout=100)[0]), tunnel.counts()
-    assert 1700 < len(seen) < 1890
+    assert 1840 < len(seen) < 1950
     assert 0.02 < 1 - len(back) / len(seen) < 0.08
-    assert counts["down"].lost == len(seen) - len(back)
+    # The kernel answers what comes after the end; those answers may be lost too.
+    assert 0 <= counts["down"].lost - (len(seen) - len(back)) <= 20
     assert 0 <= counts["up"].lost - (2000 - len(seen)) <= 20  # of the 20 packets that say the end
 
 
 def test_tcp_survives_a_cut(conditions: Any, tunnels: Any) -> None:
-    with tunnels.Tunnel(conditions.symmetric("near", delay_ms=1)) as tunnel:
+    with tunnels.Tunnel(conditions.Condition(delay_ms=1)) as tunnel:
         server, client = start(tunnel, "server", TCP_SERVER), start(tunnel, "client", TCP_CLIENT)
         assert client.stdout is not None
         assert client.stdout.readline() == "connected\n"
@@ -148,8 +149,8 @@ def test_tcp_survives_a_cut(conditions: Any, tunnels: Any) -> None:
 
 def test_what_a_killed_tunnel_left_is_swept(tunnels: Any) -> None:
     code = (
-        "from benchmarks.serving.network_conditions import NONE\nfrom benchmarks.serving.network_tunnel import Tunnel\n"
-        "print(Tunnel(NONE).namespaces['client'], flush=True)\ninput()\n"
+        "from benchmarks.serving.network_tunnel import Condition, Tunnel\n"
+        "print(Tunnel(Condition()).namespaces['client'], flush=True)\ninput()\n"
     )
     command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
