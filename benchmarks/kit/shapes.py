@@ -1,15 +1,20 @@
-"""Shapes of targets by name, and model folders of such shapes with random weights."""
+"""Shapes of targets by name, model folders of such shapes with random weights, and manifests of made-up stores."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig
 
 from moa_data.demo.corpus import generate_corpus
 from moa_data.demo.target import train_tokenizer
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.plan import plan_counts, plan_parts
+from moa_data.storage.schema import ALIGNMENT_TOKENS, FieldSpec, StoreManifest
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -85,3 +90,23 @@ def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.T
         return torch.ones(shape, dtype=torch.bfloat16)
     drawn = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     return drawn.normal_(0, STD, generator=generator).cpu()
+
+
+def recipe(
+    fields: tuple[FieldSpec, ...], lengths: Sequence[int], part_tokens: int = 1 << 40, codec: str = "lossless",
+    target: dict[str, Any] | None = None,
+) -> tuple[StoreManifest, pa.Table]:  # fmt: skip
+    """Return manifest and plan of sequences of these lengths, of which all tokens but the first are answers."""
+    columns = {
+        "sequence_id": [f"ffffffff{row:056x}" for row in range(len(lengths))],
+        "source_row": pa.array(range(len(lengths)), pa.int64()),
+        "n_tokens": pa.array(lengths, pa.int32()),
+        "n_response_tokens": pa.array([length - 1 for length in lengths], pa.int32()),
+    }
+    plan = plan_parts(pa.table(columns), part_tokens, ALIGNMENT_TOKENS)
+    counts: dict[str, Any] = plan_counts(plan)
+    manifest = StoreManifest(
+        fields=fields, target=target or {}, identities={}, extraction={}, codec=StoreCodec(codec, fields).describe(),
+        **counts,
+    )  # fmt: skip
+    return manifest, plan

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kit.harness import medians, run
-from benchmarks.serving.network_conditions import CONDITIONS
+from benchmarks.serving.network_tunnel import CONDITIONS
 from benchmarks.serving.network_world import JSON, World
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.evaluation.report import ratio_with_interval

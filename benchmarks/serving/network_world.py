@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.serving.network_conditions import Condition
-from benchmarks.serving.network_tunnel import Tunnel
+from benchmarks.serving.network_tunnel import Condition, Tunnel
 
 CLIENT = ("-m", "benchmarks.serving.network_client")
 HTTP_PORT, GRPC_PORT = 8000, 8001

@@ -115,8 +115,6 @@ def summarize(found: Timing) -> dict[str, dict[str, dict[str, float]]]:
             ratios = [mb / ceiling for mb, (ceiling, _) in zip(speeds, formats[CEILING], strict=True)]
             figures[case][name] = {
                 "mb_per_s": statistics.median(speeds),
-                "best_mb_per_s": max(speeds),
-                "spread": (max(speeds) - min(speeds)) / statistics.median(speeds),
                 "to_memmap": statistics.median(ratios),
                 "to_memmap_low": min(ratios),
                 "to_memmap_high": max(ratios),

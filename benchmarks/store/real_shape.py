@@ -26,7 +26,7 @@ from benchmarks.kit.harness import parsed, parser_of
 from benchmarks.kit.records import settings_of, write_record
 from benchmarks.kit.shapes import make_target
 from moa_data import Target, generate, load_drafter
-from moa_data.demo.corpus import generate_corpus, opening, write_jsonl
+from moa_data.demo.corpus import generate_corpus, write_jsonl
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.registry import DRAFTERS
 
@@ -126,7 +126,7 @@ def main() -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     rows = generate_corpus(N_CHATS, 1, seed=1).train
-    write_jsonl(sorted(rows, key=lambda row: len(opening_text(row))), out / "chats.jsonl")
+    write_jsonl(sorted(rows, key=lambda row: len(json.dumps(row["messages"]))), out / "chats.jsonl")
     done = []
     for name, command, measured in stages(out, options):
         record = out / f"{name.replace(' ', '-')}.json"
@@ -140,13 +140,6 @@ def main() -> None:
     print(write_record(out, "real-shape", document))
     if not options.keep:
         shutil.rmtree(out / "target")
-
-
-def opening_text(row: dict[str, object]) -> str:
-    """Return what the user says first, by whose length the chats are ordered."""
-    messages = row["messages"]
-    assert isinstance(messages, list)
-    return opening(messages)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ All drafters take a step on the same sequences in turns, on one thread; counted 
 which other work on the machine changes least. Reading is left out, for it runs beside the steps. ::
 
     python -m benchmarks.training.step_cost STORE [--steps 40] [--only eagle moa ...]
-        [--set moa.layer_attention_mlp_width=32]
 """
 
 import argparse
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.kit.harness import quartiles, run
-from benchmarks.training.drafters import DRAFTERS, settings_given
+from benchmarks.training.drafters import DRAFTERS
 from benchmarks.training.online_step import DrafterStep
 from benchmarks.training.runs import small_config
 from moa_data.machine import keep_freed_memory
@@ -32,10 +31,10 @@ WARM_UP = 2
 class Side:
     """A drafter, its optimizer, and the batches that it reads: the same sequences for every drafter."""
 
-    def __init__(self, store: ActivationStore, name: str, options: argparse.Namespace, changes: dict[str, Any]) -> None:
+    def __init__(self, store: ActivationStore, name: str, options: argparse.Namespace) -> None:
         self.name, n_steps = name, options.steps + WARM_UP
         with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
-            config = small_config(str(store.path), folder, max_steps=n_steps, **(DRAFTERS[name][1] | changes))
+            config = small_config(str(store.path), folder, max_steps=n_steps, **DRAFTERS[name][1])
             data = StoreDataModule(store, config)
             module = build_module(store, config, data)
         self.n_parameters = sum(weight.numel() for weight in module.drafter.parameters())
@@ -55,17 +54,12 @@ class Side:
         self.n_tokens += batch.n_tokens
 
 
-def changes_of(name: str, settings: list[str]) -> dict[str, int]:
-    """The settings ``DRAFTER.NAME=NUMBER`` of one drafter."""
-    return settings_given([one.removeprefix(f"{name}.") for one in settings if one.startswith(f"{name}.")])
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Take the steps, and compare each drafter's with the first one's."""
     keep_freed_memory()
     store = ActivationStore(options.store)
     names = [FIRST, *(name for name in options.only if name != FIRST)]
-    sides = [Side(store, name, options, changes_of(name, options.set)) for name in names]
+    sides = [Side(store, name, options) for name in names]
     for turn in range(options.steps + WARM_UP):
         for side in sides if turn % 2 else sides[::-1]:
             side.step()
@@ -81,5 +75,4 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     only = {"nargs": "+", "choices": list(DRAFTERS), "default": list(DRAFTERS), "metavar": "DRAFTER"}
-    changes = {"nargs": "+", "default": [], "metavar": "DRAFTER.SETTING=NUMBER"}
-    run("step-cost", measure, "store", steps=40, only=only, set=changes, threads=1)
+    run("step-cost", measure, "store", steps=40, only=only, threads=1)

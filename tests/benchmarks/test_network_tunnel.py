@@ -71,7 +71,7 @@ with socket.create_connection(("10.77.0.1", 7000)) as s:
 @pytest.fixture
 def conditions(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.serving.network_conditions")
+    return importlib.import_module("benchmarks.serving.network_tunnel")
 
 
 @pytest.fixture
