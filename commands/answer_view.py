@@ -12,7 +12,7 @@ from ..text import printable
 from .console import out
 
 if TYPE_CHECKING:
-    from ..serving.client.events import Event, Stats
+    from ..serving.client.session import Event, Stats
 
 _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\x1b[2m"}
 """Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet is dim."""
@@ -34,7 +34,7 @@ class PlainAnswer:
 
     def note(self, event: "Event") -> None:
         """Show an event."""
-        from ..serving.client.events import RolledBack, Tokens, Verified
+        from ..serving.client.session import RolledBack, Tokens, Verified
 
         if isinstance(event, Tokens):
             self._unverified += event.texts
@@ -80,7 +80,7 @@ class TerminalAnswer:
 
     def note(self, event: "Event") -> None:
         """Show an event."""
-        from ..serving.client.events import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
+        from ..serving.client.session import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
 
         if isinstance(event, Tokens):
             self._texts += event.texts

@@ -19,7 +19,7 @@ from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
-    from ..serving.client.events import OnEvent
+    from ..serving.client.session import OnEvent
 
 
 class ChatConfig(Config):

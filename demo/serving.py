@@ -19,7 +19,7 @@ from ..moa.decoding.loop import plain_generate
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
-from ..serving.client.events import Event, RolledBack, Tokens, Verified
+from ..serving.client.session import Event, RolledBack, Tokens, Verified
 
 DELAY_S = 0.021
 """Of each byte one way, the mean of 4G."""

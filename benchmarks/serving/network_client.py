@@ -18,7 +18,7 @@ import openai
 
 from moa_data.serving.client.client import DraftingClient
 from moa_data.serving.client.drafting import DraftingModel
-from moa_data.serving.client.events import Event, LinkChanged, RolledBack, Tokens, Verified
+from moa_data.serving.client.session import Event, LinkChanged, RolledBack, Tokens, Verified
 
 JSON = dict[str, Any]
 WARM_UP_TOKENS = 8

@@ -16,33 +16,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...config import Count
 from ...errors import (
     Disconnected,
-    DrafterError,
     NotAllowed,
     Overloaded,
     ProtocolMismatch,
     RequestInvalid,
     ServingError,
 )
+from ...files import read_bounded, write_atomic
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed
 from ...moa.targets.chat_tokens import prompt_tokens
 from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
 from .drafting import DraftingModel, TextDrafter
-from .events import ChosenMode, Done, OnEvent, Stats
 from .link import Down, Link, LinkEvent, Received, Up
-from .session import AnswerSettings, ChainShape, Session
+from .session import AnswerSettings, ChainShape, ChosenMode, Done, OnEvent, Session, Stats
 
 MODES: tuple[str, ...] = get_args(ChosenMode)
 _GREEDY_SHAPE, _SAMPLED_SHAPE = ChainShape(10, 0.2), ChainShape(5)
-_MAX_FILE_BYTES = 64 << 20
-_SAVE_EVERY_S = 0.2
+_SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
 # How long to wait for the network before looking at the time again.
 _LOOK_EVERY_S = 0.1
@@ -59,33 +57,21 @@ _MAX_SENSELESS = 8
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that a client waits for the network.
+    """Seconds that a client waits for the network."""
 
-    Attributes:
-        connect_s: for the first answer of a server; then the call fails.
-        silence_s: without a message, beyond two round trips, after which the client writes offline.
-        dead_s: without a message, after which the connection is made anew.
-        give_up_s: without a server, after which the call fails; None for no end.
-    """
-
-    connect_s: float = 10.0
-    silence_s: float = 0.5
-    dead_s: float = 5.0
-    give_up_s: float | None = None
+    connect_s: float = 10.0  # for the first answer of a server; then the call fails
+    silence_s: float = 0.5  # without a message, beyond two round trips, after which the client writes offline
+    dead_s: float = 5.0  # without a message, after which the connection is made anew
+    give_up_s: float | None = None  # without a server, after which the call fails; None for no end
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer.
-
-    Attributes:
-        tokens: of the answer, the end-of-sequence token included where there is one.
-        finish: ``stop``, ``length`` or ``deadline``.
-    """
+    """A finished answer."""
 
     text: str
-    tokens: tuple[int, ...]
-    finish: str
+    tokens: tuple[int, ...]  # the end-of-sequence token included where there is one
+    finish: str  # stop, length or deadline
     stats: Stats
 
 
@@ -111,38 +97,24 @@ class SavedAnswer:
     version: Annotated[int, Field(ge=1, le=1)] = 1
 
     def save(self, path: str | Path) -> None:
-        """Replace the file, so that a kill at any moment leaves the last state or the one before.
-
-        Raises:
-            RequestInvalid: it cannot be written.
-        """
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.partial")
+        """Replace the file, so that a kill at any moment leaves the last state or the one before."""
         try:
-            # Without fsync: it outlives a process, not the machine, and is written several times a second.
-            partial.write_bytes(_SAVED.dump_json(self))
-            partial.replace(path)
+            write_atomic(Path(path), _SAVED.dump_json(self))
         except OSError as error:
-            raise RequestInvalid(f"the session cannot be saved in {path}: {error.strerror}; give another.") from error
+            reason = error.strerror or error
+            raise RequestInvalid(f"the session cannot be saved in {path}: {reason}; give another.") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that :meth:`save` wrote.
-
-        Raises:
-            RequestInvalid: it cannot be read, or is something else.
-        """
-        path = Path(path)
+        """Read a file that :meth:`save` wrote; RequestInvalid for any other."""
         try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                raise RequestInvalid(f"{path} is larger than any saved session; give the file of one.")
-            saved: Self = _SAVED.validate_json(path.read_bytes())
+            saved: Self = _SAVED.validate_json(read_bounded(Path(path)))
+            if saved.n_prompt > len(saved.tokens):
+                raise ValueError("the prompt is longer than the text")
         except OSError as error:
             raise RequestInvalid(f"{path} cannot be read: {error.strerror}.") from error
-        except (ValidationError, DrafterError) as error:
-            raise RequestInvalid(f"{path} is no saved session of this version; begin a new one.") from error
-        if saved.n_prompt > len(saved.tokens):
-            raise RequestInvalid(f"{path} is no saved session: its prompt is longer than its tokens.")
+        except ValueError as error:  # pydantic's, and those of sampling
+            raise RequestInvalid(f"{path} is no saved session of this version; start a new one.") from error
         return saved
 
 
@@ -152,8 +124,8 @@ _SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
 class DraftingClient:
     """Answers, one at a time.
 
-    Holds a drafter and the frozen weights of its target, never the target. Every answer is the one that plain decoding
-    on the server gives, token for token, whatever the network does meanwhile.
+    Holds a drafter and the frozen weights of its target, never the target. Every answer is that of plain decoding on
+    the server, token for token, whatever the network does meanwhile.
 
     Args:
         server: ``HOST:PORT`` of the server's gRPC port, or ``https://HOST:PORT`` for TLS.
@@ -163,14 +135,9 @@ class DraftingClient:
         ca: file of a certificate authority, for TLS; None for the system's.
         mode: ``server``, which drafts and streams, or ``client``: drafts are made here, ahead of the server's answers.
         codec: of the drafter's contexts on the wire: bf16, int8 or int4. Changes what is accepted, never the text.
-        max_offline: tokens that are shown without a server, at most.
+        max_offline: tokens that are shown without a server.
         offline_below: without a server the client stops where what it drafted is less likely than this to be right.
         session_file: kept up to date with the present answer, for :meth:`resume`; None for none.
-
-    Raises:
-        RequestInvalid: an argument cannot be used.
-        DrafterError: the drafter cannot be loaded, or needs its target beside it.
-        TargetError: the bundle cannot be used.
     """
 
     def __init__(
@@ -227,11 +194,6 @@ class DraftingClient:
             messages: with ``role`` and ``content``, the last one usually the user's.
             seed: with the position it decides each sampled token.
             on_event: called with each event, in this thread.
-
-        Raises:
-            ServingError: the server refuses it, or cannot be reached.
-            TemplateError: the chat template refuses the messages.
-            PromptUnusable: a text holds control tokens, or is no text.
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
@@ -296,7 +258,7 @@ class DraftingClient:
 
 
 class _Turn:
-    """One answer: moves messages between link and session, drafts where that is of use, and measures."""
+    """One answer: moves messages between link and session, drafts where that helps, and measures."""
 
     def __init__(
         self,
@@ -324,11 +286,7 @@ class _Turn:
         self._draft_s: float | None = None
 
     def run(self) -> None:
-        """Run until the answer has ended.
-
-        Raises:
-            ServingError: the server refuses it, or could not be reached in time.
-        """
+        """Run until the answer has ended; ServingError where the server refuses it, or was not reached in time."""
         session = self._session
         self._lost_s = time.monotonic()
         self._link.begin()
@@ -400,7 +358,6 @@ class _Turn:
             self._drafter.receive(rows[n_known:])
 
     def _measure(self, received: Received, n_new: int) -> None:
-        """Note the times of a message that brought tokens."""
         committed, self._n_senseless = received.message.committed, 0
         if self._first_token is None:
             self._first_token = (received.at_s, n_new)
@@ -410,7 +367,6 @@ class _Turn:
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
-        """Continue without a stream."""
         if self._stream:
             self._lost_s = time.monotonic()
         self._stream, self._error = 0, error
@@ -472,7 +428,7 @@ class _Turn:
     # What goes out
 
     def _flush(self) -> None:
-        """Send messages, tell events and save the answer."""
+        """Send messages, report events and save the answer."""
         if messages := self._session.take_messages():
             self._link.send(self._stream, messages)
         events, now = self._session.take_events(), time.monotonic()

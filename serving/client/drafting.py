@@ -71,10 +71,6 @@ class DraftingModel:
         Args:
             folder, bundle: see :func:`find_bundle`.
             template_arguments: ``name=value`` of the chat template; by default those of the training chats.
-
-        Raises:
-            DrafterError: the drafter cannot be loaded, or needs its target beside it.
-            TargetError: the bundle cannot be used; RequestInvalid where there is none.
         """
         drafter = load_drafter(folder, dtype, device)
         drafter.new_context_cache()  # refuses drafters that cannot do without their target
@@ -127,7 +123,7 @@ class TextDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start with a text; contexts that were taken are kept where it begins like the last one."""
+        """Start a text; contexts that were taken are kept where it begins like the last one."""
         self._sampling, self._seed = sampling, seed
         self._end_round()
         self._pending.clear()
@@ -199,7 +195,7 @@ class TextDrafter:
         self._chain, self.is_catching_up = None, False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
-        """The newest position at which a round can begin, or has begun; None where there is none."""
+        """The newest position at which a round can begin, or has begun."""
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
         if newest < max(1, self._n_taken):  # contexts that were taken cannot be left out again
             return self._root if self._chain is not None and self._root < len(tokens) else None

@@ -2,10 +2,10 @@
 
 Its user takes events off a queue, in order: a stream is there (:class:`Up`), a message came (:class:`Received`), the
 stream is gone (:class:`Down`). Streams are numbered, so that nothing that was meant for one is sent on the next.
-
-This is gRPC's blocking interface: the asynchronous one fails where a process has several event loops, as a program that
-uses this client may.
 """
+
+# gRPC's blocking interface: the asynchronous one fails where a process has several event loops, as a program that uses
+# this client may.
 
 import contextlib
 import queue
@@ -87,11 +87,7 @@ class Link:
         ca: file of a certificate authority in PEM, which TLS is used with; None for the system's or no TLS.
 
     Attributes:
-        bytes_up: bytes of messages sent so far.
-        bytes_down: bytes of messages received so far.
-
-    Raises:
-        RequestInvalid: the address or the file cannot be used.
+        bytes_up, bytes_down: of messages sent and received so far.
     """
 
     def __init__(self, server: str, token: str = "", ca: str | Path | None = None) -> None:
@@ -119,7 +115,7 @@ class Link:
         self._thread.start()
 
     def begin(self) -> None:
-        """Want a stream from now on; events of earlier ones are forgotten."""
+        """Make a stream, and events of it alone."""
         self.end()
         with self._changed:
             self._changed.wait_for(lambda: self._call is None)  # it ends at once: nothing is wanted
@@ -128,7 +124,7 @@ class Link:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Want no stream any more; what was sent on the present one is still delivered where that takes no time."""
+        """End the stream; what was sent on it is still delivered where that takes no time."""
         with self._changed:
             self._is_wanted = False
             self._outbox.put(None)
@@ -147,7 +143,7 @@ class Link:
                 self._outbox.put(data)
 
     def take(self, timeout_s: float) -> list[LinkEvent]:
-        """Hand over the events so far, in order; waits for one, but not longer than that."""
+        """Return the events so far, in order; waits for one, but not longer than the timeout."""
         found: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait())
@@ -156,7 +152,7 @@ class Link:
         return found
 
     def reconnect(self, reason: str, wait_s: float = 0.0) -> None:
-        """End the stream, and make another one on a new connection after some time at least."""
+        """End the stream, and make another one on a new connection after so many seconds at least."""
         with self._changed:
             self._reason, self._wait_s = reason, max(self._wait_s, wait_s)
             self._drop()
@@ -180,8 +176,6 @@ class Link:
             self._drop()
         self._thread.join()
 
-    # The thread
-
     def _run(self) -> None:
         while self._wait_until_wanted():
             try:
@@ -201,12 +195,7 @@ class Link:
             return not self._is_closed
 
     def _connect(self) -> grpc.Channel:
-        """Return a channel that has spoken with the server; the one of the stream before where it is still good.
-
-        Raises:
-            Disconnected: nobody answers.
-            ProtocolMismatch: not with TLS of this kind.
-        """
+        """Return a channel that has spoken with the server; the one of the stream before where it is still good."""
         with self._changed:
             if self._channel is not None:
                 return self._channel
@@ -231,7 +220,6 @@ class Link:
         raise Disconnected(self._reason or f"{self.address} did not answer within {_CONNECT_S:g} s.")
 
     def _refusal(self, channel: grpc.Channel) -> ServingError:
-        """Find out why a connection failed."""
         try:
             next(_session(channel)(iter(()), timeout=1.0))
         except grpc.RpcError as failure:
@@ -276,7 +264,6 @@ class Link:
         return was_meant
 
     def _error_of(self, failure: Any) -> ServingError:
-        """Turn the end of a stream into an error of ours."""
         if self._reason:
             return Disconnected(self._reason)
         if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -302,7 +289,6 @@ def _later(seconds: float, action: Any) -> None:
 
 
 def _session(channel: grpc.Channel) -> Any:
-    """The method of the service for messages that are bytes already."""
     return channel.stream_stream(
         "/moa.v1.Drafting/Session",
         request_serializer=lambda data: data,

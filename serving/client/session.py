@@ -19,9 +19,11 @@ that are known already are skipped. A connection that ends takes with it what wa
 the next one begins with all committed tokens, which the server reads anew where it has lost the session.
 """
 
+import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
@@ -29,7 +31,6 @@ from ...text import counted
 from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import PROTOCOL
-from .events import Done, Event, Kind, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
 
 # Errors by code of a failure; any other ends the connection, not the answer.
 _FAILURES: dict[str, type[ServingError]] = {
@@ -37,29 +38,109 @@ _FAILURES: dict[str, type[ServingError]] = {
 }  # fmt: skip
 
 
+# Events: what a client tells those who show its text, a terminal, a web page, a measurement. Tokens have indices in the
+# answer, from 0.
+
+ChosenMode = Literal["server", "client"]
+"""Where drafts are made while there is a network: ``server``, which drafts, verifies and streams, or ``client``, which
+drafts on while the server verifies."""
+Mode = Literal["server", "client", "offline"]
+"""How tokens come: as chosen, or ``offline``, by the client's drafter without a network."""
+Kind = Literal["streamed", "accepted", "bonus", "unverified"]
+"""Where a token came from: a run of the server; a draft of the client that the target agreed with; the target's own
+token after those; the client's drafter, not verified yet."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens appended to the answer at ``start``; texts are what each adds to the text, some of them empty."""
+
+    start: int
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Unverified tokens before index ``stop`` agree with the target."""
+
+    stop: int
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """Tokens from index ``stop`` on are taken back: the target disagrees with the first of them."""
+
+    stop: int
+
+
+@dataclass(frozen=True)
+class LinkChanged:
+    """The network went or came back."""
+
+    up: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ModeChanged:
+    """Tokens come another way from now on."""
+
+    mode: Mode
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What was measured so far; times in ms, None before the first measurement."""
+
+    n_tokens: int
+    n_target_calls: int
+    n_rolled_back: int
+    tokens_per_s: float
+    acceptance_length: float | None
+    round_trip_ms: float | None
+    verify_ms: float | None
+    draft_ms: float | None
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """The answer has ended: ``stop`` (end of sequence), ``length`` (the bound on tokens) or ``deadline``."""
+
+    reason: str
+
+
+Event = Tokens | Verified | RolledBack | LinkChanged | ModeChanged | Stats | Done
+OnEvent = Callable[[Event], None]
+
+
+def as_json(event: Event) -> dict[str, Any]:
+    """Return an event as a JSON object whose ``type`` is the name of its class."""
+    return {"type": type(event).__name__} | asdict(event)
+
+
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How an answer is made, and how much of it the client writes offline.
-
-    Attributes:
-        codec: of the drafter's contexts on the wire; empty for none.
-        max_offline: tokens that are shown without having been verified, at most.
-        offline_below: without a network the client stops where the product of the drafter's probabilities since the
-            last verified token falls below this: what followed would be taken back almost surely.
-    """
+    """How an answer is made, and how much of it the client writes offline."""
 
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
     seed: int = 0
-    codec: str = "int8"
-    max_offline: int = 64
+    codec: str = "int8"  # of the drafter's contexts on the wire; empty for none
+    max_offline: int = 64  # tokens that are shown unverified
+    # Offline the client stops where the product of the drafter's probabilities since the last verified token falls
+    # below this: what followed would be taken back almost surely.
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class ChainShape:
-    """A chain of drafts: its most levels, and the probability of the whole below which it ends."""
+    """A chain of drafts: its levels at most, and the probability of the whole below which it ends."""
 
     depth: int
     stop_below: float = 0.0
@@ -120,7 +201,6 @@ class Session:
         self._is_up = self.is_opened = self.was_opened = self.is_offline = self._is_stuck = False
         self._has_paused = False  # offline, and said so
         self._awaited = 0  # sequence number of the Verify that has not been answered
-        self._was_refused = False  # the last Verify; a second refusal ends the answer
         self._is_running = False  # whether the server decodes and streams
         self._max_drafts, self._max_positions = 1, 1 << 31
         if answer := self.tokens[n_prompt:]:
@@ -130,7 +210,7 @@ class Session:
     # What goes in
 
     def link_up(self) -> None:
-        """Begin a connection: open the session with all that is committed, and ask for what comes next."""
+        """Start a connection: open the session with all that is committed, and ask for what comes next."""
         self._is_up, self.is_opened, self._sequence = True, False, 0
         self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
@@ -178,7 +258,7 @@ class Session:
         self._proceed()
 
     def no_draft(self) -> None:
-        """Go on without further drafts until something new is known: the drafter lacks contexts."""
+        """Stop drafting until something new is known: the drafter lacks contexts."""
         self._is_stuck = True
         self._tell_pause()
         self._proceed()
@@ -187,9 +267,8 @@ class Session:
         """Take a message of the present connection.
 
         Raises:
-            Disconnected: the connection makes no sense any more and should be made anew.
-            Overloaded: as Disconnected, after some time.
-            RequestInvalid: as the server says; likewise NotAllowed and ProtocolMismatch.
+            Disconnected: the connection should be made anew; Overloaded: after some time.
+            ServingError: another error, as the server says.
         """
         kind = message.WhichOneof("body")
         if self.finish:
@@ -197,7 +276,8 @@ class Session:
         if kind == "opened":
             self._open(message.opened)
         elif kind == "failure":
-            self._fail(message.failure)
+            text = message.failure.message or f"the server failed without a reason ({message.failure.code})."
+            raise _FAILURES.get(message.failure.code, Disconnected)(text)
         elif not self.is_opened:
             raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
         if self.is_offline and self.is_opened:
@@ -227,17 +307,17 @@ class Session:
         return not self._is_chain_complete()
 
     def take_messages(self) -> list[pb.ClientMessage]:
-        """Hand over the messages to send, in order."""
+        """Return the messages to send, in order, once."""
         messages, self._outbox = self._outbox, []
         return messages
 
     def take_events(self) -> list[Event]:
-        """Hand over what happened since the last call, in order."""
+        """Return what happened since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def take_contexts(self) -> list[tuple[pb.Context, int]]:
-        """Hand over the contexts that arrived since the last call, each with how many of its first ones were here."""
+        """Return the contexts that arrived since the last call, each with how many of its first ones were here."""
         contexts, self.contexts = self.contexts, []
         return contexts
 
@@ -247,7 +327,7 @@ class Session:
             self._send(ping=pb.Ping(id=number))
 
     def close(self) -> None:
-        """Tell the server that the session will not be taken up again."""
+        """Tell the server to forget the session."""
         if self._is_up:
             self._send(close=pb.Close())
 
@@ -261,15 +341,6 @@ class Session:
         if not self.was_opened:
             self._tell(ModeChanged(self.mode, "the session is open"))
         self.was_opened = True
-
-    def _fail(self, failure: pb.Failure) -> None:
-        is_answer = failure.answers and failure.answers == self._awaited
-        if is_answer and not failure.ends and self.n_asked and not self._was_refused:
-            # A server that was started again may take fewer drafts than before; by now it has said how many.
-            self._awaited, self.n_asked, self._was_refused = 0, 0, True
-            return
-        message = failure.message or f"the server failed without a reason ({failure.code})."
-        raise _FAILURES.get(failure.code, Disconnected)(message)
 
     def _commit(self, message: pb.Committed) -> None:
         known = len(self.tokens) - message.start
@@ -285,7 +356,7 @@ class Session:
             self._awaited = self.n_asked = 0
         if new := tokens[known:]:
             self.n_calls += 1
-            self._is_stuck = self._was_refused = False
+            self._is_stuck = False
             if message.answers:
                 n_accepted = max(0, message.n_accepted - known)
                 kinds: list[Kind] = ["accepted" if index < n_accepted else "bonus" for index in range(len(new))]
@@ -345,7 +416,6 @@ class Session:
         self.n_shown = self.n_asked = 0
 
     def _show(self) -> None:
-        """Show the drafts that are not shown yet, as unverified."""
         if hidden := [draft.token for draft in self.drafts][self.n_shown :]:
             start = len(self.tokens) - self.n_prompt + self.n_shown
             self.n_shown = len(self.drafts)
@@ -372,13 +442,12 @@ class Session:
         self._tell(Tokens(start, tuple(tokens), texts, tuple(kinds)))
 
     def _end(self, reason: str) -> None:
-        """End the answer; drafts that nobody verified are no part of it."""
         self._take_back()
         self.finish = reason
         self._tell(Done(reason))
 
     def _end_if_complete(self) -> None:
-        """End an answer that was complete when it was taken up again."""
+        """End an answer that was complete when it was resumed."""
         answer = self.tokens[self.n_prompt :]
         if answer and answer[-1] in self.settings.eos_token_ids:
             self._end("stop")
@@ -389,9 +458,7 @@ class Session:
 
     def _proceed(self) -> None:
         """Ask the server for what comes next, unless it still owes an answer."""
-        if not self._is_up or self.finish or self._awaited:
-            return
-        if self._is_running:
+        if not self._is_up or self.finish or self._awaited or self._is_running:
             return
         if self.n_shown:  # what was written offline is verified at once, and only then streamed on
             self._verify()
@@ -402,7 +469,7 @@ class Session:
             self._verify()
 
     def _verify(self) -> None:
-        """Ask for one target call over the drafts, as many as the server takes; the last token needs no draft."""
+        """Ask for one target call over the drafts; the last token needs none."""
         n_asked = min(len(self.drafts), self._max_drafts, max(0, self._n_left - 1))
         tokens = [draft.token for draft in self.drafts][:n_asked]
         self._awaited = self._send(verify=pb.Verify(start=len(self.tokens), tokens=tokens))
@@ -416,11 +483,7 @@ class Session:
         return is_end or self._probability() < self.shape.stop_below
 
     def _probability(self) -> float:
-        """The probability of the whole chain of drafts."""
-        product = 1.0
-        for draft in self.drafts:
-            product *= draft.probability
-        return product
+        return math.prod(draft.probability for draft in self.drafts)
 
     def _send(self, **body: object) -> int:
         """Queue a message; returns its sequence number."""

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import MoaDataError, OptionInvalid
 from ...text import first_line
-from .events import OnEvent, as_json
+from .session import OnEvent, as_json
 
 _PAGE = Path(__file__).with_name("page") / "index.html"
 _HEADERS = {
@@ -49,8 +49,8 @@ class _Network(BaseModel):
 class EventLog:
     """The events of the present answer, for pages that come late, reload or have lost their connection.
 
-    Items are JSON objects with ``t``, the seconds since the answer began. Each has a number, which grows through all
-    answers. Events may be appended from any thread.
+    Items are JSON objects with ``t``, the seconds since the answer began, numbered through all answers. They may be
+    appended from any thread.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class EventLog:
         self._first, self._began, self._is_closed = 0, time.monotonic(), False
 
     def begin(self, *items: dict[str, Any]) -> None:
-        """Forget the last answer and begin another with these items."""
+        """Forget the last answer, and start another with these items."""
         with self._lock:
             self._first += len(self._items)
             self._items.clear()
@@ -92,13 +92,9 @@ class ChatPage:
     """Serves the page at http://127.0.0.1:``port`` from a thread of its own, until it is closed.
 
     Args:
-        answer: answers a prompt, one at a time and each in a new thread, and tells events from any thread; its
-            errors are shown.
+        answer: answers a prompt, one at a time and each in a new thread, and reports events; its errors are shown.
         set_network: cuts the connection to the server, or lets it be made again.
         port: to listen on; 0 for any that is free.
-
-    Raises:
-        OptionInvalid: the port is taken.
     """
 
     def __init__(
@@ -114,7 +110,7 @@ class ChatPage:
         self._log, self._is_up = EventLog(), True
         self._log.begin({"type": "Began", "prompt": None}, self._network())
         self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
-        self._asking, self._ask_thread = threading.Lock(), threading.Thread()
+        self._asking = threading.Lock()
         config = uvicorn.Config(
             _OwnPagesOnly(self._app(), self.port), log_config=None, access_log=False, ws="none", lifespan="off",
             timeout_graceful_shutdown=1,
@@ -170,7 +166,6 @@ class ChatPage:
         return app
 
     async def _stream(self, after: int) -> AsyncIterator[str]:
-        """Yield the log as server-sent events."""
         async for number, item in self._log.follow(after):
             yield f"id: {self._run}-{number}\ndata: {item}\n\n"
 

@@ -9,7 +9,7 @@ import pytest
 
 from moa_data.demo import serving
 from moa_data.demo.serving import CutProxy, Timeline
-from moa_data.serving.client.events import RolledBack, Tokens, Verified
+from moa_data.serving.client.session import RolledBack, Tokens, Verified
 
 
 def tokens(start: int, kind: str, n: int) -> Tokens:

@@ -22,7 +22,7 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
-from moa_data.serving.client.events import Event, LinkChanged, Tokens
+from moa_data.serving.client.session import Event, LinkChanged, Tokens
 from moa_data.serving.config import DraftingOptions
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts

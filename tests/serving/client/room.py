@@ -14,7 +14,7 @@ from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import Answer, DraftingClient, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
-from moa_data.serving.client.events import Event
+from moa_data.serving.client.session import Event
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.proxy import Proxy

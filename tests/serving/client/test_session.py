@@ -8,8 +8,18 @@ from hypothesis import strategies as st
 
 from moa_data.errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.client.events import ChosenMode, Done, LinkChanged, ModeChanged, RolledBack, Tokens, Verified
-from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
+from moa_data.serving.client.session import (
+    AnswerSettings,
+    ChainShape,
+    ChosenMode,
+    Done,
+    LinkChanged,
+    ModeChanged,
+    RolledBack,
+    Session,
+    Tokens,
+    Verified,
+)
 from moa_data.serving.detokenizer import Detokenizer
 
 from .world import World
@@ -215,19 +225,6 @@ def test_failures_are_errors(code: str, error: type[Exception]) -> None:
     session.link_down("over")
     session.link_up()
     assert session.take_messages()[0].open.session == "s"
-
-
-def test_a_chain_that_was_refused_is_sent_once_more() -> None:
-    session = opened()
-    for token in (4, 5, 6):
-        session.add_draft(token, 0.9)
-    session.take_messages()
-    refusal = pb.ServerMessage(failure=pb.Failure(code="invalid", message="too many", answers=session._awaited))
-    session.receive(refusal)
-    assert asked(session) == [pb.Verify(start=3, tokens=[4, 5, 6])]
-    refusal.failure.answers = session._awaited
-    with pytest.raises(RequestInvalid):
-        session.receive(refusal)
 
 
 @pytest.mark.parametrize(

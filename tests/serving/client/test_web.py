@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moa_data.errors import Disconnected, OptionInvalid
-from moa_data.serving.client.events import (
+from moa_data.serving.client.session import (
     Done,
     Event,
     Kind,

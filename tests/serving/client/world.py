@@ -12,8 +12,17 @@ from typing import Any
 
 from moa_data.errors import Disconnected
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.client.events import ChosenMode, Done, Event, RolledBack, Tokens, Verified
-from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
+from moa_data.serving.client.session import (
+    AnswerSettings,
+    ChainShape,
+    ChosenMode,
+    Done,
+    Event,
+    RolledBack,
+    Session,
+    Tokens,
+    Verified,
+)
 from moa_data.serving.detokenizer import Detokenizer
 
 VOCABULARY, EOS = 50, 1
@@ -104,11 +113,8 @@ class Server:
         self.running = 0
         n_accepted = 0
         if isinstance(body, pb.Verify):
-            if len(body.tokens) > self.most_drafts:
-                self._say(failure=pb.Failure(code="invalid", message="too many drafts.", answers=message.sequence))
-                return
             at = body.start
-            for draft in body.tokens:
+            for draft in body.tokens[: self.most_drafts]:
                 if at == len(held.tokens):
                     if held.finish or next_token(held.tokens) != draft:
                         break
