@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.requests import Request as HttpRequest
+from typing_extensions import override
 
 from .api import AnswerText
 from .engine.engine import Counts
@@ -65,7 +66,8 @@ class Metrics:
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
         self._registry, self.n_in_flight, self.n_broken_off = CollectorRegistry(), 0, 0
-        self.add(counts)
+        self._counts: list[Callable[[], Counts | DraftingCounts]] = [counts]
+        self._registry.register(self)
         self.requests = Counter(
             "moa_http_requests", "Requests by path and status.", ("path", "status"), registry=self._registry
         )
@@ -80,22 +82,19 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
 
-    def add(self, counts: "Callable[[], Counts | DraftingCounts]") -> None:
-        """Add counts of the engine or of the gRPC server, which are read when Prometheus asks."""
-        self._registry.register(_Collector(counts))
+    def add(self, counts: Callable[[], DraftingCounts]) -> None:
+        """Add counts, which are read when Prometheus asks."""
+        self._counts.append(counts)
 
     def text(self) -> bytes:
         """Write all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _Collector:
-    def __init__(self, counts: "Callable[[], Counts | DraftingCounts]") -> None:
-        self._counts = counts
-
     def collect(self) -> Iterator[Metric]:
         """Yield a metric for each field of the counts, as prometheus_client asks for them."""
-        values = vars(self._counts())
+        values: dict[str, Any] = {}
+        for counts in self._counts:
+            values |= vars(counts())
         for name, (title, text) in _GAUGES.items():
             if name in values:
                 yield GaugeMetricFamily(title, text, value=values[name])
@@ -112,17 +111,12 @@ class _Collector:
 
 @dataclass
 class Facts:
-    """What is known of a request when it has been answered.
-
-    Attributes:
-        answer: the answer that it began; it is closed when the request ends, however it ends.
-        status: HTTP status that was sent; None before.
-    """
+    """What is known of a request when it has been answered."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
-    answer: AnswerText | None = None
+    answer: AnswerText | None = None  # closed when the request ends, however it ends
     n_prompt: int | None = None
-    status: int | None = None
+    status: int | None = None  # that was sent
     error: str | None = None
 
 
@@ -133,7 +127,7 @@ def facts_of(request: HttpRequest) -> Facts:
 
 
 class RequestLog:
-    """Middleware round all routes: logs and counts each request, and ends what it had begun."""
+    """Middleware of all routes: logs and counts each request, and frees its answer."""
 
     def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]], metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -189,10 +183,10 @@ class RequestLog:
 
 
 class JsonLines(logging.Formatter):
-    """Writes each record of a log as one JSON object on one line."""
+    """Writes each record of a log as one JSON object: time, level, message or what a request's record holds."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line: time, level, message or what a request's record holds, and a traceback if there is one."""
         line: dict[str, Any] = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower()}
         facts = getattr(record, "facts", None)
         line |= facts if facts is not None else {"logger": record.name, "message": record.getMessage()}

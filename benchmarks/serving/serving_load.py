@@ -240,7 +240,7 @@ class Load:
     def _ask(self, chance: random.Random) -> None:
         """Whole answers, some with a temperature that is nearly none, or stop strings that never come."""
         question, began = chance.choice(QUESTIONS), time.monotonic()
-        stops = [self._texts[question] + "!", "".join(chance.choices("ab", k=20_000))]
+        stops = [self._texts[question][-200:] + "!", "".join(chance.choices("ab", k=200))]
         changes: dict[str, Any] = chance.choice([{}, {}, {"temperature": 1e-308}, {"stop": stops}])
         self._check(f"whole, {list(changes)}", question, self._server.answer(question, **changes))
         self.answer_s.append(time.monotonic() - began)
@@ -301,10 +301,10 @@ class Load:
         self._is_over.wait(0.1)
 
     def _send_long_stops(self, chance: random.Random) -> None:
-        stops = [self._texts[QUESTIONS[0]] + "x" * 200_000, "ab" * 100_000, "a" * 200_000, "b" * 200_000]
-        connection, response = self._server.request(QUESTIONS[0], stream=True, stop=stops, max_tokens=900)
+        connection, response = self._server.request(QUESTIONS[0], stream=True, stop="ab" * 100_000, max_tokens=900)
         with contextlib.closing(connection):
-            response.read()
+            if response.status != 400:
+                self.wrong.append(("long stop string", "", response.read().decode()))
 
     def _break_network(self, chance: random.Random) -> None:
         self._is_over.wait(chance.uniform(0, 4))

@@ -103,7 +103,7 @@ def test_answers_end_where_the_target_ends_them(server: Server) -> None:
                 assert (len(answer.tokens), answer.finish) == (n_tokens, "stop")
 
 
-def test_auto_measures_and_tells(server: Server) -> None:
+def test_statistics_are_measured(server: Server) -> None:
     with client(server.address) as connected:
         watched = Watched(connected)
         for prompt in PROMPTS[:3]:
