@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import StorageUnavailable, StoreDamaged
-from .text import format_bytes
+from .errors import DrafterError, NotEnoughMemory, StorageUnavailable, StoreDamaged
+from .text import first_line, format_bytes
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of files and folders that are being written; after a crash they are rubbish."""
@@ -303,3 +303,36 @@ def _refuse_constant(name: str) -> None:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+@contextmanager
+def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore the file.") -> Iterator[None]:
+    """Turn whatever a library raises while it parses a file into ``error_class``, in one line.
+
+    Errors of the system pass, as they say nothing about the file; of missing memory the file is named.
+
+    Args:
+        trouble: what went wrong if it raises, such as "cannot read FILE".
+    """
+    # Wrap the library's own call and nothing else: for a malformed file transformers raises nearly every builtin type,
+    # tokenizers a plain Exception.
+    try:
+        yield
+    except (DrafterError, NotEnoughMemory, error_class):
+        raise
+    except MemoryError as error:
+        raise NotEnoughMemory(f"{trouble}, or there is too little memory ({first_line(error)}). {advice}") from error
+    except Exception as error:
+        if (cause := _system_error(error)) is not None:
+            raise cause from error
+        reason = f"it lacks {first_line(error)}" if isinstance(error, KeyError) else first_line(error)
+        raise error_class(f"{trouble} ({reason.rstrip('.')}). {advice}") from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Find the system error among the causes of an error, if any: transformers wraps it in its own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -100,7 +100,7 @@ def test_no_command_runs_code_of_a_model_folder(room: Path, tmp_path: Path, nati
     model = copied(room, "model", tmp_path)
     put_code(model, native)
     for command, arguments in with_model(room, model, tmp_path):
-        refused(run(command, *arguments), "config.json: auto_map names Python code", "take auto_map out")
+        refused(run(command, *arguments), "config.json: auto_map names Python code", "auto_map out")
     assert not list(tmp_path.rglob("ran"))
 
 

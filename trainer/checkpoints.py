@@ -20,8 +20,8 @@ from ..errors import CheckpointError, TrainingError
 from ..files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
-from ..moa.files import write_tensors
 from ..moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, build_drafter, load_drafter, save_drafter
+from ..moa.targets.model_files import write_tensors
 from ..text import first_line
 from .batches import map_tensors
 from .config import CHECKPOINTS, DrafterSettings

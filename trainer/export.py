@@ -16,10 +16,10 @@ from ..errors import CheckpointError, OutputOccupied, TargetError
 from ..files import PARTIAL_SUFFIX, disk_full_guard
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
-from ..moa.files import read_header
 from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from ..moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
 from ..moa.targets.live import resolve_model_folder
+from ..moa.targets.model_files import read_header
 from ..storage.backend import exists, open_path
 from ..storage.paths import RemotePath
 from ..storage.read.store import ActivationStore

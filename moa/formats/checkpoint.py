@@ -14,21 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...errors import CheckpointError, DrafterError
+from ...files import parsing, write_file
 from ..drafters.base import Drafter
 from ..drafters.mixture import MoASizes
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
-from ..files import (
-    FLOATS,
-    TensorSpec,
-    check_tensors,
-    load_pickled_tensors,
-    parsing,
-    read_header,
-    read_json,
-    write_tensors,
-)
 from ..targets.live import Target
+from ..targets.model_files import find_problems, load_pickled_tensors, read_header, read_json, write_tensors
 from .block import DFLASH, DSPARK, VLLM_DSPARK
 from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
 from .layout import Layout, Weights
@@ -50,19 +42,15 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write our own layout; each file replaces its predecessor in one step, ``drafter.json`` last.
+    """Write our own layout and sync it, ``drafter.json`` last: a folder without it holds no drafter.
 
     Args:
         weights: the drafter's, where they are elsewhere; None for its own.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / (WEIGHTS_FILE + ".partial")
-    write_tensors(partial, drafter.state_dict() if weights is None else weights)
-    partial.replace(folder / WEIGHTS_FILE)
-    partial = folder / (CONFIG_FILE + ".partial")
-    partial.write_text(json.dumps(drafter.config.to_dict(), indent=1) + "\n")
-    partial.replace(folder / CONFIG_FILE)
+    write_tensors(folder / WEIGHTS_FILE, drafter.state_dict() if weights is None else weights)
+    write_file(folder / CONFIG_FILE, (json.dumps(drafter.config.to_dict(), indent=1) + "\n").encode())
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
@@ -126,11 +114,8 @@ def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "
     build = drafter_class(config.kind)
     with torch.device("meta"):
         state = build(config).state_dict()
-    expected = {
-        name: TensorSpec(tuple(value.shape), FLOATS if value.is_floating_point() else (value.dtype,))
-        for name, value in state.items()
-    }
-    check_tensors(weights, expected, source)
+    if problem := find_problems(weights, state):
+        raise CheckpointError(f"{source} does not fit its sizes: {problem}.")
     drafter = build(config)
     drafter.load_state_dict(weights, strict=True)
     drafter.check_weights()

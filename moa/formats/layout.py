@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ...errors import CheckpointError
+from ...files import parsing
 from ..drafters.sizes import DrafterSizes
-from ..files import parsing
 from ..targets.bundle import rope_parameters
 
 Weights = dict[str, Tensor]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...errors import DrafterError
-from ..files import parsing
+from ...files import parsing
 from .attention import attend
 from .masks import Mask
 

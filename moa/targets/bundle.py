@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ...errors import DrafterError, TargetError
+from ...files import parsing, write_atomic
 from ...text import Progress
-from ..files import FLOATS, TensorList, TensorSpec, check_model_folder, find_problems, parsing, read_header, read_json
 from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import logits_of
+from .model_files import FLOATS, check_model_folder, find_problems, read_header, read_json
 
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -105,7 +106,7 @@ def _check_config(config: Any, source: object) -> None:
         trouble = f"{values['num_key_value_heads']} KV heads do not divide {values['num_attention_heads']} heads"
     elif not (type(eps) in (int, float) and 0 <= eps <= 1):
         trouble = f"rms_norm_eps is {eps!r}, expected a number from 0 to 1"
-    elif dtype is not None and dtype not in (*FLOATS, torch.float64):
+    elif dtype is not None and dtype not in FLOATS:
         trouble = f"dtype is {str(dtype)[:60]!r}, expected a dtype of floating-point numbers"
     elif kinds is not None and not (isinstance(kinds, list) and len(kinds) == values["num_hidden_layers"]):
         trouble = f"layer_types are not those of {values['num_hidden_layers']} layers"
@@ -258,11 +259,9 @@ def file_sha256(path: Path) -> str:
         after = os.fstat(stream.fileno())
     is_unchanged = (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == state[1:4]
     if is_unchanged and time.time() - max(after.st_mtime, after.st_ctime) > _SETTLED_S:
-        partial = kept.with_name(f"{kept.name}.{os.getpid()}")
         with contextlib.suppress(OSError):  # without room or rights it is computed again next time
             kept.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(digest)
-            partial.replace(kept)
+            write_atomic(kept, digest.encode())
     return digest
 
 
@@ -307,20 +306,19 @@ def held_layers(path: str | Path) -> int:
     return len({key.split(".")[1] for key in read_header(file, TargetError) if key.startswith("layers.")})
 
 
-def frozen_tensors(config: Any, n_layers: int) -> TensorList:
-    """List the tensors of a bundle's file that a frozen target with the last N layers needs."""
+def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
+    """Make the tensors of a bundle's file that a frozen target with the last N layers needs, on the meta device."""
     width, vocab_size, n_total = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (vocab_size, width),
-        "norm.weight": (width,),
-        "lm_head.weight": (vocab_size, width),
-    }
-    if n_layers:
-        with torch.device("meta"):
-            layer = DecoderBlock(layer_sizes(config)).state_dict()
-        for index in range(n_total - n_layers, n_total):
-            shapes |= {f"layers.{index}.{name}": tuple(value.shape) for name, value in layer.items()}
-    return {name: TensorSpec(shape, (*FLOATS, torch.float64)) for name, shape in shapes.items()}
+    with torch.device("meta"):
+        tensors = {
+            "embed_tokens.weight": torch.empty(vocab_size, width),
+            "norm.weight": torch.empty(width),
+            "lm_head.weight": torch.empty(vocab_size, width),
+        }
+        layer = DecoderBlock(layer_sizes(config)).state_dict() if n_layers else {}
+    for index in range(n_total - n_layers, n_total):
+        tensors |= {f"layers.{index}.{name}": value for name, value in layer.items()}
+    return tensors
 
 
 def _check_sizes(config: Any, expected: Mapping[str, Any], path: Path) -> None:
@@ -408,10 +406,10 @@ class FrozenTarget(nn.Module):
             )
         expected = frozen_tensors(config, n_layers)
         found = {name: header for name, header in headers.items() if name in expected}
-        if problems := find_problems(found, expected):
+        if problem := find_problems(found, expected):
             raise TargetError(
-                f"{path / FROZEN_FILE} does not fit its config.json: {problems[0]} ({len(problems)} problems in all). "
-                "Run `moa-data verify`, and `moa-data repair` with --model."
+                f"{path / FROZEN_FILE} does not fit its config.json: {problem}. Run `moa-data verify`, and "
+                "`moa-data repair` with --model."
             )
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in expected}

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ...errors import TargetError
+from ...files import parsing
 from ...machine import free_memory
 from ...text import first_line, format_bytes
-from ..files import check_model_folder, parsing, read_header, read_json
 from ..nn import masks
 from .bundle import (
     find_eos_token_ids,
@@ -30,6 +30,7 @@ from .bundle import (
     weight_files,
 )
 from .cache import Buffers, TargetCache
+from .model_files import check_model_folder, read_header, read_json
 from .template import ChatTemplate
 
 _FOREIGN = ["consolidated*", "original/*"]

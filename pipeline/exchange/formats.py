@@ -47,8 +47,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...errors import DrafterError, InteropError, OptionInvalid, SelectionInvalid
-from ...files import PARTIAL_SUFFIX, disk_full_guard, write_atomic
-from ...moa.files import MAX_CONFIG_BYTES, check_regular, load_pickled_tensors, parsing, read_header
+from ...files import MAX_JSON_BYTES, PARTIAL_SUFFIX, disk_full_guard, parsing, write_atomic
+from ...moa.targets.model_files import check_regular, load_pickled_tensors, read_header
 from ...storage.schema import HIDDEN_LAST, layer_field
 from ...text import add_command
 
@@ -373,7 +373,7 @@ def _load_rows(folder: Path) -> pa.Table:
     trouble = f"{folder} holds no Arrow dataset with input_ids and loss_mask"
     with parsing(trouble, InteropError, "Prepare the dataset again."):
         for file in folder.glob("*.json"):
-            check_regular(file, MAX_CONFIG_BYTES)
+            check_regular(file, MAX_JSON_BYTES)
         rows = load_from_disk(str(folder)).with_format(None)
         return rows.data.table.select(["input_ids", "loss_mask"])
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moa_data.errors import CheckpointError, StorageUnavailable
-from moa_data.moa import files as tensor_file
 from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.targets import model_files as tensor_file
 from moa_data.tests.kit.runs import run
 from moa_data.trainer import checkpoints
 from moa_data.trainer.checkpoints import CheckpointFiles, read_checkpoint, remove_leftovers

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from moa_data.errors import TargetError
+from moa_data.errors import MoaDataError, TargetError
 from moa_data.moa.targets import live as target_module
+from moa_data.moa.targets import model_files
 from moa_data.moa.targets.live import DeviceClock, Target, load_target_model, resolve_model_folder
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import QUICK_FAMILIES
@@ -102,6 +103,18 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     monkeypatch.setattr(target_module, "free_memory", lambda: n_bytes * n_free // 40_000)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"):
+        load_target_model(tmp_path, torch.float32, "cpu")
+
+
+def test_weights_that_cannot_be_mapped_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a sparse file that is longer than what the process may address."""
+
+    def refused(*args: Any, **options: Any) -> NoReturn:
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    build_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(model_files, "safe_open", refused)
+    with pytest.raises(MoaDataError, match=r"model\.safetensors"):
         load_target_model(tmp_path, torch.float32, "cpu")
 
 

@@ -1,17 +1,14 @@
-"""Files of model folders: reading those that somebody else made, writing safetensors, and comparing lists of tensors.
+"""Files of model folders: reading those that somebody else made, writing safetensors, and comparing tensors.
 
 A model folder, a store's ``target/`` and a drafter's folder may come from anywhere. Reading them runs no code, and
 whatever a library raises while parsing becomes a one-line error of the caller.
 """
 
-import errno
 import io
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,26 +16,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, DrafterError, TargetError
-from ..text import first_line
+from ...errors import DrafterError, TargetError
+from ...files import parsing, read_object
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that every engine accepts for weights and casts to its own."""
-MAX_CONFIG_BYTES = 16 << 20
-"""Size limit of config.json and similar files; real ones have kilobytes, tokenizer_config.json a few hundred."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of weights; engines cast them to their own."""
+# Of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB.
 _MAX_VOCABULARY_BYTES = 256 << 20
-"""Size limit of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB."""
-
+_KERNELS = "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 _CODE_KEYS = {
     "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. Use the model's native "
-    "transformers class: take auto_map out of the file",
-    "gguf_file": "names another file to read. Take gguf_file out of the file",
-    "tokenizer_object": "stands for an object of a program. Take tokenizer_object out of the file",
-} | {
-    key: "overrides the attention that moa-data asks for and records, and may name a kernel on the Hub, which is "
-    f"code. Take {key} out of the file"
-    for key in ("_attn_implementation", "_experts_implementation", "experts_implementation")
-}
+    "transformers class",
+    "gguf_file": "names another file to read",
+    "tokenizer_object": "stands for an object of a program",
+} | dict.fromkeys(("_attn_implementation", "_experts_implementation", "experts_implementation"), _KERNELS)
 """Keys of ``*config.json`` that make transformers run code or read other files -> why they are refused."""
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -49,59 +40,11 @@ _DTYPES: dict[str, torch.dtype] = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class TensorSpec(NamedTuple):
-    """The expected shape of a tensor, and the dtypes that it may have."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-
-
-TensorList = dict[str, TensorSpec]
-"""Name of a tensor -> its expected shape and dtypes."""
-
-
-@dataclass(frozen=True)
-class TensorHeader:
+class TensorHeader(NamedTuple):
     """Shape and dtype of a tensor, from the header of a safetensors file."""
 
     shape: tuple[int, ...]
-    dtype: Any  # A torch dtype, or its name in the file where torch has none
-
-
-@contextmanager
-def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore the file.") -> Iterator[None]:
-    """Turn whatever a library raises while it parses a file into ``error_class``, in one line.
-
-    Wrap the library's own call and nothing else: for a malformed file transformers raises nearly every builtin type,
-    tokenizers a plain ``Exception``.
-
-    Args:
-        trouble: what went wrong if it raises, such as "cannot read FILE".
-
-    Raises:
-        OSError: the system failed, which says nothing about the file.
-        MemoryError: likewise.
-    """
-    try:
-        yield
-    except (MemoryError, DrafterError, error_class):
-        raise
-    except Exception as error:
-        if (cause := _system_error(error)) is not None:
-            raise cause from error
-        reason = first_line(error)
-        if isinstance(error, KeyError):
-            reason = f"it lacks {reason}"
-        raise error_class(f"{trouble} ({reason.rstrip('.')}). {advice}") from error
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """Find the system error among the causes of an error, if any: transformers wraps it in its own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
+    dtype: Any  # a torch dtype, or its name in the file where torch has none
 
 
 def check_regular(file: Path, max_bytes: int | None = None) -> int:
@@ -117,11 +60,7 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
 def read_json(file: Path, error_class: type[DrafterError]) -> dict[str, Any]:
     """Read the JSON object of a file; raises ``error_class`` if it holds something else."""
     with parsing(f"cannot read {file}", error_class):
-        check_regular(file, MAX_CONFIG_BYTES)
-        values = json.loads(file.read_bytes())
-    if not isinstance(values, dict):
-        raise error_class(f"{file} holds a {type(values).__name__}, expected names and values. Restore the file.")
-    return values
+        return read_object(file)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -136,9 +75,8 @@ def check_model_folder(folder: Path) -> None:
                 f"{file}: an adapter would change the weights silently. Merge it into the weights, or remove the file."
             )
         if file.name.endswith("config.json"):
-            values = read_json(file, TargetError)
-            for key in _CODE_KEYS.keys() & values.keys():
-                raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}.")
+            for key in _CODE_KEYS.keys() & read_json(file, TargetError).keys():
+                raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
 
 
 def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHeader]:
@@ -168,10 +106,8 @@ def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Create a safetensors file and sync it (not atomic: the caller writes under a temporary name and renames).
-
-    The library's own writer goes through a temporary file that only its owner may read, and hides ``errno``.
-    """
+    """Create a safetensors file and sync it; not atomic, see ``files.replacing``."""
+    # The library's own writer goes through a temporary file that only its owner may read, and hides errno.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each is aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -188,23 +124,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         os.fsync(file.fileno())
 
 
-def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: TensorList) -> list[str]:
-    """Describe every tensor that is missing, unexpected, or of another shape or dtype than expected."""
+def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: Mapping[str, Tensor]) -> str:
+    """Describe the first tensor that is missing, unexpected, or of another shape or dtype; empty if all fit.
+
+    Args:
+        expected: tensors of any device; one of floating-point numbers stands for all :data:`FLOATS`.
+    """
     problems = [f"missing key {name}" for name in expected if name not in weights]
     problems += [f"unexpected key {name}" for name in weights if name not in expected]
-    for name, spec in expected.items():
+    for name, wanted in expected.items():
         if name not in weights:
             continue
         shape, dtype = tuple(weights[name].shape), weights[name].dtype
-        if shape != spec.shape:
-            problems.append(f"{name} has shape {shape}, expected {spec.shape}")
-        elif dtype not in spec.dtypes:
-            known = " or ".join(str(choice).removeprefix("torch.") for choice in spec.dtypes)
+        dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
+        if shape != wanted.shape:
+            problems.append(f"{name} has shape {shape}, expected {tuple(wanted.shape)}")
+        elif dtype not in dtypes:
+            known = " or ".join(str(choice).removeprefix("torch.") for choice in dtypes)
             problems.append(f"{name} is {str(dtype).removeprefix('torch.')}, expected {known}")
-    return problems
-
-
-def check_tensors(weights: Mapping[str, Tensor], expected: TensorList, source: object) -> None:
-    """Refuse weights that are not exactly the expected ones; raises CheckpointError with the first problem."""
-    if problems := find_problems(weights, expected):
-        raise CheckpointError(f"{source} does not fit its sizes: {problems[0]} ({len(problems)} problems in all).")
+    return f"{problems[0]} ({len(problems)} problems in all)" if problems else ""
