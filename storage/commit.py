@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import StoreDamaged, StoreError
 from ..files import MAX_JSON_BYTES, mapping, parse_object, relative_name, whole_number
-from .backend import MISSING, exists, file_crc32, make_folder, names_in, put, read_file, reads_of
+from .backend import MISSING, file_crc32, make_folder, names_in, put, read_file, reads_of
 from .paths import RemotePath, Stat, StorePath, name_below
 from .plan import MAX_PLAN_BYTES
 from .schema import (
@@ -26,7 +26,6 @@ from .schema import (
     ZARR_NAME,
     commit_path,
     manifest_commit_path,
-    publication_path,
     target_commit_path,
 )
 from .shard import FileRecord, record_of
@@ -46,6 +45,11 @@ class PartCommit:
     n_tokens: int
     allocated_tokens: int
     files: Mapping[str, FileRecord]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """All but the files (``plan.part_counts``)."""
+        return {name: value for name, value in vars(self).items() if name != "files"}
 
     @property
     def stored_bytes(self) -> int:
@@ -321,7 +325,7 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     commit = target_commit_path(store)
     while (content := _content(commit)) is not None:
         error = _bundle_error(commit, folder)
-        if error is None or (isinstance(commit, RemotePath) and exists(publication_path(commit))):
+        if error is None:
             return
         if _content(commit) == content:  # else the bundle was given more layers while it was compared
             raise error

@@ -114,6 +114,16 @@ def part_lengths(plan: pa.Table, alignment_tokens: int) -> np.ndarray:
     return lengths
 
 
+def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
+    """Return what the commit of each part must say: part, n_sequences, n_tokens and allocated_tokens (with padding)."""
+    part, lengths = plan["part"].to_numpy(), part_lengths(plan, alignment_tokens)
+    n_sequences = np.bincount(part, minlength=len(lengths))
+    n_tokens = np.bincount(part, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
+    names = ("part", "n_sequences", "n_tokens", "allocated_tokens")
+    rows = zip(range(len(lengths)), n_sequences.tolist(), n_tokens.tolist(), lengths.tolist(), strict=True)
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     """Refuse a plan whose sequences overlap, are not aligned, or whose parts have holes in their numbers."""
     if not plan.schema.equals(PLAN_SCHEMA):

@@ -25,8 +25,8 @@ from ..commit import PartCommit, read_part_commit
 from ..paths import StorePath
 from ..read.summary import unfinished_fields
 from ..schema import CODEC_NAME, ZARR_NAME, FieldSpec, StoreManifest, commit_path
-from .bucket import changed_meanwhile
 from .part import PartWriter
+from .publish import changed_meanwhile
 from .store import StoreWriter
 
 

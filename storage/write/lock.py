@@ -27,7 +27,7 @@ from ..schema import LOCK_NAME, PUBLISH_NAME
 
 # Bytes of publish.lock: documents that several processes may want to write, then parts, then claims of parts.
 TEXTS_BYTE, CARD_BYTE, BUNDLE_BYTE = 0, 1, 2
-_FIRST_PART_BYTE, _FIRST_CLAIM_BYTE = 16, 1 << 40
+FIRST_PART_BYTE, _FIRST_CLAIM_BYTE = 16, 1 << 40
 CAN_SHARE = hasattr(fcntl, "F_OFD_SETLKW")
 """Whether the system has byte-range locks that belong to an open file, as Linux does; others write alone."""
 
@@ -114,12 +114,6 @@ class StoreLock:
             except LockHeld:
                 self.close()
         return self.is_alone
-
-    @contextmanager
-    def publishing(self, part: int) -> Iterator[None]:
-        """Keep others from publishing the same part meanwhile."""
-        with self.locked_byte(_FIRST_PART_BYTE + part):
-            yield
 
     @contextmanager
     def locked_byte(self, byte: int) -> Iterator[None]:

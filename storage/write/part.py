@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +15,9 @@ from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..commit import PartCommit
 from ..grid import ArrayGrid
-from ..paths import StorePath
 from ..schema import StoredArray, to_float32
 from ..shard import FileRecord, ShardWriter
-from .publish import PartPublisher
+from .publish import PartFiles
 
 
 class ArrayWriter:
@@ -28,7 +26,7 @@ class ArrayWriter:
     Args:
         part: number of the part, which names the shards.
         allocated_tokens: tokens of the part, padding included.
-        publisher: says where a shard is written, and makes it durable when it is full.
+        files: where the shards are written.
     """
 
     def __init__(
@@ -38,13 +36,13 @@ class ArrayWriter:
         allocated_tokens: int,
         grid: ArrayGrid,
         pool: EncodePool,
-        publisher: PartPublisher,
+        files: PartFiles,
     ) -> None:
         self.array = array
-        self.files: dict[str, FileRecord] = {}
+        self.records: dict[str, FileRecord] = {}
         self.written: list[list[int]] = []
         self._part = part
-        self._publisher = publisher
+        self._files = files
         self._pool = pool
         self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(allocated_tokens)
@@ -117,9 +115,8 @@ class ArrayWriter:
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
             self._shard_index += 1
-            name = self._shard_name(self._shard_index)
-            path, make_durable = self._publisher.path_of(name), self._publisher.make_durable(name)
-            self._shard = ShardWriter(path, self._grid, self._pool, make_durable)
+            path = self._files.path_of(self._shard_name(self._shard_index))
+            self._shard = ShardWriter(path, self._grid, self._pool, self._files.make_durable)
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -128,7 +125,7 @@ class ArrayWriter:
     def _finish_shard(self) -> None:
         if self._shard is not None:
             record, synced = self._shard.finish()
-            self.files[self._shard_name(self._shard_index)] = record
+            self.records[self._shard_name(self._shard_index)] = record
             self._syncs.append(synced)
             self._shard = None
 
@@ -156,7 +153,7 @@ class ArrayWriter:
             self._shard.abort()
             self._shard = None
         for index in range(self._shard_index + 1):
-            self._publisher.path_of(self._shard_name(index)).unlink(missing_ok=True)
+            self._files.path_of(self._shard_name(index)).unlink(missing_ok=True)
 
 
 class PartWriter:
@@ -165,10 +162,9 @@ class PartWriter:
     Not safe for several threads at once; different parts of one store may be written by different threads.
 
     Args:
+        counts: what its commit must say (``plan.part_counts``).
         grids: array name -> its grid.
-        existing: files that the part's commit lists already, where fields are added.
-        on_commit: called with the part's number once it is committed.
-        on_close: called with it once nothing more is written, committed or not.
+        on_close: called once nothing more is written, with whether the part is committed.
         pool: encodes on threads of its own; values must then not change until :meth:`settle` or :meth:`commit`.
             Without one the caller's thread encodes, and they may change as soon as :meth:`write` returns.
 
@@ -178,35 +174,26 @@ class PartWriter:
 
     def __init__(
         self,
-        store: StorePath,
-        part: int,
         sequences: pa.Table,
-        allocated_tokens: int,
+        counts: Mapping[str, int],
         codec: StoreCodec,
         grids: Mapping[str, ArrayGrid],
-        existing: Mapping[str, FileRecord],
-        publisher: PartPublisher,
-        on_commit: Callable[[int], None],
-        on_close: Callable[[int], None],
+        files: PartFiles,
+        on_close: Callable[[bool], None],
         pool: EncodePool | None = None,
     ) -> None:
-        self.part = part
         self.sequences = sequences
-        self.allocated_tokens = allocated_tokens
-        self._store = store
-        self._publisher = publisher
-        self._codec = codec
-        self._on_commit, self._on_close = on_commit, on_close
+        self.part, self.allocated_tokens = counts["part"], counts["allocated_tokens"]
         self.was_first = True
+        self._counts, self._codec, self._files, self._on_close = counts, codec, files, on_close
         self._is_open = True
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
-        self._arrays: dict[str, ArrayWriter] = {}
         pool = pool or EncodePool()
-        self._existing = existing
-        for array in codec.arrays:
-            writer = ArrayWriter(array, part, allocated_tokens, grids[array.name], pool, publisher)
-            self._arrays[array.name] = writer
+        self._arrays = {
+            array.name: ArrayWriter(array, self.part, self.allocated_tokens, grids[array.name], pool, files)
+            for array in codec.arrays
+        }
 
     @property
     def is_open(self) -> bool:
@@ -290,30 +277,17 @@ class PartWriter:
         if not self._is_open:
             raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
         self._check_complete()
-        with disk_full_guard(self._store):
+        with disk_full_guard(self._files.commit_path):
             for array in self._arrays.values():
                 array.finish()
             for array in self._arrays.values():
                 array.wait_synced()
-            shards = self._shards()
-            commit = PartCommit(
-                part=self.part,
-                n_sequences=self.sequences.num_rows,
-                n_tokens=int(self.sequences["n_tokens"].to_numpy().sum(dtype=np.int64)),
-                allocated_tokens=self.allocated_tokens,
-                files=dict(sorted({**self._existing, **shards}.items())),
-            )
-            commit, self.was_first = self._publisher.publish(commit, shards)
-        if not self.was_first:
-            for array in self._arrays.values():
-                array.abort()
+            records = {name: record for array in self._arrays.values() for name, record in array.records.items()}
+            commit = PartCommit(**self._counts, files=dict(sorted({**self._files.existing, **records}.items())))
+            commit, self.was_first = self._files.publish(commit, records)
         self._is_open = False
-        self._on_commit(self.part)
-        self._on_close(self.part)
+        self._on_close(True)
         return commit
-
-    def _shards(self) -> dict[str, FileRecord]:
-        return {name: record for array in self._arrays.values() for name, record in array.files.items()}
 
     def _check_complete(self) -> None:
         first_token = self.sequences["first_token"].to_numpy()
@@ -340,16 +314,16 @@ class PartWriter:
         self._is_open = False
         for array in self._arrays.values():
             array.abort()
-        self._on_close(self.part)
-        if self._publisher.withdraw(self._shards()):
-            self._on_commit(self.part)
+        is_committed = False
+        try:
+            is_committed = self._files.withdraw()
+        finally:
+            self._on_close(is_committed)
 
     def __enter__(self) -> PartWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
 

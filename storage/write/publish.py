@@ -1,24 +1,61 @@
-"""How the files of a writer become those of a store: in a folder by renames, which are synced.
+"""How the files of a writer become those of a store, in a folder or in a bucket.
 
-``bucket`` does the same in an object store, which has neither renames nor locks. Everything else about writing does
-not know which of them it is.
+A file is written under a name that no other writer uses (``c.0.0.0.0.0.5f3a9c01.partial``), in a bucket by an upload.
+When all files of a part are durable, it is published::
+
+    1  commits/part-K.json.partial    in a bucket only: a record of the commit to be made and the files it is made of
+    2  parts/kv/c.K.0.0.0.0           renamed, or in a bucket copied by the server, from the name in use so far
+       commits/part-K.json            created if absent; where fields are added, it replaces the one that was there
+    3  uploads and record             deleted
+
+Of several writers of a part the first to publish wins. In a folder publishing takes a lock. A bucket has no locks, and
+nothing is renamed there: the record, which is created if absent, decides. Every writer that meets one takes steps 2 and
+3 of it, which are the same for all and may be repeated, so that nobody waits for a writer that was killed or sleeps,
+and a part that was up once is not computed again. Then it publishes its own files, or deletes them where there is a
+commit by now.
+
+Why one record for all files of a part, and not each shard created if absent: writers on unlike machines round
+differently, and their shards do not go together. Codes of one with scales of the other, or a hidden state with keys
+and values that it was not predicted from, decode to wrong values though every checksum fits. And of a large file, which
+is uploaded in blocks, no server that speaks S3 has to know a conditional upload, only conditional puts of documents.
+
+A file gets its final name in step 2 alone, and only while its commit is not there: before, no reader asks for it, and
+afterwards another record comes to nothing. What a repair has left there without a commit is overwritten.
+
+Uploads that no record names are deleted when they are older than ``LEFTOVER_S``. None can name them any more by then,
+since a writer gives a part up that it could not publish within ``COMMIT_WITHIN_S`` of its first upload, and both spans
+are long against what clocks differ by.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Protocol
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
 
-from ...errors import StoreDamaged, StoreError
-from ...files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic
-from ..backend import exists, file_crc32
-from ..commit import PartCommit, read_part_commit, target_commit_json
-from ..paths import RemotePath, StorePath
+from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
+from ...files import PARTIAL_SUFFIX, disk_full_guard, mapping, parse_object, relative_name, walk, whole_number
+from ..backend import (
+    MISSING,
+    download,
+    file_crc32,
+    locate,
+    names_in,
+    put_if_absent,
+    read_file,
+    remove_file,
+    replace_file,
+    sync_names,
+)
+from ..commit import PartCommit, read_part_commit, read_target_commit, target_commit_json
+from ..paths import RemotePath, StorePath, requests
 from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -28,22 +65,142 @@ from ..schema import (
     TARGET_NAME,
     commit_path,
     is_known,
+    publication_path,
     target_commit_path,
 )
-from ..shard import FileRecord, MakeDurable, partial_name, sync_file
-from .lock import StoreLock
+from ..shard import FileRecord, new_attempt, partial_name, sync_file
+from .lock import FIRST_PART_BYTE, StoreLock
+
+COMMIT_WITHIN_S = 24 * 3600.0
+"""Time from the first upload of a part in which it must be published."""
+LEFTOVER_S = 2 * COMMIT_WITHIN_S
+"""Age from which an upload that was not published is deleted."""
 
 
-class PartPublisher(Protocol):
-    """Where the shards of one part go while they are written, and how they become the part's."""
+@dataclass(frozen=True)
+class Publication:
+    """Files of a writer, and the commit that is to list them.
+
+    Attributes:
+        commit: where the commit belongs.
+        attempt: part of the names that the files have until they are published.
+        files: final name, relative to the store -> bytes.
+        old: content of the commit that is replaced, None where there must be none.
+        new: content of the commit.
+    """
+
+    commit: StorePath
+    attempt: str
+    files: Mapping[str, int]
+    old: str | None
+    new: str
+
+    @classmethod
+    def read(cls, commit: StorePath) -> Publication | None:
+        """Read the record beside a commit; None where there is none, or nothing that one could be."""
+        try:
+            content = parse_object(read_file(publication_path(commit)))
+            files = {
+                relative_name(name): whole_number(n, "bytes") for name, n in mapping(content["files"], "files").items()
+            }
+            old, new, attempt = content["old"], content["new"], content["attempt"]
+        except MISSING:
+            return None
+        except (KeyError, TypeError, ValueError):
+            remove_file(publication_path(commit))
+            return None
+        return cls(commit, str(attempt), files, None if old is None else str(old), str(new))
+
+    def to_json(self) -> bytes:
+        """Return the record's content."""
+        return (json.dumps(vars(self) | {"commit": self.commit.name}, indent=1, sort_keys=True) + "\n").encode()
+
+    def publish(self) -> bool:
+        """Make the commit, unless another one was made first; returns whether it is this one."""
+        if isinstance(self.commit, RemotePath):  # in a folder the caller holds the lock
+            while not put_if_absent(publication_path(self.commit), self.to_json()):
+                if (other := Publication.read(self.commit)) is not None:
+                    other.finish()
+        return self.finish()
+
+    def finish(self) -> bool:
+        """Name the files and make the commit, as far as nobody has done it; delete what is left of the files."""
+        store = self.commit.parent.parent
+        has_won = False
+        if _content(self.commit) == self.old:
+            try:
+                name_files(store, self.attempt, self.files)
+                has_won = (
+                    put_if_absent(self.commit, self.new.encode())
+                    if self.old is None
+                    else replace_file(self.commit, self.old.encode(), self.new.encode())
+                )
+            except FileNotFoundError:
+                # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an upload, was deleted.
+                has_won = _content(self.commit) == self.new
+        _delete([*(store / partial_name(name, self.attempt) for name in self.files), publication_path(self.commit)])
+        return has_won
+
+
+def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None:
+    """Give files of a store, of so many bytes each, their final names; in a bucket the uploads stay too."""
+    if isinstance(store, Path):
+        for name in files:
+            os.rename(store / partial_name(name, attempt), store / name)
+        for folder in {(store / name).parent for name in files}:
+            sync_names(folder)
+        return
+    bucket = store.backend
+
+    def copy(name: str) -> None:
+        bucket.copy((store / partial_name(name, attempt)).key, (store / name).key, files[name])
+
+    list(requests().map(copy, files))
+
+
+def _content(commit: StorePath) -> str | None:
+    try:
+        return read_file(commit).decode()
+    except FileNotFoundError:
+        return None
+
+
+def _delete(paths: Collection[StorePath]) -> None:
+    for backend, _ in [locate(path) for path in paths][:1]:
+        backend.delete(locate(path)[1] for path in paths)
+
+
+class PartFiles:
+    """The files of one part until they are published; ``existing`` is what its commit lists, where fields are added.
+
+    Shards of a part in a bucket are encoded to a local folder (of the system's temporary ones, ``TMPDIR``) and uploaded
+    one after the other, each in blocks at the same time, while the next one is encoded.
+    """
+
+    def __init__(self, store: StoreFiles, part: int, existing: Mapping[str, FileRecord]) -> None:
+        self._store, self._part, self.existing = store, part, existing
+        self.commit_path = commit_path(store.path, part)
+        self._folder = store.path / PARTS_NAME if isinstance(store.path, Path) else store.scratch_path
+        # The uploads of a part that was given up may still be published, so that a second try needs other names.
+        self.attempt = store.attempt if isinstance(store.path, Path) else new_attempt()
+        self._first_upload_s: float | None = None
+        self._uploads: list[StorePath] = []
+        self._asked_for: PartCommit | None = None
 
     def path_of(self, name: str) -> Path:
         """Return the local file in which a shard, called as its commit will list it, is written."""
-        ...
+        return self._folder / partial_name(name, self.attempt)
 
-    def make_durable(self, name: str) -> MakeDurable:
-        """Return what makes that file durable once it is written."""
-        ...
+    def make_durable(self, fd: int, path: Path) -> None:
+        """Sync a local file that is complete, or upload it."""
+        if isinstance(self._store.path, Path):
+            sync_file(fd, path)
+            return
+        self._first_upload_s = self._first_upload_s or time.time()  # the wall clock: it goes on while a machine sleeps
+        target = self._store.path / PARTS_NAME / path.relative_to(self._folder).as_posix()
+        self._uploads.append(target)
+        _store(path, target)
+        path.unlink()
 
     def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:
         """Make the part exist.
@@ -54,175 +211,216 @@ class PartPublisher(Protocol):
         Returns:
             The part's commit, and whether it is this one; else another writer was first, and its commit stays.
         """
-        ...
+        path = self.commit_path
+        if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
+            raise StorageUnavailable(
+                f"{path}: the part took longer than {COMMIT_WITHIN_S / 3600:.0f} hours from its first upload, after "
+                "which its files may have been deleted. Run the same command again, with a smaller --part-tokens for a "
+                "new store."
+            )
+        old = replace(commit, files=self.existing).to_json().decode() if self.existing else None
+        files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
+        self._asked_for = commit
+        with self._store.publishing(FIRST_PART_BYTE + self._part):
+            if Publication(path, self.attempt, files, old, commit.to_json().decode()).publish():
+                return commit, True
+        try:
+            other = read_part_commit(path)
+        except FileNotFoundError as error:
+            raise changed_meanwhile(path) from error
+        if not other.files.keys() >= commit.files.keys():
+            raise changed_meanwhile(path)
+        return other, False
 
-    def withdraw(self, shards: Collection[str]) -> bool:
-        """Delete what was published without a commit; returns whether there is a commit after all."""
-        ...
+    def withdraw(self) -> bool:
+        """Delete what was not published; returns whether the commit was made: an interrupt may arrive just then."""
+        if self._asked_for is None:
+            _delete(self._uploads)
+            return False
+        # A record may be there even if no answer came, and then others need the uploads. Else a later run deletes them.
+        with suppress(OSError, StoreDamaged):
+            return read_part_commit(self.commit_path) == self._asked_for
+        return False
 
 
-class Publisher(Protocol):
-    """A store that is written to.
+class StoreFiles:
+    """The files of a store that is written to: a folder, locked until :meth:`close`, or a prefix of a bucket.
+
+    Args:
+        shares: whether others that share may write beside this process (``StoreLock``), as in a bucket they always may.
+        joins: whether the process that opened the store is writing to it.
 
     Attributes:
-        lock: keeps other processes out; None where there are no locks, and commits alone decide between writers.
-        attempt: a name of the writer that no other has.
+        attempt: a name of this writer that no other has; its unfinished files bear it.
     """
 
-    lock: StoreLock | None
-    attempt: str
+    def __init__(self, path: StorePath, attempt: str | None = None, shares: bool = False, joins: bool = False) -> None:
+        self.path, self.attempt = path, attempt or new_attempt()
+        self._lock = StoreLock(path, shares, joins) if isinstance(path, Path) else None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None
+        if self._lock is None and not joins:
+            self._remove_unfinished()  # before anything is compared with commits that are about to be made
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may write to the store too."""
+        return self._lock is None or not self._lock.is_alone
+
+    def publishing(self, byte: int) -> AbstractContextManager[None]:
+        """Keep others from publishing the same document meanwhile; ``lock`` names the bytes."""
+        return nullcontext() if self._lock is None else self._lock.locked_byte(byte)
 
     @property
     def scratch_path(self) -> Path:
-        """A local folder for files on their way; a folder that is a store is its own."""
-        ...
+        """A local folder for files that only this process and its workers need: the store's, or a temporary one."""
+        if isinstance(self.path, Path):
+            return self.path
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="moa-data-")
+        return Path(self._scratch.name)
 
     @property
     def target_path(self) -> Path:
-        """A local folder with the files of the target bundle."""
-        ...
-
-    def part(self, part: int, existing: Mapping[str, FileRecord]) -> PartPublisher:
-        """Return the publisher of a part whose commit, where fields are added, lists ``existing`` already."""
-        ...
-
-    def bundle(self) -> AbstractContextManager[Path]:
-        """Yield a local folder to fill, which becomes the target bundle, with its commit, when the block ends well."""
-        ...
-
-    def drop_bundle(self) -> None:
-        """Delete the target bundle."""
-        ...
-
-    def remove_unfinished(self) -> None:
-        """Delete documents that a kill left unfinished, or finish them."""
-        ...
-
-    def remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete files below ``parts/`` but ``kept``, as far as no writer can commit them any more."""
-        ...
-
-    def remove_attempt(self, attempt: str) -> None:
-        """Delete the unfinished shards of a writer that is dead."""
-        ...
-
-    def close(self) -> None:
-        """Free the lock and delete what is local."""
-        ...
-
-
-@dataclass
-class FolderPart:
-    """A part that is written to a folder.
-
-    Attributes:
-        attempt: tells the files of this writer from those of others that write the same part.
-        publishing: keeps others from publishing the part meanwhile.
-    """
-
-    store: Path
-    part: int
-    existing: Mapping[str, FileRecord]
-    attempt: str
-    publishing: Callable[[], AbstractContextManager[None]]
-    _has_renamed: bool = field(default=False, init=False)
-
-    def path_of(self, name: str) -> Path:  # noqa: D102  (PartPublisher)
-        return self.store / PARTS_NAME / partial_name(name, self.attempt)
-
-    def make_durable(self, name: str) -> MakeDurable:  # noqa: D102
-        return sync_file
-
-    def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:  # noqa: D102
-        path = commit_path(self.store, self.part)
-        with self.publishing():
-            if exists(path) and (other := read_part_commit(path)).files != self.existing:
-                return other, False
-            self._has_renamed = True
-            finals = [self.store / PARTS_NAME / name for name in shards]
-            for name, final in zip(shards, finals, strict=True):
-                os.rename(self.path_of(name), final)
-            for folder in dict.fromkeys(final.parent for final in finals):
-                fsync_directory(folder)
-            write_atomic(path, commit.to_json())
-        return commit, True
-
-    def withdraw(self, shards: Collection[str]) -> bool:  # noqa: D102
-        if not self._has_renamed:
-            return False  # files of these names may be another writer's
-        with self.publishing():
-            try:
-                path = commit_path(self.store, self.part)
-                committed = read_part_commit(path).files if exists(path) else {}
-            except (OSError, StoreDamaged):
-                return False  # unknown; the next run that opens the store deletes what no commit lists
-            if committed and committed != self.existing:
-                return True  # an interrupt can arrive right after the commit was written
-            for name in shards:
-                (self.store / PARTS_NAME / name).unlink(missing_ok=True)
-            return False
-
-
-class FolderPublisher:
-    """A folder that a store is written to."""
-
-    def __init__(self, store: Path, lock: StoreLock, attempt: str) -> None:
-        self.store, self.attempt = store, attempt
-        self.lock: StoreLock | None = lock
-        self._publishing = lock.publishing
-
-    @property
-    def scratch_path(self) -> Path:  # noqa: D102  (Publisher)
-        return self.store
-
-    @property
-    def target_path(self) -> Path:  # noqa: D102
-        return self.store / TARGET_NAME
-
-    def part(self, part: int, existing: Mapping[str, FileRecord]) -> FolderPart:  # noqa: D102
-        return FolderPart(self.store, part, existing, self.attempt, lambda: self._publishing(part))
+        """A local folder with the target bundle: the store's own, or a copy of what is in a bucket."""
+        if isinstance(self.path, Path):
+            return self.path / TARGET_NAME
+        try:
+            files = read_target_commit(target_commit_path(self.path))
+        except MISSING:
+            files = {}
+        if self._target_copy is None or self._target_copy[0] != files:
+            folder = Path(tempfile.mkdtemp(prefix=TARGET_NAME, dir=self.scratch_path))
+            download(self.path / TARGET_NAME, folder, files)
+            self._target_copy = files, folder
+        return self._target_copy[1]
 
     @contextmanager
-    def bundle(self) -> Iterator[Path]:  # noqa: D102
-        unfinished = self.store / (TARGET_NAME + PARTIAL_SUFFIX)
-        with disk_full_guard(self.target_path):
-            try:
-                remove_folder(unfinished)
-                unfinished.mkdir()
-                yield unfinished
-                files = _sync_tree(unfinished)
-                self._retract_target()
-                _replace_tree(unfinished, self.target_path, files)
-            finally:
-                remove_folder(unfinished)
-            write_atomic(target_commit_path(self.store), target_commit_json(files))
+    def target(self) -> Iterator[Path]:
+        """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well."""
+        commit, attempt, files = target_commit_path(self.path), new_attempt(), dict[str, FileRecord]()
+        with (
+            disk_full_guard(self.path / TARGET_NAME),
+            tempfile.TemporaryDirectory(PARTIAL_SUFFIX, f"{TARGET_NAME}.", self.scratch_path) as name,
+        ):
+            folder = Path(name)
+            yield folder
+            for root, _, names in walk(folder):
+                for local in (root / each for each in names):
+                    below = local.relative_to(folder).as_posix()
+                    files[below] = FileRecord(local.stat().st_size, file_crc32(local))
+                    _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
+            # While files are replaced they do not fit their commit; without one a bundle is incomplete, not damaged.
+            was_there = _content(commit) is not None
+            self._retract(commit)
+            sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
+            has_won = Publication(commit, attempt, sizes, None, target_commit_json(files).decode()).publish()
+            if was_there and not has_won:  # else another one's, of the same target, was there first
+                raise changed_meanwhile(commit)
+            self._remove_others(TARGET_NAME, files)
 
-    def _retract_target(self) -> None:
-        target_commit_path(self.store).unlink(missing_ok=True)
-        fsync_directory(self.store / COMMITS_NAME)
+    def drop_target(self) -> None:
+        """Delete the target bundle: no training until it is written again."""
+        self._retract(target_commit_path(self.path))
+        self._remove_others(TARGET_NAME, ())
 
-    def drop_bundle(self) -> None:  # noqa: D102
-        self._retract_target()
-        remove_folder(self.target_path)
+    def _remove_others(self, folder: str, kept: Collection[str]) -> None:
+        """Delete the files of a folder but those to keep and those that somebody is writing."""
+        backend, name = locate(self.path / folder)
+        found = (key for key in backend.list_files(name) if not key.endswith(PARTIAL_SUFFIX))
+        backend.delete([key for key in found if key.removeprefix(f"{name}/") not in kept])
 
-    def remove_unfinished(self) -> None:
-        """Delete unfinished documents, and the file whose bytes were locked while parts were published."""
-        for folder in (self.store, *(self.store / name for name in (COMMITS_NAME, RUNS_NAME, CODEC_NAME))):
-            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-                remove_folder(leftover)
-        (self.store / PUBLISH_NAME).unlink(missing_ok=True)
+    def _retract(self, commit: StorePath) -> None:
+        """Delete a commit durably, before the files that it lists change."""
+        remove_file(commit)
+        sync_names(self.path / COMMITS_NAME)
 
-    def remove_unlisted(self, kept: Collection[str]) -> None:  # noqa: D102
-        _remove_others(self.store / PARTS_NAME, kept)
+    def _remove_unfinished(self) -> None:
+        """Delete documents that a kill left unfinished; in a bucket finish what others were publishing."""
+        if isinstance(self.path, Path):
+            for folder in (self.path, *(self.path / name for name in (COMMITS_NAME, RUNS_NAME, CODEC_NAME))):
+                for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
+                    remove_tree(leftover)
+            self.remove_attempt("*", TARGET_NAME)
+            (self.path / PUBLISH_NAME).unlink(missing_ok=True)
+            return
+        commits = self.path / COMMITS_NAME
+        for name in names_in(commits):
+            if name.endswith(PARTIAL_SUFFIX):
+                publication = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
+                if publication is not None:
+                    publication.finish()
 
-    def remove_attempt(self, attempt: str) -> None:
-        """Delete the unfinished shards of a writer that is dead; after a rename they do not bear its name."""
-        for leftover in (self.store / PARTS_NAME).rglob(f"*.{attempt}{PARTIAL_SUFFIX}"):
-            leftover.unlink(missing_ok=True)
+    def _remove_unlisted(self, kept: Collection[str]) -> None:
+        """Delete files below ``parts/`` but those to keep, as far as no writer can commit them any more.
 
-    def close(self) -> None:  # noqa: D102
-        if self.lock is not None:
-            self.lock.close()
+        In a bucket these are uploads that have become too old to be published. Nothing below its final name is deleted
+        there, for another process may be publishing it at this moment.
+        """
+        if isinstance(self.path, Path):
+            _remove_files_but(self.path / PARTS_NAME, kept)
+            return
+        bucket, now = self.path.backend, datetime.now(UTC)
+        found = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files((self.path / TARGET_NAME).key)
+        bucket.delete(
+            key
+            for key, entry in found.items()
+            if key.endswith(PARTIAL_SUFFIX)
+            and entry.modified is not None
+            and (now - entry.modified).total_seconds() > LEFTOVER_S
+        )
+
+    def remove_attempt(self, attempt: str, folder: str = PARTS_NAME) -> None:
+        """Delete the unfinished shards of a writer that is dead; after a rename they do not bear its name.
+
+        In a bucket nothing is done: what a dead writer has uploaded may be published yet, and else grows old.
+        """
+        if isinstance(self.path, Path):
+            for leftover in (self.path / folder).rglob(f"*.{attempt}{PARTIAL_SUFFIX}"):
+                leftover.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let other processes write to the store, and delete what is local."""
+        if self._lock is not None:
+            self._lock.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+
+def _store(path: Path, target: StorePath) -> None:
+    """Make a local file a durable file of a store: rename it, or upload it and compare its size with the server's."""
+    if isinstance(target, Path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sync_names(target.parent.parent)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        os.rename(path, target)
+        return
+    target.backend.upload(target.key, path)
+    expected, got = path.stat().st_size, target.stat().st_size
+    if got != expected:
+        raise StorageUnavailable(f"{target} has {got} bytes after an upload of {expected}. Run the same command again.")
+
+
+def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
+    """Delete everything below a folder but these files, given by their relative paths."""
+    for root, folders, names in walk(parts):
+        below = "" if root == parts else f"{root.relative_to(parts).as_posix()}/"
+        for name in [name for name in folders if not any(file.startswith(f"{below}{name}/") for file in kept)]:
+            shutil.rmtree(root / name)
+            folders.remove(name)
+        for name in names:
+            if below + name not in kept:
+                (root / name).unlink()
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a file or folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def refuse_links(store: StorePath) -> None:
@@ -230,77 +428,24 @@ def refuse_links(store: StorePath) -> None:
 
     Names that no store has are passed over, as no writer touches them; the store's folder itself may be a link.
     """
-    if isinstance(store, RemotePath):
-        return
-    inside = [os.fspath(store)]
+    inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:
         folder = inside.pop()
-        is_top = folder == os.fspath(store)
         with os.scandir(folder) as entries:
             for entry in entries:
-                if is_top and not is_known(entry.name):
+                if folder == str(store) and not is_known(entry.name):
                     continue
                 if entry.is_symlink():
                     raise StoreDamaged(
                         f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, and nothing inside a store "
-                        "is written or deleted through a link. Put the files themselves in its place, or move the "
-                        "whole store and link its folder."
+                        "is written through a link. Put the files themselves in its place, or link the whole store."
                     )
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)
 
 
-def _sync_tree(folder: Path) -> dict[str, FileRecord]:
-    """Sync every file and folder below ``folder``; return the files' sizes and checksums by relative path."""
-    files: dict[str, FileRecord] = {}
-    for root, folders, names in walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = root / name
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32(path))
-        fsync_directory(root)
-    return files
-
-
-def _replace_tree(source: Path, target: Path, files: Collection[str]) -> None:
-    """Replace the files of a folder by those of a synced one, one at a time, so that none is ever missing."""
-    if not target.is_dir():
-        remove_folder(target)
-        os.rename(source, target)
-        fsync_directory(target.parent)
-        return
-    for name in files:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(source / name, target / name)
-    _remove_others(target, files)
-    for root, _, _ in walk(target):
-        fsync_directory(root)
-
-
-def _remove_others(folder: Path, files: Collection[str]) -> None:
-    """Delete everything below ``folder`` but these files, given by their relative paths."""
-    holding = {PurePosixPath(way) for way in {name.rpartition("/")[0] for name in files}}
-    kept_folders = {parent.as_posix() for way in holding for parent in (way, *way.parents)}
-    for root, folders, names in walk(folder):
-        below = root.relative_to(folder).as_posix()
-        prefix = "" if below == "." else f"{below}/"
-        for name in [name for name in folders if prefix + name not in kept_folders]:
-            shutil.rmtree(root / name)
-            folders.remove(name)
-        for name in names:
-            if prefix + name not in files:
-                (root / name).unlink()
-
-
-def remove_folder(path: Path) -> None:
-    """Delete a file or folder if it is there."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return
-    except (IsADirectoryError, PermissionError) as error:
-        if not path.is_dir():
-            raise StoreError(f"Cannot delete {path}: {error}. Delete it by hand and run again.") from error
-        shutil.rmtree(path)
+def changed_meanwhile(path: StorePath) -> StoreLocked:
+    """Return the error for a document that is not the one any more from which a change began."""
+    return StoreLocked(
+        f"{path} was changed by another process meanwhile. Wait until it ends, then run the same command again."
+    )

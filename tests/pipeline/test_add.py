@@ -215,10 +215,10 @@ KILL_SCRIPT = """
     model, out, *names = sys.argv[1:]
 
     POINTS = {
-        "bundle": lambda: die_at(publish, "_replace_tree", 1, after=True),
+        "bundle": lambda: die_at(publish, "name_files", 1, after=True),
         "basis": lambda: die_at(addition, "write_atomic", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 11),
-        "before_commit": lambda: die_at(publish, "write_atomic", 3),
+        "before_commit": lambda: die_at(publish, "replace_file", 2),
         "before_manifest": lambda: die_at(writer, "replace_file", 1),
         "before_seal": lambda: die_at(writer, "write_manifest_commit", 1),
         "before_name": lambda: die_at(writer, "name_next_basis", 2),

@@ -301,8 +301,8 @@ KILL_SCRIPT = """
         "manifest": lambda: die_at(opening, "put_if_absent", 2),
         "bundle": lambda: die_at(forwards_module, "save_target_bundle", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
-        "before_commit": lambda: die_at(publish, "write_atomic", 2),
-        "after_commit": lambda: die_at(publish, "write_atomic", 3, after=True),
+        "before_commit": lambda: die_at(publish, "put_if_absent", 2),
+        "after_commit": lambda: die_at(publish, "put_if_absent", 3, after=True),
     }
     kill_at_points({name: POINTS[name] for name in names}, lambda name: extract_module.extract(ExtractConfig.of(
         model=model, dataset=dataset, out=f"{out}-{name}", max_length=128, device="cpu", target_layers=1,

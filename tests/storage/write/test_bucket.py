@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.storage.backend import open_path
+from moa_data.storage.backend import open_path, put_if_absent
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path, hidden_field, publication_path, tokens_field
-from moa_data.storage.write.bucket import Publication
+from moa_data.storage.write.publish import Publication
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
@@ -143,7 +143,7 @@ def test_a_record_that_comes_late_changes_nothing(place: RemotePath, recipe: Rec
 def test_a_record_whose_uploads_are_gone_comes_to_nothing(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
     with shared(place, recipe) as writer:
         record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, "{}")
-        place.backend.put_if_absent(publication_path(record.commit).key, record.to_json())
+        put_if_absent(publication_path(record.commit), record.to_json())
         recipe.write_part(writer, 0, rounded(0))
     assert read_remote_tree(place) == trees(recipe, tmp_path, 1)[0]
 

@@ -20,9 +20,8 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path, hidden_field
 from moa_data.storage.shard import partial_name
-from moa_data.storage.write import bucket as bucket_module
+from moa_data.storage.write import publish as publish_module
 from moa_data.storage.write.addition import StoreAddition, extended_codec
-from moa_data.storage.write.bucket import BucketPart
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
@@ -241,13 +240,16 @@ class TestBucket(PlaceContract):
     ) -> None:
         dead = shared(place, recipe)
         recipe.fill(out := dead.part(0))
-        assert isinstance(out._publisher, BucketPart)
         for array in out._arrays.values():
             array.finish()  # as a kill before the commit leaves it
         recipe.write(place)
-        uploads = {f"parts/{partial_name(name, out._publisher.attempt)}" for name in out._shards()}
+        uploads = {
+            f"parts/{partial_name(name, out._files.attempt)}"
+            for array in out._arrays.values()
+            for name in array.records
+        }
         assert tree_of(place).keys() - wanted.keys() == uploads
-        monkeypatch.setattr(bucket_module, "LEFTOVER_S", -60.0)
+        monkeypatch.setattr(publish_module, "LEFTOVER_S", -60.0)
         dead.close()
         with shared(place, recipe) as writer:
             writer.sweep()
@@ -260,7 +262,7 @@ class TestBucket(PlaceContract):
         with shared(place, recipe) as writer:
             out = writer.part(0)
             recipe.fill(out)
-            monkeypatch.setattr(bucket_module, "COMMIT_WITHIN_S", -1.0)
+            monkeypatch.setattr(publish_module, "COMMIT_WITHIN_S", -1.0)
             with pytest.raises(StorageUnavailable, match="took longer than"):
                 out.commit()
             out.discard()
