@@ -135,8 +135,8 @@ class ReportUnwritten(StorageUnavailable):
         markdown: the report as text.
     """
 
-    def __init__(self, path: Path, error: OSError, markdown: str) -> None:
-        reason = error.strerror or str(error)
+    def __init__(self, path: Path, error: Exception, markdown: str) -> None:
+        reason = getattr(error, "strerror", None) or error
         super().__init__(f"{path} cannot be written ({reason}); the report is printed instead. Free some space first.")
         self.markdown = markdown
 

@@ -94,7 +94,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
             out.print(f"[{number}]", style="bold")
             out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
     if shape is None:
-        tell(auto.describe())
+        calls = [(one.stats.n_drafted_calls, one.stats.n_target_calls) for one in drafted]
+        tell(f"auto: {auto.describe(*map(sum, zip(*calls, strict=True)))}")
     reference = None
     if config.compare:
         with ProgressLine("token", transient=True) as progress:

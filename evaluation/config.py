@@ -114,7 +114,4 @@ class EvalConfig(DecodingConfig):
         if self.needs_drafters and not self.drafter:
             user = next((f"method {name}" for name in self.method if name in DRAFTING), "disconnect")
             found.append(f"{user} needs a drafter: give --drafter RUN, or --method plain")
-        scorer = self.disconnection.scorer
-        if scorer is not None and not all(scorer.rpartition(":")[::2]):
-            found.append(f"scorer is {scorer!r}, expected module:function or file.py:function")
         return found

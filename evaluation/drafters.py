@@ -15,7 +15,7 @@ from ..moa.formats.checkpoint import load_drafters
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.live import Target
 
-_RUN_FILE, _REPORT_FILE, _STORE_FILE = "run.yaml", "report.json", "store.json"
+_RUN_FILES = ("run.yaml", "report.json")
 """Files that ``moa-data train`` leaves beside a drafter."""
 _MAY_DIFFER = frozenset(
     {
@@ -36,7 +36,6 @@ class DrafterFacts:
         n_steps: optimizer steps of its run.
         n_tokens: tokens that its run trained on; of a run that recorded no total, those of its last invocation.
         n_bytes_read: bytes of the store that its run read for these tokens.
-        expected_acceptance_length: the best of its validations.
         store: identity of the store: sequences, tokens, hashes, codec.
     """
 
@@ -46,7 +45,6 @@ class DrafterFacts:
     n_steps: int | None = None
     n_tokens: int | None = None
     n_bytes_read: int | None = None
-    expected_acceptance_length: float | None = None
     store: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -72,13 +70,10 @@ def load_with_facts(folders: Sequence[str], target: Target, dtype: torch.dtype) 
 def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
     """Read what a run of ``moa-data train`` recorded of its drafter; other folders give the drafter's size alone."""
     n_parameters = sum(weight.numel() for weight in drafter.parameters())
-    for place in (folder, folder.parent):
-        if (place / _RUN_FILE).is_file() and (place / _REPORT_FILE).is_file():
-            break
-    else:
+    run = next((run for run in (folder, folder.parent) if all((run / name).is_file() for name in _RUN_FILES)), None)
+    if run is None:
         return DrafterFacts(str(folder), drafter.kind, n_parameters)
-    report, settings = _read(place / _REPORT_FILE), _read(place / _RUN_FILE)
-    length = report.get("best_expected_acceptance_length")
+    report, store = _read(run / "report.json"), run / "store.json"
     return DrafterFacts(
         str(folder),
         drafter.kind,
@@ -86,10 +81,8 @@ def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
         n_steps=report.get("n_steps"),
         n_tokens=report.get("n_tokens_total") or report.get("n_tokens"),
         n_bytes_read=report.get("n_bytes_read") or None,
-        # Runs of earlier releases wrote minus infinity where there was no validation.
-        expected_acceptance_length=length if length is not None and length > 0 else None,
-        store=_read(place / _STORE_FILE) if (place / _STORE_FILE).is_file() else {},
-        settings=settings,
+        store=_read(store) if store.is_file() else {},
+        settings=_read(run / "run.yaml"),
     )
 
 
@@ -101,39 +94,34 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     """
     if len(drafters) < 2:
         return []
-    known = {name: facts for name, facts in drafters.items() if facts["settings"]}
     found = [
         f"{name}: its folder holds no training run, so nothing says how it was trained"
-        for name in drafters
-        if name not in known
+        for name, facts in drafters.items()
+        if not facts["settings"]
     ]
-    parts = (
-        ("steps", {name: {"steps": facts["n_steps"]} for name, facts in known.items()}),
-        ("training tokens", {name: {"training tokens": facts["n_tokens"]} for name, facts in known.items()}),
-        ("stores", {name: facts["store"] for name, facts in known.items()}),
-        ("settings", {name: _shared_settings(facts["settings"]) for name, facts in known.items()}),
-    )
-    for part, values in parts:
-        for key in dict.fromkeys(key for own in values.values() for key in own):
-            # What a run did not record is no difference; a setting that is None was recorded.
-            by_run = {
-                name: own[key]
-                for name, own in values.items()
-                if key in own and (part == "settings" or own[key] is not None)
-            }
-            if len(set(map(str, by_run.values()))) > 1:
-                shown = ", ".join(f"{name} {_short(value)}" for name, value in by_run.items())
-                found.append(f"{part} differ: {shown}" if key == part else f"{part} differ in {key}: {shown}")
+    known = {name: _compared(facts) for name, facts in drafters.items() if facts["settings"]}
+    for key in dict.fromkeys(key for own in known.values() for key in own):
+        # What a run did not record is no difference.
+        by_run = {name: own[key] for name, own in known.items() if key in own}
+        if len(set(map(str, by_run.values()))) > 1:
+            found.append(f"{key}: " + ", ".join(f"{name} {_short(value)}" for name, value in by_run.items()))
     return found
 
 
-def _shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that all kinds of drafters have; those of one kind alone are what is compared."""
-    groups = {name: value if isinstance(value, dict) else {name: value} for name, value in settings.items()}
-    shared = {key: value for key, value in groups.pop("drafter", {}).items() if key == "forward_kl_weight"}
-    for name, own in groups.items():
-        shared |= {name if key == "kind" else key: value for key, value in own.items()}
-    return {name: value for name, value in shared.items() if name not in _MAY_DIFFER}
+def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two trainings must share, by how a line about a difference begins."""
+    recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
+    recorded |= {f"stores differ in {key}": value for key, value in facts["store"].items()}
+    found = {key: value for key, value in recorded.items() if value is not None}
+    for name, value in facts["settings"].items():
+        for key, own in value.items() if isinstance(value, dict) else [(name, value)]:
+            # Settings of one kind of drafter alone are what is compared.
+            if name == "drafter" and key != "forward_kl_weight":
+                continue
+            key = name if key == "kind" else key
+            if key not in _MAY_DIFFER:
+                found[f"settings differ in {key}"] = own
+    return found
 
 
 def _short(value: Any) -> str:

@@ -11,12 +11,12 @@ Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
 
 import importlib
-import importlib.util
 import math
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,12 +36,12 @@ from .prompts import Prompt
 
 Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 """A method: (prompts as token ids, a seed for each) -> a generation for each."""
+Scorer = Callable[[str, str], float]
+"""(the prompt's messages as text, the answer's text) -> a number; greater is better."""
 TARGET = "target"
 """Name of the target among the writers: what it writes after the cut is the reference."""
 _BATCH = 8
 """Cuts that are continued together; no figure depends on it."""
-Scorer = Callable[[str, str], float]
-"""(the prompt's messages as text, the answer's text) -> a number; greater is better."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class MethodRun:
         committed_per_call: tokens committed by each target call after the prefill, bonus token included.
         seconds: of the whole generation, prefill included. Of several repeats the one of median length counts; of a
             batch, the row's equal share.
-        prefill_s: seconds of the prompt's forward.
         verify_s: seconds of target calls after the prefill.
         first_divergence: index of the first generated token that differs from the baseline's; None where none does.
         top2_gap: difference of the two highest target logits there, after the repetition penalty; tiny values mean a
             tie that rounding decided.
+        n_drafted_calls: target calls that verified drafts.
     """
 
     n_tokens: int
@@ -70,6 +70,7 @@ class MethodRun:
     first_divergence: int | None = None
     top2_gap: float | None = None
     repeats_s: tuple[float, ...] = ()
+    n_drafted_calls: int = 0
 
     @property
     def n_target_calls(self) -> int:
@@ -94,14 +95,7 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The runs of all methods on one turn of a prompt.
-
-    Attributes:
-        turn: which answer, from 0.
-        n_prompt_tokens: tokens before the answer.
-        order: names of the methods in the order in which they ran.
-        runs: method name -> what it did.
-    """
+    """The runs of all methods on one turn of a prompt: ``order`` names them as they ran, ``runs`` has their figures."""
 
     prompt_id: str
     category: str
@@ -156,23 +150,20 @@ def measure(
         sampling: of the methods. Unless it draws tokens, the gap of the two highest logits is measured where answers
             first differ.
     """
-    _check_prompts(target, prompts)
+    first = opening_tokens(target, prompts)[:warmup]
     result = Measurement()
-    if first := opening_tokens(target, prompts[:warmup]):
-        for generate in methods.values():
-            for start in range(0, len(first), batch_size):
-                generate(first[start : start + batch_size], [seed] * len(first[start : start + batch_size]))
+    for generate in methods.values():
+        for start in range(0, len(first), batch_size):
+            batch = first[start : start + batch_size]
+            generate(batch, [seed] * len(batch))
     n_batches = 0
     for start in range(0, len(prompts), batch_size):
-        chats = [
-            _Chat(prompt, seed + start + index) for index, prompt in enumerate(prompts[start : start + batch_size])
-        ]
+        chats = [_Chat(prompt, seed + at) for at, prompt in enumerate(prompts[start : start + batch_size], start)]
         for turn in range(max(len(chat.prompt.turns) for chat in chats)):
-            batch = [chat for chat in chats if chat.begin_turn(target, turn, result.skipped)]
-            if batch:
+            if answered := [chat for chat in chats if chat.begin_turn(target, turn, result.skipped)]:
                 shift = n_batches % len(methods)
                 order = [*methods][shift:] + [*methods][:shift]
-                result.rows += _measure_batch(target, methods, order, batch, turn, repeats, sampling)
+                result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
                 n_batches += 1
         if progress is not None:
             last = chats[-1].prompt
@@ -181,8 +172,12 @@ def measure(
 
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of the first turns of prompts; those that leave no position to generate into are left out."""
-    _check_prompts(target, prompts)
+    """Return the token ids of the first turns of prompts that leave a position to generate into."""
+    for prompt in prompts:  # the texts of all turns, so that none is refused after others were decoded
+        try:
+            target.template.check_prompt([message for turn in prompt.turns for message in turn], prompt.tools)
+        except PromptUnusable as error:
+            raise DatasetError(f"prompt {prompt.prompt_id}: {error}") from error
     openings = [_tokens(target, prompt, list(prompt.turns[0])) for prompt in prompts]
     return [tokens for tokens in openings if len(tokens) < target.max_positions]
 
@@ -203,7 +198,7 @@ class _Chat:
         self.history += self.prompt.turns[turn]
         try:
             self.tokens = _tokens(target, self.prompt, self.history)
-        except PromptUnusable:  # the prompts were looked at before: it is the answer
+        except PromptUnusable:  # it is the answer that spells a control token: all prompts were checked before
             self.tokens = []
         if not self.tokens or len(self.tokens) >= target.max_positions:
             turns = range(turn, len(self.prompt.turns))
@@ -244,10 +239,8 @@ def _measure_batch(
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the index of the first difference: the shorter length where one is a prefix, None where both are equal."""
-    for index, (left, right) in enumerate(zip(baseline, other, strict=False)):
-        if left != right:
-            return index
-    return None if len(baseline) == len(other) else min(len(baseline), len(other))
+    pairs = enumerate(zip_longest(baseline, other))
+    return next((index for index, (left, right) in pairs if left != right), None)
 
 
 @torch.inference_mode()
@@ -256,15 +249,6 @@ def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
     highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
-
-
-def _check_prompts(target: Target, prompts: Sequence[Prompt]) -> None:
-    """Render the texts of all turns, so that one that cannot be used is refused before anything is measured."""
-    for prompt in prompts:
-        try:
-            target.template.check_prompt([message for turn in prompt.turns for message in turn], prompt.tools)
-        except PromptUnusable as error:
-            raise DatasetError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
 def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]:
@@ -282,7 +266,7 @@ def _compare(
     """Return a method's median repeat. Greedy and seeded repeats give equal tokens."""
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
-    gap: Any = None
+    gap = None
     if divergence is not None and sampling.temperature == 0:
         gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty)
     stats = other.stats
@@ -297,6 +281,7 @@ def _compare(
         first_divergence=divergence,
         top2_gap=gap,
         repeats_s=tuple(repeat.stats.total_s for repeat in repeats),
+        n_drafted_calls=stats.n_drafted_calls,
     )
 
 
@@ -409,8 +394,7 @@ def _continue_batch(
             continuations = _draft(target, drafters[name], cuts, cache, n_tokens)
         found = continuation_log_probs(target, cache, [cut.committed[-1] for cut in cuts], continuations)
         for cut, tokens, log_probs in zip(cuts, continuations, found, strict=True):
-            padded = [*tokens, *[-1] * len(cut.reference)]
-            agrees = tuple(ours == theirs for ours, theirs in zip(padded, cut.reference, strict=False))
+            agrees = tuple(ours == theirs for ours, theirs in zip_longest(tokens, cut.reference))[: len(cut.reference)]
             score = None if scorer is None else _score(target, scorer, cut, tokens)
             cut.row.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
 
@@ -455,20 +439,14 @@ def load_scorer(name: str) -> Scorer:
     """Find a user's function by ``module:function`` or ``file.py:function``."""
     where, _, function = name.rpartition(":")
     try:
+        scorer: Scorer
         if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, Path(where).expanduser())
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            scorer = runpy.run_path(str(Path(where).expanduser()))[function]
         else:
-            module = importlib.import_module(where)
+            scorer = getattr(importlib.import_module(where), function)
     except Exception as error:  # the user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise OptionInvalid(f"--scorer {name}: {where} cannot be imported ({reason}); check the name.") from error
-    scorer: Scorer | None = getattr(module, function, None)
-    if not callable(scorer):
-        raise OptionInvalid(f"--scorer {name}: {where} has no function {function!r}; check the name.")
+        raise OptionInvalid(f"--scorer {name}: no such function ({reason}); check the name.") from error
     return scorer
 
 
@@ -477,14 +455,10 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
     answer = target.tokenizer.decode([*cut.committed[cut.row.n_prompt_tokens :], *tokens], skip_special_tokens=True)
     where = f"the scorer, called with an answer to prompt {cut.row.prompt_id},"
     try:
-        score: Any = scorer(prompt, answer)
+        score = scorer(prompt, answer)
+        if not math.isfinite(score):
+            raise ValueError(f"{score} is no finite number")
     except Exception as error:  # the user's function may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise OptionInvalid(f"{where} raised {reason}; correct the function.") from error
-    try:
-        number = float(score)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise OptionInvalid(f"{where} returned {str(score)[:60]!r}, expected a finite number; correct the function.")
-    return number
+        raise OptionInvalid(f"{where} failed ({reason}); correct the function.") from error
+    return float(score)

@@ -2,7 +2,7 @@
 
 Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT ``{"conversations": [{"from", "value"}]}``; the
 prompt is everything before the last assistant message, or the whole chat where it ends with the user.
-Optional keys: ``prompt_id`` (else ``id``, else the line's number), ``category``, ``tools``, ``system``.
+Optional keys: ``prompt_id`` (else ``id``, else the row's number), ``category``, ``tools``, ``system``.
 
 Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. Each turn is answered by the target,
 and its answer becomes part of the next turn's history.
@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import DatasetError
 from ..moa.targets.chat import Message, Rejection, UnreadableRow, parse_prompt
-from ..pipeline.dataset import parse_json
+from ..pipeline.dataset import read_jsonl
 from ..text import printable
 
 CHATS, SPEC_BENCH = "chats", "spec-bench"
@@ -42,12 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The prompts of a file.
-
-    Attributes:
-        kind: ``chats`` or ``spec-bench``.
-        n_in_file: prompts in the file, before any were left out.
-    """
+    """The prompts of a file, ``chats`` or ``spec-bench``, and how many it held before any were left out."""
 
     kind: str
     n_in_file: int
@@ -55,37 +50,28 @@ class PromptFile:
 
 
 def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
-    """Read a file of prompts, one JSON object per line; a line that is no prompt is named.
+    """Read a file of prompts, one JSON object per line; a row that is no prompt is named.
 
-    Every prompt has an id of its own: one that occurs again gets a number, ``id#2``. Figures are summed by it.
+    Every prompt has an id of its own, by which figures are summed: one that occurs again gets a number, ``id#2``.
 
     Args:
         n_prompts: use this many: of chats the first ones, of Spec-Bench questions in turn from each category, so that
             every category is there; None uses all.
     """
-    path = Path(path).expanduser()
+    path, found = Path(path).expanduser(), list[tuple[str, Prompt]]()
     try:
-        # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for the end of a line.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError as error:
-        raise DatasetError(f"{path} does not exist; give a file of chats or of Spec-Bench questions.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path} cannot be read as UTF-8 text: {error}. Give a jsonl file.") from error
-    prompts: list[Prompt] = []
-    kinds: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path} line {number}"
-        kind, prompt = _parse_line(line, where, number)
-        kinds.add(kind)
-        prompts.append(prompt)
-        if len(kinds) > 1:
-            raise DatasetError(f"{where} is a {kind} prompt, the lines before are not; put them into two files.")
-    if not prompts:
+        for number, row in enumerate(read_jsonl(path), start=1):
+            where = f"{path} row {number}"
+            found.append(_parse(row, where, number))
+            if found[-1][0] != found[0][0]:
+                raise DatasetError(f"{where} is no prompt of {found[0][0]} as those before; put them into two files.")
+    except OSError as error:
+        reason = error.strerror or error
+        raise DatasetError(f"{path}: {reason}; give a jsonl file of chats or of Spec-Bench questions.") from error
+    if not found:
         raise DatasetError(f"{path} holds no prompt; expected one JSON object per line.")
-    kind = kinds.pop()
-    return PromptFile(kind, len(prompts), tuple(_choose(_with_own_ids(prompts), kind, n_prompts)))
+    kind, prompts = found[0][0], _with_own_ids([prompt for _, prompt in found])
+    return PromptFile(kind, len(prompts), tuple(_choose(prompts, kind, n_prompts)))
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
@@ -99,57 +85,41 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
     return found
 
 
-def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
-    row = parse_json(line)
+def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
+    """Return the kind of a prompt, and the prompt."""
     if isinstance(row, UnreadableRow):
         raise DatasetError(f"{where} is {row.detail}; expected one JSON object per line.")
     if not isinstance(row, dict):
         raise DatasetError(f"{where} is a {type(row).__name__}, expected an object with messages or turns.")
-    if "turns" in row:
-        return SPEC_BENCH, _spec_bench_prompt(row, where, number)
-    return CHATS, _chat_prompt(row, where, number)
-
-
-def _spec_bench_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
+    is_chat = "turns" not in row
+    names = ("prompt_id", "id") if is_chat else ("question_id",)
+    prompt_id = printable(str(next((row[name] for name in names if row.get(name) is not None), number)))
+    category = printable(str(row.get("category") or "all"))
+    if is_chat:
+        return CHATS, _chat_prompt(row, where, prompt_id, category)
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise DatasetError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; correct the line.")
-    return Prompt(
-        prompt_id=_identity(row, number, "question_id"),
-        category=printable(str(row.get("category", "all"))),
-        turns=tuple(({"role": "user", "content": text},) for text in turns),
-    )
+    return SPEC_BENCH, Prompt(prompt_id, category, tuple(({"role": "user", "content": text},) for text in turns))
 
 
-def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
+def _chat_prompt(row: dict[str, Any], where: str, prompt_id: str, category: str) -> Prompt:
     chat = parse_prompt(row)
     if isinstance(chat, Rejection):
         raise DatasetError(f"{where}: {chat.reason} ({chat.detail}); correct the line.")
-    # A chat that ends with the question is a prompt as it stands.
-    messages = chat.messages
-    n_before = len(messages)
-    if messages[-1]["role"] == "assistant":
-        n_before -= 1
-    if n_before == 0:
+    messages = tuple(chat.messages)
+    if messages[-1]["role"] == "assistant":  # a chat that ends with the question is a prompt as it stands
+        messages = messages[:-1]
+    if not messages:
         raise DatasetError(f"{where}: nothing comes before the assistant's message; correct the line.")
-    category = printable(str(row.get("category") or "all"))
-    tools = None if chat.tools is None else tuple(chat.tools)
-    turns = (tuple(messages[:n_before]),)
-    return Prompt(_identity(row, number, "prompt_id", "id"), category, turns, tools, chat.system)
-
-
-def _identity(row: dict[str, Any], number: int, *keys: str) -> str:
-    """Return the first of some keys that holds something, else the number of the line."""
-    return printable(str(next((row[key] for key in keys if row.get(key) is not None), number)))
+    return Prompt(prompt_id, category, (messages,), None if chat.tools is None else tuple(chat.tools), chat.system)
 
 
 def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable[Prompt]:
-    if n_prompts is None or n_prompts >= len(prompts):
-        return prompts
-    if kind == CHATS:
+    if kind == CHATS or n_prompts is None:
         return prompts[:n_prompts]
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     in_turn = [prompt for prompt in chain.from_iterable(zip_longest(*by_category.values())) if prompt is not None]
-    return in_turn[:n_prompts]
+    return in_turn[:n_prompts] if n_prompts < len(prompts) else prompts

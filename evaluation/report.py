@@ -6,15 +6,16 @@ over prompts: calls, turns and cuts of one prompt are not independent, so that t
 
 import dataclasses
 import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import OptionInvalid
+from ..files import PARTIAL_SUFFIX, write_atomic
 from ..text import printable
 from .config import DRAFTING
 from .drafters import training_differences
@@ -31,37 +32,21 @@ CONVENTIONS = {
     "acceptance_length": "tokens committed per target call, bonus token included, prefill not counted: the sum over "
     "all calls of all prompts divided by the number of calls; plain decoding has 1. Systems that leave the bonus token "
     "out report one less.",
-    "intervals": "95 %, bootstrap over prompts (turns and cuts of one prompt stay together), the same draws in every "
-    "report",
+    "intervals": "95 %, bootstrap over prompts: turns and cuts of one prompt stay together",
     "target_calls": "calls of the target after the prefill; each answer has one prefill besides",
     "tokens": "generated token ids, end-of-sequence included, never re-tokenised text; the prefill gives the first",
-    "seconds": "the whole generation: prefill, drafting, verification and what lies between; the median of "
-    "repeats; of a batch, the prompt's equal share",
+    "seconds": "the whole generation, prefill included; the median of repeats; of a batch, the prompt's equal share",
     "ratio": "total tokens / total seconds of the method over the same of the baseline",
-    "pairs": "with several drafters, each over the first one by the same method, prompts paired: acceptance length by "
-    "acceptance length, tokens per second by tokens per second",
-    "drafters": "what their training runs recorded: n_tokens of all invocations, prompts included, padding not; "
-    "n_bytes_read of the store, as compressed as its chunks are",
-    "warnings": "why drafters are not comparable: not one store and codec, equal steps, tokens and settings, but for "
-    "those that a kind of drafter has of its own",
+    "pairs": "each drafter over the first one by the same method, prompts paired",
     "accepted_by_position": "share of target calls that accepted the draft at each position, the first draft first; an "
     "answer's last call may be cut",
-    "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens; the last call of an answer may "
-    "be cut by the end-of-sequence token or the token limit",
-    "exact_match": "the same token ids as the baseline's; first_divergence counts generated tokens from 0, top2_gap "
-    "is the difference of the two highest target logits there, after the repetition penalty",
-    "cut": "after n_written tokens of the target's greedy answer; the last of them has no target activations yet, as "
-    "after any target call",
-    "continuation": "a chain of the drafter's likeliest tokens without verification, up to its first end of sequence; "
-    "nothing after the cut has target activations",
+    "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens",
+    "exact_match": "the same token ids as the baseline's; first_divergence counts generated tokens from 0",
+    "cut": "after n_written tokens of the target's greedy answer; the last of them has no target activations yet",
     "agreement": "share of the tokens of the target's own greedy continuation that the writer has at the same place; a "
-    "place where the target has ended is not counted, one where only the writer has ended or can write no more counts "
-    "as different",
-    "common_prefix": "tokens up to the first that differs from the target's own, mean over cuts",
-    "log_prob": "mean over tokens of the target's log-probability of what was written, given the text before it, that "
-    "of the writer included; nats",
+    "place where only the writer has ended counts as different",
+    "log_prob": "mean over tokens of the target's log-probability of what was written, given all text before it; nats",
     "offsets": "by_offset[i] is the (i + 1)-th token after the cut",
-    "score": "of the user's function, mean over answers: what the target wrote up to the cut and what followed",
 }
 
 
@@ -70,14 +55,12 @@ class MethodSummary:
     """The figures of one method over some rows; ``CONVENTIONS`` says what is counted.
 
     Attributes:
-        n_answers: answered turns.
         acceptance_length: None without a target call.
         acceptance_length_interval: None for fewer than two prompts with a call, as ``ratio_interval``.
         accepted_drafts: number of target calls that committed k + 1 tokens, by k.
         n_exact: answers with the baseline's tokens.
         calls_saved: share of the baseline's target calls that was not needed.
         ratio: tokens_per_s over the baseline's.
-        ratio_quartiles: lower quartile, median and upper quartile of the answers' ratios.
     """
 
     method: str
@@ -98,7 +81,6 @@ class MethodSummary:
     calls_saved: float
     ratio: float
     ratio_interval: Interval
-    ratio_quartiles: tuple[float, float, float]
 
     def call_ms(self, part: str) -> float:
         """Return the milliseconds per target call of ``draft``, ``verify``, or ``rest``: neither, nor the prefill."""
@@ -136,15 +118,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """The figures of one writer, the target or a drafter, over all cuts.
-
-    Attributes:
-        common_prefix: tokens in common with the target's continuation.
-        agreement: share of the target's tokens that the writer has at the same place.
-        log_prob: the target's, per token.
-        agreement_by_offset: the same by tokens since the cut.
-        log_prob_by_offset: the same by tokens since the cut.
-    """
+    """The figures of one writer, the target or a drafter, over all cuts; ``common_prefix`` counts tokens."""
 
     writer: str
     n_cuts: int
@@ -188,28 +162,42 @@ class EvaluationReport:
     """The report of an evaluation.
 
     Attributes:
-        prompts: kind, file, and how many were there, used and skipped.
-        methods: one summary per method, the baseline first.
-        categories: category -> the same over its rows.
-        policies: method -> how often ``auto`` drafted.
+        prompts: kind, file, and how many were there and used.
+        auto: method named auto -> how often it drafted.
         drafters: name -> what a drafter is and how it was trained, see ``DrafterFacts``.
-        warnings: why the drafters are not comparable, one line each; empty where they were trained alike.
-        pairs: each drafter over the first one, method by method.
         disconnection: what drafters wrote without the target; None where that was not measured.
     """
 
+    measurement: Measurement
     config: dict[str, Any]
     environment: dict[str, Any]
     provenance: dict[str, Any]
     prompts: dict[str, Any]
-    methods: list[MethodSummary]
-    categories: dict[str, list[MethodSummary]]
-    measurement: Measurement
-    policies: dict[str, str]
-    drafters: dict[str, dict[str, Any]]
-    warnings: list[str]
-    pairs: list[DrafterPair]
+    auto: dict[str, str] = field(default_factory=dict)
+    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)
     disconnection: Disconnection | None = None
+
+    @cached_property
+    def methods(self) -> list[MethodSummary]:
+        """One summary per method, the baseline first."""
+        return summarize(self.measurement.rows)
+
+    @cached_property
+    def categories(self) -> dict[str, list[MethodSummary]]:
+        """Category -> the same over its rows."""
+        rows = self.measurement.rows
+        names = dict.fromkeys(row.category for row in rows)
+        return {name: summarize([row for row in rows if row.category == name]) for name in names}
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """Why the drafters are not comparable, one line each; empty where they were trained alike."""
+        return training_differences(self.drafters)
+
+    @cached_property
+    def pairs(self) -> list[DrafterPair]:
+        """Each drafter over the first one, method by method."""
+        return drafter_pairs(self.measurement.rows, list(self.drafters))
 
     def method(self, name: str) -> MethodSummary:
         """The summary of a method by its name."""
@@ -217,8 +205,8 @@ class EvaluationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; NaN does not occur."""
-        values = dataclasses.asdict(self)
-        measurement, policies = values.pop("measurement"), values.pop("policies")
+        values: dict[str, Any] = dataclasses.asdict(self)
+        measurement: dict[str, Any] = values.pop("measurement")
         for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
             for name, run in measured.runs.items():
                 row["runs"][name] |= {
@@ -227,47 +215,13 @@ class EvaluationReport:
                     "exact_match": run.first_divergence is None,
                 }
         head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS}
-        found: dict[str, Any] = head | values | {"auto": policies} | measurement
-        return found
-
-
-def build_report(
-    measurement: Measurement,
-    *,
-    config: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    prompts: Mapping[str, Any],
-    policies: Mapping[str, str] | None = None,
-    drafters: Mapping[str, dict[str, Any]] | None = None,
-    disconnection: Disconnection | None = None,
-) -> EvaluationReport:
-    """Sum up a measurement.
-
-    Args:
-        policies: what the methods named auto did.
-    """
-    rows = measurement.rows
-    if not rows:
-        n_prompts = sum(skipped.turn == 0 for skipped in measurement.skipped)
-        raise OptionInvalid(
-            f"all {n_prompts} prompts are as long as the target's positions or longer; give shorter prompts."
-        )
-    categories = list(dict.fromkeys(row.category for row in rows))
-    return EvaluationReport(
-        config=dict(config),
-        environment=dict(environment),
-        provenance=dict(provenance),
-        prompts=dict(prompts) | {"n_answers": len(rows), "n_skipped_turns": len(measurement.skipped)},
-        methods=summarize(rows),
-        categories={name: summarize([row for row in rows if row.category == name]) for name in categories},
-        measurement=measurement,
-        policies=dict(policies or {}),
-        drafters=dict(drafters or {}),
-        warnings=training_differences(drafters or {}),
-        pairs=drafter_pairs(rows, list(drafters or {})),
-        disconnection=disconnection,
-    )
+        sums = {
+            "methods": list(map(dataclasses.asdict, self.methods)),
+            "categories": {name: list(map(dataclasses.asdict, own)) for name, own in self.categories.items()},
+            "warnings": self.warnings,
+            "pairs": list(map(dataclasses.asdict, self.pairs)),
+        }
+        return head | values | sums | measurement
 
 
 def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
@@ -283,8 +237,6 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
     n_tokens, seconds = sum(run.n_tokens for run in runs), sum(run.seconds for run in runs)
     base_calls = sum(run.n_target_calls for run in base)
     base_rate = sum(run.n_tokens for run in base) / sum(run.seconds for run in base)
-    ratios = [run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, base, strict=True)]
-    lower, median, upper = (float(value) for value in np.quantile(ratios, (0.25, 0.5, 0.75)))
     prompt_ids = [row.prompt_id for row in rows]
     length, length_interval = ratio_with_interval(prompt_ids, [run.calls for run in runs])
     paired = [(*run.speed, *other.speed) for run, other in zip(runs, base, strict=True)]
@@ -307,7 +259,6 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
         calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
         ratio=n_tokens / seconds / base_rate,
         ratio_interval=ratio_with_interval(prompt_ids, paired)[1],
-        ratio_quartiles=(lower, median, upper),
     )
 
 
@@ -406,34 +357,35 @@ def check_output(path: str | Path) -> Path:
     path = Path(path).expanduser()
     if path.suffix != ".json":
         raise OptionInvalid(f"--out {path} does not end in .json; the report is JSON, with a .md file beside it.")
-    partial, notes = path.with_name(path.name + ".partial"), path.with_suffix(".md")
+    notes = path.with_suffix(".md")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            try:
-                is_report = json.loads(path.read_text(encoding="utf-8")).get("kind") == KIND
-            except (ValueError, AttributeError):
-                is_report = False
-            if not is_report:
-                raise OptionInvalid(f"--out {path} holds something that is not a {KIND}; choose another --out.")
-        elif notes.exists():
+        if path.exists() and not _is_report(path):
+            raise OptionInvalid(f"--out {path} holds something that is not a {KIND}; choose another --out.")
+        if notes.exists() and not path.exists():
             raise OptionInvalid(
                 f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
             )
+        probe = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
-            partial.write_bytes(bytes(_PROBE_BYTES))
+            probe.write_bytes(bytes(_PROBE_BYTES))
         finally:
-            partial.unlink(missing_ok=True)
+            probe.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
         raise OptionInvalid(f"--out {path} cannot be written ({reason}); choose another --out.") from error
     return path
 
 
-def write_report(values: dict[str, Any], markdown: str, path: Path) -> None:
-    """Write a JSON file and a Markdown file beside it; each replaces its predecessor in one step."""
-    text = json.dumps(values, indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
-    for file, content in ((path.with_suffix(".md"), printable(markdown)), (path, text)):
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, file)
+def _is_report(path: Path) -> bool:
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("kind") == KIND)
+    except (ValueError, AttributeError):
+        return False
+
+
+def write_report(report: EvaluationReport, markdown: str, path: Path) -> None:
+    """Write the report as JSON and as Markdown beside it; each file replaces its predecessor in one step."""
+    text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
+    write_atomic(path.with_suffix(".md"), printable(markdown).encode())
+    write_atomic(path, text.encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ReportUnwritten
+from ..errors import OptionInvalid, ReportUnwritten, StorageUnavailable
 from ..moa.decoding.loop import Generation, OnTokens, generate_batch
 from ..moa.decoding.loop import generate as generate_tokens
 from ..moa.decoding.policy import AutoPolicy, ShapePolicy
@@ -22,9 +22,9 @@ from ..moa.targets.template import ChatTemplate, choose_template_arguments
 from ..text import Progress
 from .config import EvalConfig
 from .drafters import LoadedDrafter, load_with_facts
-from .measure import Generate, load_scorer, measure, measure_disconnections
+from .measure import Generate, Measurement, load_scorer, measure, measure_disconnections
 from .prompts import load_prompts
-from .report import Disconnection, EvaluationReport, build_report, check_output, write_report
+from .report import Disconnection, EvaluationReport, check_output, write_report
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
 
     out, alone = check_output(config.out), config.disconnection
     scorer = None if alone.scorer is None else load_scorer(alone.scorer)
-    prompts = load_prompts(config.prompts, config.n_prompts)
+    file = load_prompts(config.prompts, config.n_prompts)
     dtype = getattr(torch, config.dtype)
     target = Target.load(config.model, dtype, config.device, config.revision)
     if config.compile:
@@ -58,42 +58,37 @@ def evaluate(
     target.template = ChatTemplate(target.tokenizer, arguments, config.model)
     disconnection = None
     if alone.disconnect:
-        rows = measure_disconnections(
-            target, drafters, prompts.prompts, n_tokens=alone.disconnect, n_cuts=alone.cuts,
+        cuts = measure_disconnections(
+            target, drafters, file.prompts, n_tokens=alone.disconnect, n_cuts=alone.cuts,
             max_new_tokens=config.max_new_tokens, scorer=scorer, progress=progress,
         )  # fmt: skip
-        disconnection = Disconnection.of(rows, len(prompts.prompts))
+        disconnection = Disconnection.of(cuts, len(file.prompts))
     methods, policies = build_methods(config, target, drafters)
     measurement = measure(
-        target,
-        methods,
-        prompts.prompts,
-        warmup=config.warmup,
-        batch_size=config.batch_size,
-        repeats=config.repeats,
-        seed=config.sampling.seed,
-        progress=progress,
-        sampling=SamplingConfig(**config.sampling.arguments()),
-    )
-    n_used = len(prompts.prompts)
-    report = build_report(
+        target, methods, file.prompts, warmup=config.warmup, batch_size=config.batch_size, repeats=config.repeats,
+        seed=config.sampling.seed, progress=progress, sampling=SamplingConfig(**config.sampling.arguments()),
+    )  # fmt: skip
+    if not measurement.rows:
+        raise OptionInvalid(
+            f"all {len(file.prompts)} prompts are as long as the target's positions or longer; give shorter prompts."
+        )
+    counts = {"n_in_file": file.n_in_file, "n_used": len(file.prompts), "n_answers": len(measurement.rows)}
+    report = EvaluationReport(
         measurement,
         config=config.named() | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
-        prompts={
-            "file": config.prompts, "kind": prompts.kind, "n_in_file": prompts.n_in_file, "n_used": n_used,
-        },
-        policies={name: policy.describe() for name, policy in policies.items()},
+        prompts={"file": config.prompts, "kind": file.kind} | counts | {"n_skipped_turns": len(measurement.skipped)},
+        auto={name: policy.describe(*_drafted_calls(measurement, name)) for name, policy in policies.items()},
         drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
         disconnection=disconnection,
-    )  # fmt: skip
+    )
     markdown = markdown_report(report)
     try:
         write_figures(report, out)
         # Last: a report that is there is whole, its figures included.
-        write_report(report.to_json(), markdown, out)
-    except OSError as error:
+        write_report(report, markdown, out)
+    except (OSError, StorageUnavailable) as error:
         raise ReportUnwritten(out, error, markdown) from error
     return report
 
@@ -131,6 +126,12 @@ def build_methods(
                 shape = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
             add(f"{method} {drafter}" if len(drafters) > 1 else method, proposer, shape)
     return methods, policies
+
+
+def _drafted_calls(measurement: Measurement, method: str) -> tuple[int, int]:
+    """Count the measured target calls of a method that verified drafts, and all of them."""
+    runs = [row.runs[method] for row in measurement.rows]
+    return sum(run.n_drafted_calls for run in runs), sum(run.n_target_calls for run in runs)
 
 
 def _environment(target: Target, dtype: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "baseline. Intervals: 95 %, bootstrap over prompts.",
         *_drafter_table(report),
         *_pair_table(report),
-        *(f"\n{name} drafted {text.removeprefix('auto: ')}." for name, text in report.policies.items()),
+        *(f"\n{name} drafted {text}." for name, text in report.auto.items()),
         *_cost_table(report),
         *_category_table(report),
         *_divergence_lines(report),
@@ -87,15 +87,12 @@ def _length_and_ratio(summary: MethodSummary) -> tuple[str, str]:
 
 
 def _method_table(report: EvaluationReport) -> list[str]:
-    titles = ["method", "acceptance length", "target calls", "calls saved", "tokens", "tokens/s", "ratio"]
-    titles += ["ratio per answer, median (quartiles)", "exact"]
+    titles = ["method", "acceptance length", "target calls", "calls saved", "tokens", "tokens/s", "ratio", "exact"]
     rows = []
     for summary in report.methods:
-        lower, median, upper = summary.ratio_quartiles
         length, ratio = _length_and_ratio(summary)
         cells = [summary.method, length, f"{summary.n_target_calls:,}", f"{summary.calls_saved:.1%}"]
         cells += [f"{summary.n_tokens:,}", f"{summary.tokens_per_s:.1f}", ratio]
-        cells.append(f"{median:.2f} ({lower:.2f}-{upper:.2f})")
         rows.append([*cells, "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"])
     return _table(titles, rows)
 
@@ -220,14 +217,8 @@ def _offset_table(title: str, name: str, form: str, summaries: Sequence[WriterSu
 
 
 def write_figures(report: EvaluationReport, path: Path) -> None:
-    """Write the figures beside a report.
-
-    ``report.json`` gives ``report.png``, and where there is something to show ``report_categories.png`` and
-    ``report_disconnection.png``.
-    """
+    """Write ``report.png`` beside ``report.json``, and ``report_disconnection.png`` where there were cuts."""
     speed_figure(report, path.with_suffix(".png"))
-    if len(report.categories) > 1 and len(report.methods) > 1:
-        category_figure(report, path.with_name(f"{path.stem}_categories.png"))
     if report.disconnection is not None and report.disconnection.writers:
         disconnection_figure(report.disconnection, path.with_name(f"{path.stem}_disconnection.png"))
 
@@ -249,27 +240,6 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     axes.set_yticks(range(len(summaries)), [summary.method for summary in reversed(summaries)])
     axes.set_xlim(left=0)
     axes.set_xlabel(f"tokens/s over {report.methods[0].method} decoding, on {report.environment['device']}")
-    _save(figure, path)
-
-
-def category_figure(report: EvaluationReport, path: Path) -> None:
-    """Draw each method's speed ratio by category with its interval; needs several categories and methods."""
-    names, methods = list(report.categories), report.methods[1:]
-    figure = Figure(figsize=(_WIDTH, 1.3 + 0.32 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    for index, method in enumerate(methods, start=1):
-        of_method = [report.categories[name][index] for name in names]
-        places = [place + (index - (len(methods) + 1) / 2) * 0.6 / len(methods) for place in range(len(names))]
-        arms = [_arms(summary) or [[0.0], [0.0]] for summary in of_method]
-        axes.errorbar(
-            [summary.ratio for summary in of_method], places, fmt="o", capsize=2, markersize=4, label=method.method,
-            xerr=[[low[0] for low, _ in arms], [high[0] for _, high in arms]],
-        )  # fmt: skip
-    axes.axvline(1.0, color="0.3", linewidth=0.8)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"tokens/s over {report.methods[0].method} decoding")
-    figure.legend(loc="outside upper center", ncols=min(4, len(methods)))
     _save(figure, path)
 
 

@@ -313,7 +313,7 @@ def _read_file(path: Path) -> Iterator[Any]:
         ".parquet": _read_parquet, ".arrow": _read_arrow, ".feather": _read_arrow, ".json": _read_json,
     }  # fmt: skip
     try:
-        yield from readers.get(suffix, _read_jsonl)(path)
+        yield from readers.get(suffix, read_jsonl)(path)
     except pa.ArrowMemoryError:
         raise
     except (pa.ArrowException, OSError) as error:
@@ -405,7 +405,7 @@ def _read_json(path: Path) -> Iterator[Any]:
     if isinstance(content, UnreadableRow):
         # One row may be at fault in a long list; anything else is lines, or no list at all.
         items = _list_items(path, text)
-        yield from _read_jsonl(path) if items is None else map(parse_json, items)
+        yield from read_jsonl(path) if items is None else map(parse_json, items)
         return
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         content = content["data"]
@@ -431,7 +431,8 @@ def _list_items(path: Path, text: bytes) -> list[bytes] | None:
     raise DatasetError(f"{path} is no readable json file (its list does not end). Restore or convert it.")
 
 
-def _read_jsonl(path: Path) -> Iterator[Any]:
+def read_jsonl(path: Path) -> Iterator[Any]:
+    """Yield the values of a file of JSON lines, empty ones left out; an UnreadableRow for a line that is no JSON."""
     with path.open("rb") as stream:
         while line := stream.readline(MAX_ROW_BYTES):
             if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):

@@ -51,6 +51,7 @@ class DecodeStats:
     committed_per_call: list[int] = field(default_factory=list)  # tokens, of each target call after the prefill
     n_tokens: int = 0  # all generated ones, the one from the prefill included
     n_drafted: int = 0
+    n_drafted_calls: int = 0  # target calls that verified drafts
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -181,7 +182,9 @@ def generate_batch(
         for row, drafted in zip(active, drafts.on_host[0], strict=True):
             row.stats.draft_s += draft_s / len(active) if proposer is not None else 0.0
             row.stats.verify_s += verify_s / len(active)
-            row.stats.n_drafted += len(drafted) - drafted.count(NO_DRAFT)
+            n_drafted = len(drafted) - drafted.count(NO_DRAFT)
+            row.stats.n_drafted += n_drafted
+            row.stats.n_drafted_calls += n_drafted > 0
         if on_round is not None:
             on_round(drafts, accepted)
     cache.release()

@@ -72,7 +72,7 @@ class AutoPolicy(ShapePolicy):
         shape = TreeShape(AUTO_SHAPE.depth // 2) if is_drawn else AUTO_SHAPE
         super().__init__(shape if max_depth is None else shape.cut(max_depth))
         self._plain_s: deque[float] = deque(maxlen=3)
-        self._n_since_plain, self._n_rounds, self._n_with_drafts = 0, 0, 0
+        self._n_since_plain = 0
         self._savings, self._lost, self._has_drafted = PATIENCE, 0.0, False
 
     @override
@@ -88,13 +88,11 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        self._n_rounds += 1
         if not n_drafts:
             self._plain_s.append(round_s)
             self._n_since_plain, gain = 0, 1 / MEASURE_EVERY
         else:
             self._n_since_plain += 1
-            self._n_with_drafts += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
         # In its first round the drafter also reads the prompt, which says nothing of the rounds to come.
@@ -102,6 +100,6 @@ class AutoPolicy(ShapePolicy):
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
 
-    def describe(self) -> str:
-        """Say in one line what was chosen so far."""
-        return f"auto: chains {self._shape} in {self._n_with_drafts:,} of {self._n_rounds:,} rounds, else plain steps"
+    def describe(self, n_drafted_calls: int, n_calls: int) -> str:
+        """Say how many of some target calls verified its drafts."""
+        return f"chains {self._shape} in {n_drafted_calls:,} of {n_calls:,} target calls, else plain steps"

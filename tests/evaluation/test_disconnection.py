@@ -12,14 +12,12 @@ from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
 from moa_data.evaluation.measure import (
     TARGET,
-    Continuation,
     CutRow,
     cut_points,
     load_scorer,
     measure_disconnections,
 )
 from moa_data.evaluation.prompts import Prompt
-from moa_data.evaluation.report import Disconnection, summarize_writer
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
@@ -65,7 +63,6 @@ def measured(target: Target, drafters: dict[str, LoadedDrafter], batch_size: int
 
 def test_cuts_are_spread_over_the_answer() -> None:
     assert cut_points(12, 3) == [3, 6, 9]
-    assert cut_points(128, 1) == [64]
     assert cut_points(2, 3) == [1], "never after the last token, and none twice"
     assert cut_points(1, 3) == cut_points(0, 3) == []
 
@@ -129,23 +126,6 @@ def test_writing_stops_at_the_end_of_sequence(endless: Target, monkeypatch: pyte
     assert any(row.by_writer["d"].tokens[-1] == token for row in rows)
 
 
-def test_sums_by_hand() -> None:
-    def row(prompt: str, agrees: list[bool], log_probs: list[float]) -> CutRow:
-        tokens = tuple(range(len(log_probs)))
-        return CutRow(prompt, "c", 0, 5, 3, {"d": Continuation(tokens, tuple(log_probs), tuple(agrees))})
-
-    rows = [row("a", [True, False, True], [-1.0, -2.0, -3.0, -4.0]), row("a", [True], [-1.0]), row("b", [False], [])]
-    summary = summarize_writer("d", rows)
-    assert summary.common_prefix.mean == pytest.approx(2 / 3)
-    assert summary.agreement.mean == pytest.approx(3 / 5)
-    assert [figure.mean for figure in summary.agreement_by_offset] == [pytest.approx(2 / 3), 0.0, 1.0, None]
-    assert [figure.n for figure in summary.log_prob_by_offset] == [2, 1, 1, 1]
-    assert summary.log_prob.mean == pytest.approx(-11 / 5)
-    assert summary.log_prob.interval is None, "one prompt alone has no interval"
-    assert summary.agreement.interval is not None
-    assert summary.score.mean is None
-
-
 @pytest.fixture
 def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> EvalConfig:
     return EvalConfig.of(
@@ -178,17 +158,15 @@ def test_prompts_without_room_are_counted(config: EvalConfig, tmp_path: Path) ->
     text = Path(config.out).with_suffix(".md").read_text()
     assert f"{found.n_cuts} cuts of greedy answers to 2 prompts" in text
     assert "1 prompts were skipped" in text
-    assert Disconnection.of([], 3) == Disconnection(0, 0, 3, [], [])
 
 
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ("return float('nan')", "'nan'"),
-        ("return -1e999", "'-inf'"),
-        ("return None", "'None'"),
-        ("return 'good'", "'good'"),
-        ("raise KeyError('gold')", "KeyError: 'gold'"),
+        ("return float('nan')", "nan"),
+        ("return None", "None"),
+        ("return 'good'", "str"),
+        ("raise KeyError('gold')", "gold"),
     ],
 )
 def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
@@ -201,14 +179,20 @@ def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
     assert not list(Path(config.out).parent.glob("report*"))
 
 
-@pytest.mark.parametrize("name", ["{}/broken.py:score", ".scores:score", "no_such_module:score", "json:score"])
+@pytest.mark.parametrize("name", ["{}/broken.py:score", ".scores:score", "scores", "json:score"])
 def test_a_scorer_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('no\\nluck')\n")
     with pytest.raises(OptionInvalid, match="--scorer"):
         load_scorer(name.format(tmp_path))
 
 
-@pytest.mark.parametrize("values", [{"cuts": 0}, {"scorer": "scores"}, {"drafter": ()}])
+def test_a_scorer_of_a_module_keeps_its_globals(tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text("import math\n\ndef root(prompt, answer):\n    return math.sqrt(len(answer))\n")
+    assert load_scorer(f"{tmp_path}/scores.py:root")("", "abcd") == 2.0
+    assert load_scorer("operator:ne")("a", "b") == 1.0
+
+
+@pytest.mark.parametrize("values", [{"cuts": 0}, {"drafter": ()}])
 def test_settings_that_do_not_fit_are_refused(config: EvalConfig, values: dict[str, Any]) -> None:
     with pytest.raises(OptionInvalid, match=next(iter(values))):
         config.replaced(**values)

@@ -116,7 +116,7 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     old: dict[str, Any] = {"n_steps": 3, "n_tokens": 100, "best_expected_acceptance_length": float("-inf")}
     (run / "report.json").write_text(json.dumps(old))
     facts = drafter_facts(run, drafter)
-    assert (facts.n_tokens, facts.n_bytes_read, facts.expected_acceptance_length) == (100, None, None)
+    assert (facts.n_tokens, facts.n_bytes_read) == (100, None)
     (run / "run.yaml").write_text("[1, 2]")
     with pytest.raises(OptionInvalid, match=r"run\.yaml holds a list, expected a mapping"):
         drafter_facts(run, drafter)

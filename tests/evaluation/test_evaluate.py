@@ -58,14 +58,12 @@ def test_report_files(config: EvalConfig) -> None:
     evaluate(config)  # an earlier report may be replaced
 
 
-@pytest.mark.draws
 def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file: Path) -> None:
     report = evaluate(config.replaced(prompts=str(questions_file), n_prompts=5))
     assert set(report.categories) == {"math", "writing", "qa"}
     assert report.prompts["n_answers"] == len(report.measurement.rows) == 8
     assert [row.turn for row in report.measurement.rows if row.prompt_id == "1"] == [0, 1]
     assert report.method("chain").n_exact == 8
-    assert Path(config.out).with_name("report_categories.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plain_alone_needs_no_drafter(config: EvalConfig) -> None:
@@ -83,8 +81,10 @@ def test_all_methods_give_the_tokens_of_plain_decoding(config: EvalConfig) -> No
     for summary in report.methods:
         assert summary.n_exact == summary.n_answers == 3, summary.method
         assert sum(summary.accepted_drafts) == summary.n_target_calls
-    assert set(report.policies) == {"auto"}
-    assert report.policies["auto"].startswith("auto: chains 10@0.2 in ")
+    # Calls of the warm-up and of the drafts that the answer's end left no room for are not counted as drafted.
+    n_drafted = sum(row.runs["auto"].n_drafted_calls for row in report.measurement.rows)
+    assert set(report.auto) == {"auto"}
+    assert f"in {n_drafted} of {report.method('auto').n_target_calls} target calls" in report.auto["auto"]
 
 
 def test_several_drafters_and_batches(config: EvalConfig, drafter_folder: Path, tmp_path: Path) -> None:

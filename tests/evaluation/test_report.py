@@ -1,40 +1,43 @@
 """Reports: ratios of sums over prompts, methods and drafters compared by them, and files that are written whole."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow
+from moa_data.evaluation.measure import Continuation, CutRow, Measurement, MethodRun, PromptRow
 from moa_data.evaluation.report import (
+    Disconnection,
+    EvaluationReport,
     accepted_by_position,
-    build_report,
     drafter_pairs,
     ratio_with_interval,
     summarize,
+    summarize_writer,
     write_report,
 )
 from moa_data.evaluation.views import markdown_report
 
 
-def test_ratios_of_sums_over_prompts() -> None:
-    """Rows of a prompt stay together, and one whose denominator is 0 takes nothing from the others."""
-    prompts, values = ["b", "a", "b", "c"], [(1.0, 2.0), (2.0, 4.0), (3.0, 2.0), (0.0, 0.0)]
-    ratio, interval = ratio_with_interval(prompts, values)
-    assert ratio == 6 / 8
-    assert interval == (0.5, 1.0), "two prompts with ratios of 1 and 1/2"
-    assert ratio_with_interval(["a", "a"], [(1.0, 2.0), (1.0, 2.0)]) == (0.5, None)
-    assert ratio_with_interval(["a"], [(0.0, 0.0)]) == ratio_with_interval([], []) == (None, None)
-
-
-def test_ratios_to_a_baseline_are_paired_by_prompt() -> None:
-    """Prompts of very different length do not widen the interval when both methods feel them alike."""
-    values = [(10, seconds / 2, 10, seconds) for seconds in (1.0, 10.0, 100.0)]
-    ratio, interval = ratio_with_interval(["a", "b", "c"], values)
-    assert ratio == pytest.approx(2.0)
-    assert interval == pytest.approx((2.0, 2.0))
-    assert ratio_with_interval(["a", "b"], [(4.0, 2.0, 1.0, 1.0), (1.0, 1.0, 0.0, 0.0)]) == (2.0, None)
+@pytest.mark.parametrize(
+    ("prompts", "values", "expected"),
+    [
+        # Rows of a prompt stay together, and one whose denominator is 0 takes nothing from the others.
+        ("babc", [(1.0, 2.0), (2.0, 4.0), (3.0, 2.0), (0.0, 0.0)], (6 / 8, (0.5, 1.0))),
+        ("aa", [(1.0, 2.0), (1.0, 2.0)], (0.5, None)),
+        ("a", [(0.0, 0.0)], (None, None)),
+        ("", [], (None, None)),
+        # Over a baseline: prompts of very different length do not widen the interval when both methods feel them alike.
+        ("abc", [(10, seconds / 2, 10, seconds) for seconds in (1.0, 10.0, 100.0)], (2.0, (2.0, 2.0))),
+        ("ab", [(4.0, 2.0, 1.0, 1.0), (1.0, 1.0, 0.0, 0.0)], (2.0, None)),
+    ],
+)
+def test_ratios_of_sums_over_prompts(prompts: str, values: Any, expected: Any) -> None:
+    ratio, interval = ratio_with_interval(list(prompts), values)
+    assert ratio == (None if expected[0] is None else pytest.approx(expected[0]))
+    assert interval == (None if expected[1] is None else pytest.approx(expected[1]))
 
 
 def test_intervals_cover_the_truth() -> None:
@@ -51,24 +54,24 @@ def test_intervals_cover_the_truth() -> None:
 
 def test_accepted_by_position() -> None:
     assert accepted_by_position([1, 2, 4, 4]) == (0.75, 0.5, 0.5)
-    assert accepted_by_position([1, 1]) == ()
-    assert accepted_by_position([]) == ()
+    assert accepted_by_position([1, 1]) == accepted_by_position([]) == ()
 
 
-def run(committed: tuple[int, ...], seconds: float = 1.0) -> MethodRun:
+def run(seconds: float, *committed: int) -> MethodRun:
     return MethodRun(1 + sum(committed), 0, committed, seconds, 0.0, 0.0, 0.0)
 
 
-def test_speed_is_totals_over_totals_and_quartiles_of_answers() -> None:
-    rows = [
-        PromptRow(str(index), "all", 0, 4, ("plain", "chain"), {"plain": run((1,) * 3), "chain": run((3,), seconds)})
-        for index, seconds in enumerate((0.5, 1.0, 4.0))
-    ]
+def row(prompt: str, category: str = "all", **runs: MethodRun) -> PromptRow:
+    named = {name.replace("_", " "): value for name, value in runs.items()}
+    return PromptRow(prompt, category, 0, 10, tuple(named), named)
+
+
+def test_speed_is_totals_over_totals() -> None:
+    rows = [row(str(n), plain=run(1.0, 1, 1, 1), chain=run(s, 3)) for n, s in enumerate((0.5, 1.0, 4.0))]
     plain, chain = summarize(rows)
     assert plain.tokens_per_s == 4.0
     assert chain.tokens_per_s == pytest.approx(12 / 5.5)
     assert chain.ratio == pytest.approx(3 / 5.5)
-    assert chain.ratio_quartiles == pytest.approx((0.625, 1.0, 1.5))
     assert chain.calls_saved == pytest.approx(2 / 3)
     assert chain.accepted_drafts == (0, 0, 3)
     assert chain.acceptance_length == 3.0
@@ -76,70 +79,68 @@ def test_speed_is_totals_over_totals_and_quartiles_of_answers() -> None:
 
 def test_markdown_has_a_line_per_method_and_category() -> None:
     rows = [
-        PromptRow(str(index), category, 0, 4, ("plain", "chain"), {"plain": run((1,) * 3), "chain": run((2, 1))})
-        for index, category in enumerate(("math", "qa", "qa"))
+        row(str(number), category, plain=run(1.0, 1, 1, 1), chain=run(1.0, 2, 1))
+        for number, category in enumerate(("math", "qa", "qa"))
     ]
-    report = build_report(
+    config = EvalConfig.of(
+        model="m", prompts="p", method=("plain", "chain"), drafter=("d",), max_new_tokens=9, compile=8, repeats=3
+    )
+    report = EvaluationReport(
         Measurement(rows),
-        config=EvalConfig.of(
-            model="m", prompts="p", method=("plain", "chain"), drafter=("d",), max_new_tokens=9
-        ).named(),
+        config=config.named(),
         environment={"dtype": "float32", "device": "cpu", "n_threads": 1},
         provenance={},
-        prompts={"file": "p.jsonl", "kind": "spec-bench"},
+        prompts={"file": "p.jsonl", "kind": "spec-bench", "n_answers": 3},
     )
     text = markdown_report(report)
-    assert "| chain | 1.50 (1.50-1.50) | 6 | 33.3% | 12 |" in text
-    assert "| qa | 2 | 1.50 (1.50-1.50) |" in text
-    assert "| math | 1 | 1.50 |" in text
-    assert "| chain | 0.0 | 0.0 | 500.0 | 0.0 | 50% |" in text
-    assert "bonus token included" in text
-
-
-def drafted(seconds: float, *committed: int) -> MethodRun:
-    n_tokens = 1 + sum(committed)
-    return MethodRun(n_tokens, 5 * len(committed), committed, seconds, 0.1, 0.1, 0.1)
-
-
-def row(prompt: str, **runs: MethodRun) -> PromptRow:
-    named = {name.replace("_", " "): value for name, value in runs.items()}
-    return PromptRow(prompt, "all", 0, 10, tuple(named), named)
+    for line in (
+        "| chain | 1.50 (1.50-1.50) | 6 | 33.3% | 12 |", "| qa | 2 | 1.50 (1.50-1.50) |", "| math | 1 | 1.50 |",
+        "| chain | 0.0 | 0.0 | 500.0 | 0.0 | 50% |", "compiled for 8 tokens, median of 3 repeats",
+    ):  # fmt: skip
+        assert line in text
 
 
 def test_each_drafter_is_set_over_the_first_by_each_method() -> None:
     rows = [
-        row("a", plain=drafted(9.0, 1, 1, 1, 1, 1, 1), chain_one=drafted(4.0, 2, 2, 2), chain_two=drafted(2.0, 3, 3)),
-        row("b", plain=drafted(5.0, 1, 1, 1), chain_one=drafted(2.0, 2, 1), chain_two=drafted(1.0, 3)),
+        row("a", plain=run(9.0, 1, 1, 1, 1, 1, 1), chain_one=run(4.0, 2, 2, 2), chain_two=run(2.0, 3, 3)),
+        row("b", plain=run(5.0, 1, 1, 1), chain_one=run(2.0, 2, 1), chain_two=run(1.0, 3)),
     ]
-    (pair,) = drafter_pairs(rows, ["one", "two"])
-    assert (pair.method, pair.drafter, pair.over) == ("chain", "two", "one")
-    assert pair.acceptance_length == pytest.approx((9 / 3) / (9 / 5))
-    assert pair.speed == pytest.approx(2.0)
-    assert pair.speed_interval == pytest.approx((2.0, 2.0))
-    assert pair.acceptance_length_interval is not None
-    assert pair.acceptance_length_interval == pytest.approx((1.5, 2.0))
+    # An answer of one token has no target call, and takes no acceptance length from the others.
+    for given in (rows, [*rows, row("c", plain=run(1.0), chain_one=run(1.0), chain_two=run(0.5))]):
+        (pair,) = drafter_pairs(given, ["one", "two"])
+        assert (pair.method, pair.drafter, pair.over) == ("chain", "two", "one")
+        assert pair.acceptance_length == pytest.approx((9 / 3) / (9 / 5))
+        assert pair.acceptance_length_interval == pytest.approx((1.5, 2.0))
+        assert pair.speed == pytest.approx(2.0)
+        assert pair.speed_interval == pytest.approx((2.0, 2.0))
+    (pair,) = drafter_pairs([row("a", chain_one=run(1.0), chain_two=run(0.5))], ["one", "two"])
+    assert (pair.acceptance_length, pair.speed, pair.speed_interval) == (None, 2.0, None)
     assert drafter_pairs(rows, ["one"]) == drafter_pairs(rows, []) == []
 
 
-def test_an_answer_of_one_token_takes_no_figure_from_the_others() -> None:
-    rows = [
-        row("a", chain_one=drafted(4.0, 2, 2), chain_two=drafted(2.0, 4)),
-        row("b", chain_one=drafted(4.0, 1, 1), chain_two=drafted(2.0, 2)),
-    ]
-    (pair,) = drafter_pairs(rows, ["one", "two"])
-    (with_short,) = drafter_pairs([*rows, row("c", chain_one=drafted(1.0), chain_two=drafted(1.0))], ["one", "two"])
-    assert pair.acceptance_length == with_short.acceptance_length == pytest.approx(2.0)
-    assert pair.acceptance_length_interval == with_short.acceptance_length_interval == pytest.approx((2.0, 2.0))
+def test_writers_after_cuts() -> None:
+    def cut(prompt: str, agrees: list[bool], log_probs: list[float]) -> CutRow:
+        tokens = tuple(range(len(log_probs)))
+        return CutRow(prompt, "c", 0, 5, 3, {"d": Continuation(tokens, tuple(log_probs), tuple(agrees))})
 
-
-def test_answers_without_a_target_call_leave_no_acceptance_length() -> None:
-    (pair,) = drafter_pairs([row("a", chain_one=drafted(1.0), chain_two=drafted(0.5))], ["one", "two"])
-    assert (pair.acceptance_length, pair.acceptance_length_interval, pair.speed_interval) == (None, None, None)
-    assert pair.speed == pytest.approx(2.0)
+    rows = [cut("a", [True, False, True], [-1.0, -2.0, -3.0, -4.0]), cut("a", [True], [-1.0]), cut("b", [False], [])]
+    summary = summarize_writer("d", rows)
+    assert summary.common_prefix.mean == pytest.approx(2 / 3)
+    assert summary.agreement.mean == pytest.approx(3 / 5)
+    assert [figure.mean for figure in summary.agreement_by_offset] == [pytest.approx(2 / 3), 0.0, 1.0, None]
+    assert [figure.n for figure in summary.log_prob_by_offset] == [2, 1, 1, 1]
+    assert summary.log_prob.mean == pytest.approx(-11 / 5)
+    assert summary.log_prob.interval is None, "one prompt alone has no interval"
+    assert summary.agreement.interval is not None
+    assert summary.score.mean is None
+    assert Disconnection.of([], 3) == Disconnection(0, 0, 3, [], [])
 
 
 def test_a_report_that_cannot_be_json_replaces_nothing(tmp_path: Path) -> None:
-    write_report({"a": 1}, "first", tmp_path / "report.json")
+    def report(value: float) -> EvaluationReport:
+        return EvaluationReport(Measurement([row("a", plain=run(1.0, 1))]), {"value": value}, {}, {}, {})
+
+    write_report(report(1.0), "first", tmp_path / "report.json")
     with pytest.raises(ValueError, match="JSON"):
-        write_report({"a": float("nan")}, "second", tmp_path / "report.json")
+        write_report(report(float("nan")), "second", tmp_path / "report.json")
     assert (tmp_path / "report.md").read_text() == "first"

@@ -83,7 +83,7 @@ def test_the_first_rounds_time_plain_steps(policy: AutoPolicy, shape: TreeShape)
         policy.observe(0, 1.0, PLAIN_S)
     assert policy.next_shape() == shape
     policy.observe(4, 3.0, 2 * PLAIN_S)
-    assert policy.describe() == f"auto: chains {shape} in 1 of 4 rounds, else plain steps"
+    assert policy.describe(1, 4) == f"chains {shape} in 1 of 4 target calls, else plain steps"
 
 
 class Changing(ShapePolicy):
