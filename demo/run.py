@@ -21,6 +21,7 @@ from .config import DemoConfig
 from .corpus import generate_corpus, read_jsonl, write_jsonl
 
 STATE_FILE = "demo.json"
+_OURS = {STATE_FILE + PARTIAL_SUFFIX}  # left by a kill before the first phase
 PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
 
 
@@ -62,7 +63,6 @@ def run_demo(
 
     Raises:
         OptionInvalid: the folder holds something else, or a demo with other settings.
-        Interrupted: a signal stopped a phase.
     """
     folder = Path(config.out)
     finished = _open(config, folder)
@@ -82,21 +82,22 @@ def run_demo(
     return DemoReport(folder, finished, reused)
 
 
+def _settings(config: DemoConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude={"out"})
+
+
 def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]]) -> None:
-    state = {"settings": config.model_dump(mode="json", exclude={"out"}), "phases": finished}
+    state = {"settings": _settings(config), "phases": finished}
     write_atomic(folder / STATE_FILE, (json.dumps(state, indent=1) + "\n").encode())
 
 
 def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
     """Begin a demo's folder, or return its finished phases; anything else is refused and left as it is."""
-    file = folder / STATE_FILE
+    file, settings = folder / STATE_FILE, _settings(config)
     if not file.is_file():
-        if folder.exists() and not folder.is_dir():
-            raise OptionInvalid(f"{folder} is a file, expected a folder or nothing; choose another --out")
-        if folder.is_dir() and any(entry.name != STATE_FILE + PARTIAL_SUFFIX for entry in folder.iterdir()):
-            raise OptionInvalid(
-                f"{folder} is not empty and holds no demo ({STATE_FILE} is missing); choose another --out"
-            )
+        is_free = not folder.exists() or (folder.is_dir() and not {entry.name for entry in folder.iterdir()} - _OURS)
+        if not is_free:
+            raise OptionInvalid(f"{folder} exists and holds no demo ({STATE_FILE} is missing). Choose another --out.")
         folder.mkdir(parents=True, exist_ok=True)
         _save(config, folder, {})
         return {}
@@ -104,20 +105,16 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
         state = json.loads(file.read_text(encoding="utf-8"))
         before, finished = dict(state["settings"]), dict(state["phases"])
     except (KeyError, TypeError, ValueError) as error:
-        raise OptionInvalid(f"{file} cannot be read ({error}); delete {folder} or choose another --out") from error
-    settings = config.model_dump(mode="json", exclude={"out"})
+        raise OptionInvalid(f"{file} cannot be read ({error}). Delete {folder}, or choose another --out.") from error
     changed = [
-        f"{name} is {settings.get(name)!r}, was {before.get(name)!r}"
-        for name in settings
-        if settings.get(name) != before.get(name)
+        f"{name} is {now!r}, was {before.get(name)!r}" for name, now in settings.items() if now != before.get(name)
     ]
     if changed:
-        raise OptionInvalid(f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another --out")
+        raise OptionInvalid(f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another --out.")
     return finished
 
 
 def _corpus(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
-    """Generate training and held-out chats; the held-out ones are the evaluation's prompts."""
     corpus = generate_corpus(config.n_chats, config.n_held_out, config.seed)
     (folder / "corpus").mkdir(exist_ok=True)
     write_jsonl(corpus.held_out, _held_out(folder))
@@ -177,7 +174,6 @@ def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
 
 
 def _evaluate(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
-    """Decode held-out prompts with and without the drafter."""
     from ..evaluation.config import EvalConfig
     from ..evaluation.run import evaluate
 
@@ -199,7 +195,6 @@ def _evaluate(config: DemoConfig, folder: Path, progress: Progress, provenance: 
 
 
 def _serve(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
-    """Serve the target, and answer a held-out prompt through a network that is cut on the way."""
     from .serving import answer_through_a_cut
 
     # The client needs no more than the store's frozen weights, and the server no more than the target.

@@ -1,12 +1,10 @@
 """Trains the demo's target: a byte-level BPE tokenizer and a tiny Llama, saved as an ordinary Hugging Face folder.
 
 The chat template is Llama-3's with `{% generation %}` around the answers, so that masks come from the template itself.
-The folder appears by one rename at the end: a folder without `MARKER` was not finished and is made again.
 """
 
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -18,14 +16,16 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..files import PARTIAL_SUFFIX
+from ..files import write_atomic
 from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
 MARKER = "training.json"
+"""File that is written last: a folder without it was not finished, and is made again."""
 BOS, EOT, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", EOT, PAD)
 CHAT_TEMPLATE = (
@@ -42,19 +42,12 @@ WARMUP_STEPS = 40
 IGNORED_LABEL = -100
 
 
-_Example = tuple[np.ndarray, np.ndarray]
-"""Ids of one chat, int64 [T], and whether each belongs to an answer, bool [T]."""
+_Example = tuple[Tensor, Tensor, Tensor]
+"""Ids of one chat, their next-token labels (both int64) and the labels' weights (float32), [T] each."""
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template; digits stay apart.
-
-    Args:
-        vocab_size: Entries, the special tokens and the 256 bytes included.
-
-    Returns:
-        A fast tokenizer that, like Llama-3's, puts a BOS before every plain text.
-    """
+    """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template."""
     tokenizer = Tokenizer(models.BPE())
     # Llama-3's pattern, with digits apart: sums are learnt digit by digit.
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -88,13 +81,14 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return the untrained target: float32, untied, grouped-query attention.
-
-    Returns:
-        The model, with a greedy generation config that stops at the end of a turn.
-    """
+    """Return the untrained target: float32, untied, grouped-query attention, greedy by default."""
     torch.manual_seed(config.seed)
-    hf_config = LlamaConfig(
+    special: dict[str, Any] = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    sizes = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.hidden_size * 3,
@@ -103,25 +97,15 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
         num_key_value_heads=config.n_kv_heads,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,  # as in the targets that the package is for
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **special,
     )
-    model = LlamaForCausalLM(hf_config)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    model = LlamaForCausalLM(sizes)
+    model.generation_config = GenerationConfig(do_sample=False, **special)
     return model
 
 
 def train_target(
-    train: list[dict[str, Any]],
-    config: DemoConfig,
-    folder: Path,
-    progress: Progress | None = None,
+    train: list[dict[str, Any]], config: DemoConfig, folder: Path, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Train tokenizer and target on the corpus and save them; a finished folder is left as it is.
 
@@ -137,34 +121,33 @@ def train_target(
     tokenizer = train_tokenizer([m["content"] for row in train for m in row["messages"]], config.vocab_size)
     model = build_target(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
-    n_parameters = sum(p.numel() for p in model.parameters())
-    facts = {"n_parameters": n_parameters, "n_tokens": n_tokens, "train_loss": loss}
-    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
-    for stale in (partial, folder):
-        if stale.exists():
-            shutil.rmtree(stale)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    (partial / MARKER).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    os.replace(partial, folder)
+    facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_atomic(folder / MARKER, json.dumps(facts, indent=1).encode())
     return facts
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> list[_Example]:
-    """Tokenise chats with the template's own answer mask."""
+    """Tokenise chats; labels of prompt tokens, by the template's own mask, weigh `PROMPT_WEIGHT`."""
     examples = []
     for row in rows:
         encoded: Any = tokenizer.apply_chat_template(
             row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids = np.asarray(encoded["input_ids"], dtype=np.int64)[:MAX_POSITIONS]
-        examples.append((ids, np.asarray(encoded["assistant_masks"], dtype=bool)[:MAX_POSITIONS]))
+        ids = torch.tensor(encoded["input_ids"][:MAX_POSITIONS])
+        is_answer = torch.tensor(encoded["assistant_masks"][1:MAX_POSITIONS], dtype=torch.bool)
+        labels = torch.cat([ids[1:], torch.tensor([IGNORED_LABEL])])
+        weights = torch.where(torch.cat([is_answer, torch.tensor([False])]), 1.0, PROMPT_WEIGHT)
+        weights[-1] = 0.0
+        examples.append((ids, labels, weights))
     return examples
 
 
 def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return index batches of like length whose padded size stays within `batch_tokens`, in random order."""
-    lengths = np.array([len(ids) for ids, _ in examples])
+    lengths = np.array([len(ids) for ids, _, _ in examples])
     # Jittered by up to 16 tokens, so that epochs form other batches.
     order = np.argsort(lengths + rng.uniform(0, 16, len(lengths)))
     batches: list[np.ndarray] = []
@@ -175,23 +158,6 @@ def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generat
             batches.append(order[start:stop])
             start = stop
     return [batches[i] for i in rng.permutation(len(batches))]
-
-
-def _collate(examples: list[_Example], indices: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, next-token labels (both int64) and weights (float32), [B, T] each, padded on the right.
-
-    Labels are -100 on padding, which causality alone hides; prompt tokens weigh `PROMPT_WEIGHT`.
-    """
-    shape = len(indices), max(len(examples[i][0]) for i in indices)
-    ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL)
-    weights = np.zeros(shape, np.float32)
-    for row, index in enumerate(indices):
-        tokens, is_answer = examples[index]
-        n = len(tokens)
-        ids[row, :n] = tokens
-        labels[row, : n - 1] = tokens[1:]
-        weights[row, : n - 1] = np.where(is_answer[1:], 1.0, PROMPT_WEIGHT)
-    return torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(weights)
 
 
 def _fit(
@@ -219,7 +185,12 @@ def _fit(
     model.train()
     for step in range(1, n_steps + 1):
         pending = pending or _batches(train, config.target_batch_tokens, rng)
-        ids, labels, weights = _collate(train, pending.pop())
+        columns = zip(*(train[i] for i in pending.pop()), strict=True)
+        # Padding on the right, which causality alone hides, has no label and no weight.
+        ids, labels, weights = (
+            pad_sequence(list(column), batch_first=True, padding_value=value)
+            for column, value in zip(columns, (0, IGNORED_LABEL, 0.0), strict=True)
+        )
         logits = model(input_ids=ids, use_cache=False).logits  # [B, T, V]
         losses = functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"

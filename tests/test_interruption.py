@@ -55,7 +55,7 @@ PHASES = {
     "extract": "moa_data.pipeline.forwards.parts:capture",
     "train": "moa_data.trainer.step:DrafterModule.training_step",
     "eval": "moa_data.evaluation.measure:_compare",
-    "serve": "moa_data.demo.serving:_free_port",
+    "serve": "moa_data.demo.serving:_served",
 }
 
 # Stands in for the command line, whose imports take a second.

@@ -62,7 +62,10 @@ def test_loss_falls_and_a_finished_folder_is_reused(trained: tuple[Path, list[st
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
-def test_equal_seeds_give_equal_weights(trained: tuple[Path, list[str]], rows: Any, tmp_path: Path) -> None:
-    train_target(rows, SMALL.replaced(out="x"), tmp_path / "target")
-    one, two = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (trained[0], tmp_path / "target"))
+def test_an_unfinished_folder_is_made_again_with_equal_weights(
+    trained: tuple[Path, list[str]], rows: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_text("of a run that was killed")
+    train_target(rows, SMALL.replaced(out="x"), tmp_path)
+    one, two = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (trained[0], tmp_path))
     assert all(torch.equal(one[name], two[name]) for name in one)
