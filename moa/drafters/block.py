@@ -418,25 +418,26 @@ class BlockDrafter(KVEncoder, Drafter):
             wrong = torch.zeros_like(shares)
             wrong[at] = losses.chunked_cross_entropy(own_hidden, labels, frozen.lm_head_weight, code, matrix)
             share = share * losses.d_pace_weights(wrong, at, chosen.d_pace)[at]
-        of_terms = torch.tensor([weights.cross_entropy, weights.l1, weights.forward_kl], device=share.device)
-        total, terms = losses.chunked_token_losses(
-            own_hidden,
+        of_terms = torch.tensor([weights.forward_kl, weights.l1, weights.cross_entropy], device=share.device)
+        total, terms = losses.chunked_losses(
+            own_hidden[:, None],
             inputs.hidden[rows, positions],
-            labels,
             frozen.lm_head_weight,
-            share[:, None] * scale * of_terms,
-            code,
-            matrix,
+            (share[:, None] * scale * of_terms)[:, None],
+            labels=labels[:, None],
+            code=None if code is None else code[:, None],
+            correction=matrix,
             divergence=weights.divergence,
         )
+        terms = terms[:, 0]  # [P, 3]
         sums = (terms * share[:, None]).sum(dim=0) * scale
-        found = {"cross_entropy": sums[0], "l1": sums[1]}
+        found = {"cross_entropy": sums[2], "l1": sums[1]}
         if (guess := self.confidence_logits(features)) is not None:
             accepted = (1 - 0.5 * terms[:, 1]).clamp(0, 1)
             error = F.binary_cross_entropy_with_logits(guess.float(), accepted, reduction="none")
             found["confidence"] = (error * share).sum() * scale
             total = total + weights.confidence * found["confidence"]
-        return LossTerms(total, sums[2], None, n_positions, parts=found)
+        return LossTerms(total, sums[0], None, n_positions, parts=found)
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:

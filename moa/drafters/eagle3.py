@@ -236,17 +236,17 @@ class Eagle3Drafter(FeatureDrafter):
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         n_positions, n_steps = int(valid.sum()), features.shape[0]
         decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
-        total, by_step = losses.chunked_head_kl(
+        total, by_step = losses.chunked_losses(
             self.normed(features.transpose(0, 1).transpose(1, 2)[valid]),  # [P, J, E]
             at_queries(inputs.hidden, queries)[valid],  # [P, E]
-            self.lm_head.weight,
             frozen.lm_head_weight,
-            (reached * decay[:, None, None]).permute(1, 2, 0)[valid],  # [P, J]
-            self.draft_tokens,
+            (reached * decay[:, None, None]).permute(1, 2, 0)[valid][..., None],  # [P, J, 1]
+            own_head=self.lm_head.weight,
+            tokens=self.draft_tokens,
             divergence=step.weights.divergence,
         )
         scale = step.scale(n_positions)
-        return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[0], None, n_positions)
+        return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions)
 
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor

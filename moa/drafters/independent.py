@@ -105,10 +105,9 @@ class IndependentDrafter(Drafter):
         features = self(inputs.tokens, queries)[valid]  # [P, W]
         goal = at_queries(inputs.hidden, queries)[valid]  # [P, E]
         n_positions = int(valid.sum())
-        weight = features.new_ones(len(features), 1)
-        total, _ = losses.chunked_head_kl(
-            features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight,
-            divergence=step.weights.divergence,
+        total, _ = losses.chunked_losses(
+            features[:, None], goal, frozen.lm_head_weight, features.new_ones(len(features), 1, 1),
+            own_head=self.embed_tokens.weight, divergence=step.weights.divergence,
         )  # fmt: skip
         mean = total * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)

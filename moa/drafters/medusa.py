@@ -129,10 +129,11 @@ class MedusaDrafter(Drafter):
             goals.append(hidden[:, k:][mask])
             shares.append(torch.full((len(goals[-1]),), HEAD_DECAY**k / total_share, device=hidden.device))
             reached = reached & F.pad(reached[:, :-1], (1, 0))  # the position before is reached too
-        kl = losses.chunked_forward_kl(
-            torch.cat(features), torch.cat(goals), frozen.lm_head_weight, divergence=step.weights.divergence
-        )
-        mean = (kl * torch.cat(shares)).sum() * step.scale(n_positions)
+        kl, _ = losses.chunked_losses(
+            torch.cat(features)[:, None], torch.cat(goals), frozen.lm_head_weight, torch.cat(shares)[:, None, None],
+            divergence=step.weights.divergence,
+        )  # fmt: skip
+        mean = kl * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
     @override

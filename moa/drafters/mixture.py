@@ -212,15 +212,15 @@ class MoADrafter(KVEncoder, Drafter):
             layer = self.config.n_layers - n_layers - 1
             raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
         valid = rounds.weights > 0
-        weights_of = rounds.weights[valid]  # [P]
-        scale = weights_of * step.scale(float(weights_of.sum()))
+        weights = rounds.weights[valid]  # [P]
+        scale = step.scale(float(weights.sum()))
         features = outputs.features[valid]  # [P, E]
         hidden = at_queries(inputs.hidden, rounds.queries)[valid]  # [P, E]
-        kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence)
+        kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights)
         entering, feature_term = None, feature
         if n_layers and inputs.entering_hidden is not None:
             goal = at_queries(inputs.entering_hidden, rounds.queries)[valid]
-            entering = (losses.feature_loss(outputs.entering[valid], goal) * scale).sum()
+            entering = (losses.feature_loss(outputs.entering[valid], goal) * weights).sum() * scale
             feature_term = 0.5 * feature + 0.5 * entering
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
         return LossTerms(total, kl, feature, len(features), entering)

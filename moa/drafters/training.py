@@ -343,15 +343,18 @@ def distillation(
     frozen: FrozenTarget,
     features: Tensor,
     hidden: Tensor,
-    scale: float | Tensor,
+    scale: float,
     divergence: losses.Divergence = losses.KL,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum forward KL (or what takes its place) and feature loss over positions [P]: two scalars.
+    """Sum forward KL (or what takes its place) and feature loss over positions, times ``scale``: two scalars.
 
     Args:
         features: [P, E], the drafter's.
         hidden: [P, E], the target's.
-        scale: factor of all positions, or [P], of each.
+        weights: [P], of the positions; None for 1 each.
     """
-    kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight, divergence=divergence)
-    return (kl * scale).sum(), (losses.feature_loss(features, hidden) * scale).sum()
+    weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
+    head, of_terms = frozen.lm_head_weight, weights[:, None, None]
+    kl, _ = losses.chunked_losses(features[:, None], hidden, head, of_terms, divergence=divergence)
+    return kl * scale, (losses.feature_loss(features, hidden) * weights).sum() * scale

@@ -29,9 +29,6 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return -(probability * log_draft).sum(dim=-1)
 
 
-DIVERGENCES = ("kl", "lk", "lk-hybrid")
-
-
 @dataclass(frozen=True)
 class Divergence:
     """The distance of a draft's distribution q from the target's p: the forward KL, or an LK loss (arXiv 2602.23881).
@@ -79,10 +76,9 @@ _CAST_BYTES = 1 << 28
 """Bytes of an LM head that are cast, or of its gradient that are made, at once."""
 
 
-def chunk_rows(n_rows: int, n_logits: int, chunk_bytes: int | None = None) -> int:
+def chunk_rows(n_rows: int, n_logits: int) -> int:
     """Choose the positions of a chunk, of ``n_rows`` positions that have ``n_logits`` float32 logits each."""
-    chunk_bytes = LOGITS_BYTES if chunk_bytes is None else chunk_bytes
-    return max(1, chunk_bytes // (4 * n_logits), -(-n_rows // MAX_CHUNKS))
+    return max(1, LOGITS_BYTES // (4 * n_logits), -(-n_rows // MAX_CHUNKS))
 
 
 def _blocks(head: Tensor) -> Iterator[slice]:
@@ -120,165 +116,160 @@ def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-class _ChunkedForwardKL(torch.autograd.Function):
-    """Forward KL through a frozen LM head, chunk by chunk; forward computes the gradient too and keeps no logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, divergence: Divergence, chunk_bytes: int | None
-    ) -> Tensor:
-        value = features.new_empty(features.shape[0], dtype=torch.float32)
-        grad = torch.empty_like(features)
-        n_rows = chunk_rows(features.shape[0], head.shape[0], chunk_bytes)
-        for first in range(0, features.shape[0], n_rows):
-            part = slice(first, first + n_rows)
-            probability = logits_of(hidden[part], head).float().softmax(dim=-1)
-            log_draft = logits_of(features[part], head).float().log_softmax(dim=-1)
-            draft = log_draft.exp()
-            l1, of_l1 = _l1_and_gradient(draft, probability, divergence)
-            if features.dtype == torch.float16:
-                # The one dtype whose products overflow to -inf. Looking for -inf first would make the host wait.
-                excluded = torch.isinf(log_draft)
-                log_draft.masked_fill_(excluded, 0.0)
-                draft = draft * probability.masked_fill_(excluded, 0.0).sum(dim=-1, keepdim=True)
-            kl = -(probability * log_draft).sum(dim=-1)
-            value[part], of_kl, of_distance = divergence.of(kl, l1)
-            error = draft.sub_(probability)
-            if of_l1 is not None:
-                error = error.mul_(of_kl[:, None]).addcmul_(of_l1, of_distance[:, None])
-            grad[part] = _through_head(error, head, features.dtype)
-        ctx.save_for_backward(grad)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        return grad * grad_outputs[0][:, None].to(grad.dtype), None, None, None, None
+def _log_draft(features: Tensor, head: Tensor, code: Tensor | None, correction: Tensor | None) -> Tensor:
+    logits = logits_of(features, head).float()
+    if code is not None and correction is not None:
+        logits += F.linear(code, correction)
+    return logits.log_softmax(dim=-1)
 
 
-def _l1_and_gradient(draft: Tensor, probability: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor | None]:
-    """Compute the L1 distance [...] of distributions [..., V], and its gradient in the draft's logits; none for KL."""
-    if divergence.kind == "kl":
-        return draft.new_zeros(draft.shape[:-1]), None
+def _terms_and_error(
+    kl: Tensor,
+    log_draft: Tensor,
+    probability: Tensor,
+    weights: Tensor,
+    labels: Tensor | None,
+    mass: Tensor | None,
+    divergence: Divergence,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute the terms [n, J, K], and the gradient of their weighted sum in the logits; ``log_draft`` is overwritten.
+
+    Args:
+        kl: [n, J].
+        log_draft: [n, J, V_d], as ``probability`` [n, 1 or J, V_d].
+        mass: sum of ``probability`` [n, 1 or J, 1]; None for 1.
+
+    Returns:
+        Terms, gradient [n, J, V_d], and a factor [n, J, 1] that the gradient still lacks, if any.
+    """
+    own = None if labels is None else -log_draft.gather(-1, labels[..., None])
+    draft = log_draft.exp_()
+    if own is None and divergence.kind == "kl":
+        return kl[..., None], (draft if mass is None else draft.mul_(mass)).sub_(probability), weights
     difference = draft - probability
     l1, sign = difference.abs().sum(dim=-1), difference.sign_()
     # d|p - q| through the softmax: p (sign - its mean under p).
-    return l1, draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
+    of_l1 = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
+    whole: Tensor | float = 1.0 if mass is None else mass
+    found = divergence.of(kl, l1, 1.0 if mass is None else mass[..., 0])
+    terms, of_kl, of_distance = (part[..., None] for part in found)
+    factor: Tensor | None = weights
+    of_label = torch.zeros_like(of_kl)
+    if own is not None:
+        factor = None
+        of_divergence, of_own, of_label = weights.split(1, dim=-1)
+        of_kl, of_distance = of_divergence * of_kl, of_own + of_divergence * of_distance
+        terms = torch.cat((terms, l1[..., None], own), dim=-1)
+    error = draft.mul_(of_kl * whole + of_label)
+    error.addcmul_(probability, of_kl, value=-1).addcmul_(of_l1, of_distance)
+    if labels is not None:
+        error.scatter_add_(-1, labels[..., None], -of_label)
+    return terms, error, factor
 
 
-def chunked_forward_kl(
-    features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None = None, divergence: Divergence = KL
-) -> Tensor:
-    """Compute a divergence of two feature streams through one frozen LM head, without [N, V] logits.
-
-    Equal to ``forward_kl(features @ head.T, hidden @ head.T)`` for the KL, in value and in the gradient of
-    ``features``; peak memory does not grow with N * V. The head gets no gradient.
-
-    Args:
-        features: [N, E], the drafter's.
-        hidden: [N, E], the target's, after its final norm.
-        head: [V, E], frozen, in any dtype.
-        chunk_bytes: bound on one float32 logits buffer; None for ``LOGITS_BYTES``.
-
-    Returns:
-        [N] float32, in nats.
-    """
-    dtype, head = _autocast(features, head)
-    losses: Tensor = _ChunkedForwardKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features.to(dtype), hidden.to(dtype), head, divergence, chunk_bytes
-    )
-    return losses
-
-
-class _ChunkedHeadKL(torch.autograd.Function):
-    """Weighted sum of forward KLs through a trained LM head; forward computes both gradients too, chunk by chunk."""
+class _ChunkedLosses(torch.autograd.Function):
+    """The weighted sum of :func:`chunked_losses`; forward computes the gradients too and keeps no logits."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        features: Tensor,
-        hidden: Tensor,
-        head: Tensor,
-        target_head: Tensor,
-        weights: Tensor,
-        tokens: Tensor | None,
-        divergence: Divergence,
-        chunk_bytes: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        total = features.new_zeros((), dtype=torch.float32)
-        by_step = features.new_zeros(features.shape[1], dtype=torch.float32)
-        grad_features = torch.empty_like(features)
-        grad_head = torch.zeros_like(head, dtype=torch.float32)
-        n_logits = features.shape[1] * head.shape[0] + target_head.shape[0]
-        n_rows = chunk_rows(features.shape[0], n_logits, chunk_bytes)
-        for first in range(0, features.shape[0], n_rows):
+        ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, weights: Tensor, own_head: Any, tokens: Any,
+        labels: Any, code: Any, correction: Any, divergence: Divergence,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        draft_head = head if own_head is None else own_head
+        dtype, terms = features.dtype, torch.empty_like(weights, dtype=torch.float32)
+        grads: Any = torch.empty_like(features), None if code is None else torch.empty_like(code)
+        # Sums over all chunks, as large as a head: of its own, and of the correction.
+        sums: Any = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (own_head, correction)]
+        n_logits = features.shape[1] * len(draft_head)
+        # A KL through a frozen head holds the fewest buffers of logits.
+        is_plain = own_head is None and labels is None
+        n_rows = chunk_rows(len(features), n_logits if is_plain else n_logits + len(head))
+        for first in range(0, len(features), n_rows):
             part = slice(first, first + n_rows)
-            probability = logits_of(hidden[part], target_head).float().softmax(dim=-1)[:, None]  # [n, 1, V]
+            mass, probability = None, logits_of(hidden[part], head).float().softmax(dim=-1)[:, None]  # [n, 1, V]
+            log_draft = _log_draft(features[part], draft_head, None if code is None else code[part], correction)
             if tokens is not None:
                 probability = probability[..., tokens]
-            log_draft = F.linear(features[part], head).float().log_softmax(dim=-1)  # [n, J, V_d]
-            kl = -(log_draft @ probability.mT).squeeze(-1)  # [n, J], without a third buffer of their size
-            mass = probability.sum(dim=-1, keepdim=True)
-            draft = log_draft.exp_()
-            l1, of_l1 = _l1_and_gradient(draft, probability, divergence)
-            value, of_kl, of_distance = divergence.of(kl, l1, mass[..., 0])
-            total += (value * weights[part]).sum()
-            by_step += (value * (weights[part] > 0)).sum(dim=0)
-            error = draft.mul_(mass).sub_(probability)
-            if of_l1 is not None:
-                error.mul_(of_kl[..., None]).addcmul_(of_l1, of_distance[..., None])
-            error = error.mul_(weights[part, :, None]).to(head.dtype)
-            grad_features[part] = error @ head
-            for block in _blocks(head):
-                grad_head[block] += (error[..., block].flatten(0, 1).T @ features[part].flatten(0, 1)).float()
-        ctx.save_for_backward(grad_features)
-        ctx.grad_head = grad_head
-        ctx.mark_non_differentiable(by_step)
-        return total, by_step
+            if dtype == torch.float16:
+                # The one dtype whose products overflow to -inf. Looking for -inf first would make the host wait.
+                probability = probability * ~torch.isinf(log_draft)
+                log_draft.clamp_(min=torch.finfo(torch.float32).min)
+            if tokens is not None or dtype == torch.float16:
+                mass = probability.sum(dim=-1, keepdim=True)
+            if own_head is None:
+                kl = -(probability * log_draft).sum(dim=-1)
+            else:  # of several steps: without a third buffer of their size
+                kl = -(log_draft @ probability.mT).squeeze(-1)
+            terms[part], error, factor = _terms_and_error(
+                kl, log_draft, probability, weights[part], None if labels is None else labels[part], mass, divergence
+            )
+            # The weights are factors of the narrow features, not of logits.
+            scale: Any = 1.0 if factor is None else factor.to(dtype)
+            error = error.to(dtype)
+            grads[0][part] = _through_head(error, draft_head, dtype) * scale
+            if own_head is not None:
+                scaled = (features[part] * scale).flatten(0, 1)
+                for block in _blocks(own_head):
+                    sums[0][block] += (error[..., block].flatten(0, 1).T @ scaled).float()
+            if code is not None:
+                grads[1][part] = error @ correction
+                sums[1] += (error.flatten(0, 1).T @ code[part].flatten(0, 1)).float()
+        ctx.save_for_backward(*grads)
+        ctx.sums = sums
+        ctx.mark_non_differentiable(terms)
+        return (terms * weights).sum(), terms
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_features,) = ctx.saved_tensors
-        scale = grad_outputs[0].to(grad_features.dtype)
-        # As large as the head, so it is scaled in place and not kept.
-        grad_head, ctx.grad_head = ctx.grad_head.to(grad_features.dtype), None
-        return grad_features * scale, None, grad_head.mul_(scale), None, None, None, None, None
+        features, code = (None if grad is None else grad * grad_outputs[0].to(grad.dtype) for grad in ctx.saved_tensors)
+        # As large as a head, so they are scaled in place and not kept.
+        (own_head, correction), ctx.sums = ctx.sums, None
+        for grad in (own_head, correction):
+            if grad is not None:
+                grad.mul_(grad_outputs[0])
+        return features, None, None, None, own_head, None, None, code, correction, None
 
 
-def chunked_head_kl(
+def chunked_losses(
     features: Tensor,
     hidden: Tensor,
     head: Tensor,
-    target_head: Tensor,
     weights: Tensor,
+    *,
+    own_head: Tensor | None = None,
     tokens: Tensor | None = None,
-    chunk_bytes: int | None = None,
+    labels: Tensor | None = None,
+    code: Tensor | None = None,
+    correction: Tensor | None = None,
     divergence: Divergence = KL,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a divergence of several draft steps at each position, through an LM head that is trained too.
+    """Compare drafts with the target's distributions, and with the tokens of the text, without all logits at once.
 
-    Equal to ``sum(weights * forward_kl(features @ head.T, hidden @ target_head.T))`` for the KL, in value and in the
-    gradients of features and head. Tokens outside the draft vocabulary contribute 0.
+    The drafter's logits are ``features @ own_head.T + code @ correction.T``, the target's ``hidden @ head.T``. The
+    terms of a draft are the divergence and, with labels, the L1 distance of the two distributions (twice their total
+    variation) and the cross-entropy to the label: K is 1 or 3. Equal to the plain computation in value and gradient.
 
     Args:
         features: [N, J, E], the drafter's of J draft steps at each position.
         hidden: [N, E], the target's, after its final norm.
-        head: [V_d, E], trained; its gradient can be asked for once.
-        target_head: [V, E], frozen, in any dtype.
-        weights: [N, J], weights of the sum, at least 0.
-        tokens: [V_d] int64, the draft vocabulary; None for all tokens.
-        chunk_bytes: as for :func:`chunked_forward_kl`.
+        head: [V, E], frozen, in any dtype.
+        weights: [N, J, K], of the terms in the sum, at least 0.
+        own_head: [V_d, E], trained; its gradient can be asked for once. None for the target's.
+        tokens: [V_d] int64, the draft vocabulary, outside of which the target's tokens contribute 0; None for all.
+        labels: [N, J] int64, tokens of the text.
+        code: [N, J, r]; None for no correction of the drafter's logits.
+        correction: [V, r], trained.
 
     Returns:
-        The weighted sum, a float32 scalar in nats, and without a gradient [J] float32, each step's unweighted sum over
-        the positions whose weight is above 0.
+        The weighted sum, a float32 scalar in nats with gradients for features, own head, code and correction; and the
+        terms [N, J, K] float32, which have none.
     """
-    dtype, target_head = _autocast(features, target_head)
-    features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
-    loss, by_step = _ChunkedHeadKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features, hidden, head, target_head, weights, tokens, divergence, chunk_bytes
+    dtype, head = _autocast(features, head)
+    own_head, code, correction = (None if x is None else x.to(dtype) for x in (own_head, code, correction))
+    total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+        features.to(dtype), hidden.to(dtype), head, weights, own_head, tokens, labels, code, correction, divergence
     )
-    return loss, by_step
+    return total, terms
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
@@ -286,113 +277,11 @@ def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)
 
 
-class _ChunkedTokenLosses(torch.autograd.Function):
-    """Weighted sum of the terms of :func:`chunked_token_losses`; forward computes the gradients too, chunk by chunk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        features: Tensor,
-        code: Tensor | None,
-        hidden: Tensor,
-        labels: Tensor,
-        head: Tensor,
-        correction: Tensor | None,
-        weights: Tensor,
-        divergence: Divergence,
-        chunk_bytes: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        total = features.new_zeros((), dtype=torch.float32)
-        terms = features.new_empty(len(features), 3, dtype=torch.float32)
-        grad_features = torch.empty_like(features)
-        grad_code = None if code is None else torch.empty_like(code)
-        grad_correction = None if correction is None else torch.zeros_like(correction, dtype=torch.float32)
-        n_rows = chunk_rows(len(features), 2 * head.shape[0], chunk_bytes)  # more buffers are held than of a KL alone
-        for first in range(0, len(features), n_rows):
-            part = slice(first, first + n_rows)
-            logits = logits_of(features[part], head).float()
-            if code is not None and correction is not None:
-                logits += F.linear(code[part], correction)
-            log_draft = logits.log_softmax(dim=-1)
-            probability = logits_of(hidden[part], head).float().softmax(dim=-1)
-            own = labels[part, None]
-            terms[part, 0] = -log_draft.gather(1, own)[:, 0]
-            kl = -(probability * log_draft).sum(dim=-1)
-            draft = log_draft.exp_()
-            difference = probability.neg_().add_(draft)
-            terms[part, 1] = difference.abs().sum(dim=-1)
-            terms[part, 2], share_of_kl, share_of_distance = divergence.of(kl, terms[part, 1])
-            total += (terms[part] * weights[part]).sum()
-            of_label, of_distance, of_divergence = weights[part].split(1, dim=1)  # [n, 1] each
-            of_distance = of_distance + of_divergence * share_of_distance[:, None]
-            of_kl = of_divergence * share_of_kl[:, None]
-            sign = difference.sign()
-            error = difference.mul_(of_kl)
-            # d|p - q| through the softmax: p (sign - its mean under p).
-            error += draft * (sign - (sign * draft).sum(dim=-1, keepdim=True)) * of_distance
-            error += draft * of_label
-            error = error.scatter_add_(1, own, -of_label).to(features.dtype)
-            grad_features[part] = _through_head(error, head, features.dtype)
-            if code is not None and correction is not None:
-                assert grad_code is not None
-                assert grad_correction is not None
-                grad_code[part] = error @ correction
-                grad_correction += (error.T @ code[part]).float()
-        ctx.save_for_backward(grad_features, grad_code, grad_correction)
-        ctx.mark_non_differentiable(terms)
-        return total, terms
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        found = [None if grad is None else grad * grad_outputs[0].to(grad.dtype) for grad in ctx.saved_tensors]
-        features, code, correction = found
-        return features, code, None, None, None, correction, None, None, None
-
-
-def chunked_token_losses(
-    features: Tensor,
-    hidden: Tensor,
-    labels: Tensor,
-    head: Tensor,
-    weights: Tensor,
-    code: Tensor | None = None,
-    correction: Tensor | None = None,
-    chunk_bytes: int | None = None,
-    divergence: Divergence = KL,
-) -> tuple[Tensor, Tensor]:
-    """Compare drafts with the target's distributions and with the tokens of the text, without [N, V] logits.
-
-    The drafter's logits are ``features @ head.T + code @ correction.T``, the target's ``hidden @ head.T``. The terms of
-    a position are the cross-entropy to its label, the L1 distance of the two distributions (twice their total
-    variation) and their divergence.
-
-    Args:
-        features: [N, E], the drafter's.
-        hidden: [N, E], the target's, after its final norm.
-        labels: [N] int64, tokens of the text.
-        head: [V, E], frozen, in any dtype.
-        weights: [N, 3] float32, of the terms of each position in the sum.
-        code: [N, r], the drafter's; None for no correction of its logits.
-        correction: [V, r], trained.
-        chunk_bytes: as for :func:`chunked_forward_kl`.
-
-    Returns:
-        The weighted sum, a float32 scalar in nats with gradients for features, code and correction, and the terms
-        [N, 3] float32, which have none.
-    """
-    dtype, head = _autocast(features, head)
-    code, correction = (None if x is None else x.to(dtype) for x in (code, correction))
-    total, terms = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features.to(dtype), code, hidden.to(dtype), labels, head, correction, weights, divergence, chunk_bytes
-    )
-    return total, terms
-
-
 @torch.no_grad()
 def chunked_cross_entropy(
     features: Tensor, labels: Tensor, head: Tensor, code: Tensor | None = None, correction: Tensor | None = None
 ) -> Tensor:
-    """Compute the cross-entropy of :func:`chunked_token_losses` alone, without a gradient: [N] float32, in nats."""
+    """Compute the cross-entropy to labels of :func:`chunked_losses` alone, without a gradient: [N] float32, in nats."""
     found = features.new_empty(len(features), dtype=torch.float32)
     n_rows = chunk_rows(len(features), head.shape[0])
     for first in range(0, len(features), n_rows):
