@@ -10,8 +10,8 @@ from .commands.console import StageGroup, quiet_libraries
 
 GROUPS = {
     "First steps": {
-        "demo": "demo", "extract": "extract", "inspect": "store", "train": "train", "generate": "generate",
-        "eval": "evaluate", "options": "options",
+        "demo": "train", "extract": "extract", "inspect": "store", "train": "train", "generate": "decode",
+        "eval": "decode", "options": "options",
     },
     "Serve": {"serve": "serve", "chat": "chat"},
     "Prepare chats": {"regenerate": "extract"},

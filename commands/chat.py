@@ -1,25 +1,37 @@
-"""The command chat."""
+"""The command chat, and how it shows an answer while it comes.
+
+On a terminal all of an answer is shown, and what was wrong is rewritten; elsewhere what is verified.
+"""
 
 import contextlib
+import os
+import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 from pydantic import Field
+from rich.cells import cell_len
 
 from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
 from ..errors import MoaDataError
 from ..evaluation.config import Dtype
-from .answer_view import PlainAnswer, TerminalAnswer, moves_cursor
+from ..text import printable
 from .console import StageFailure, out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
-    from ..serving.client.session import OnEvent
+    from ..serving.client.session import Event, OnEvent, Stats
+
+_STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\x1b[2m"}
+"""Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet is dim."""
+_RESET, _ERASE_BELOW = "\x1b[0m", "\x1b[J"
+_TAB = "    "
 
 
 class ChatConfig(Config):
@@ -97,74 +109,70 @@ def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: P
         raise click.UsageError("--prompt answers one prompt; leave it out with --resume and --web.")
     saved = _saved(resume)
     with _client(config, resume or session) as client:
-        if web is not None:
-            _serve_page(_Conversation(client, config, saved), web)
-            return
         conversation = _Conversation(client, config, saved)
+        if web is not None:
+            _serve_page(conversation, web)
+            return
         if saved is not None and not saved.finish:
-            conversation.go_on(saved)
+            _show(partial(conversation.resume, saved))
         for text in [prompt] if prompt is not None else _prompts():
-            conversation.ask(text)
+            _show(partial(conversation.ask, text))
 
 
 class _Conversation:
-    """The messages so far, and how answers are shown."""
+    """The messages so far; answers are added as they end."""
 
     def __init__(self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None") -> None:
-        self.client, self.config = client, config
-        self.messages: list[dict[str, str]] = [dict(message) for message in saved.messages] if saved else []
+        self.client, self._config = client, config
+        self._messages: list[dict[str, str]] = [dict(message) for message in saved.messages] if saved else []
         if saved is not None and saved.finish:
-            self._add_answer(client.text_of(saved.tokens[saved.n_prompt :]))
+            self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
 
-    def ask(self, text: str) -> None:
-        """Answer a prompt on standard output."""
-        self.messages.append({"role": "user", "content": text})
-        try:
-            self._show(lambda note: self.answer(note))
-        except MoaDataError:
-            self.messages.pop()
-            raise
-
-    def go_on(self, saved: "SavedAnswer") -> None:
-        """Go on with an answer that had not ended."""
-        self._show(lambda note: self.client.resume(saved, note))
-
-    def answer(self, note: "OnEvent") -> "Answer":
-        """Answer the last message."""
+    def ask(self, text: str, note: "OnEvent") -> "Answer":
+        """Answer a prompt; one that cannot be answered leaves no message."""
         from ..moa.decoding.sampling import SamplingConfig
 
-        config, sampling = self.config, SamplingConfig(**self.config.sampling.arguments())
-        return self.client.chat(
-            self.messages, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed,
-            on_event=note,
-        )  # fmt: skip
-
-    def _show(self, run: Any) -> None:
-        view = TerminalAnswer() if moves_cursor() else PlainAnswer()
+        config, sampling = self._config, SamplingConfig(**self._config.sampling.arguments())
+        self._add("user", text)
         try:
-            answer = run(view.note)
-        finally:
-            view.end()
-        self._add_answer(answer.text)
-        if isinstance(view, PlainAnswer):
-            tell(_summary(answer))
+            answer = self.client.chat(
+                self._messages, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed,
+                on_event=note,
+            )  # fmt: skip
+        except MoaDataError:
+            self._messages.pop()
+            raise
+        self._add("assistant", answer.text)
+        return answer
 
-    def _add_answer(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
+    def resume(self, saved: "SavedAnswer", note: "OnEvent") -> "Answer":
+        """Continue an answer that had not ended."""
+        answer = self.client.resume(saved, note)
+        self._add("assistant", answer.text)
+        return answer
+
+    def _add(self, role: str, text: str) -> None:
+        self._messages.append({"role": role, "content": text})
+
+
+def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
+    """Show an answer on standard output while it comes."""
+    view = TerminalAnswer() if moves_cursor() else PlainAnswer()
+    try:
+        stats = answer_to(view.note).stats
+    finally:
+        view.end()
+    if isinstance(view, PlainAnswer):  # a terminal has shown the figures below the answer
+        length = "" if stats.acceptance_length is None else f", {stats.acceptance_length:.2f} tokens a call"
+        trip = "" if stats.round_trip_ms is None else f", round trip {stats.round_trip_ms:.1f} ms"
+        tell(f"{stats.n_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s{length}{trip}")
 
 
 def _serve_page(conversation: _Conversation, port: int) -> None:
     from ..serving.client.web import ChatPage
 
     def answer(prompt: str, note: "OnEvent") -> None:
-        """Answer a prompt of the page, in its thread; the page shows why it cannot be."""
-        conversation.messages.append({"role": "user", "content": prompt})
-        try:
-            text = conversation.answer(note).text
-        except MoaDataError:
-            conversation.messages.pop()
-            raise
-        conversation.messages.append({"role": "assistant", "content": text})
+        conversation.ask(prompt, note)
 
     def set_network(is_up: bool) -> None:
         conversation.client.restore() if is_up else conversation.client.cut()
@@ -233,8 +241,157 @@ def _line() -> str:
     return line.rstrip("\n")
 
 
-def _summary(answer: "Answer") -> str:
-    stats = answer.stats
-    length = "" if stats.acceptance_length is None else f", {stats.acceptance_length:.2f} tokens a call"
-    trip = "" if stats.round_trip_ms is None else f", round trip {stats.round_trip_ms:.1f} ms"
-    return f"{stats.n_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s{length}{trip}"
+def moves_cursor() -> bool:
+    """Whether standard output is a terminal on which text can be rewritten."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+class PlainAnswer:
+    """Writes what is verified, as soon as it is: nothing has to be taken back in a pipe or a file."""
+
+    def __init__(self) -> None:
+        self._unverified: list[str] = []
+        self._n_verified = 0
+
+    def note(self, event: "Event") -> None:
+        """Show an event."""
+        from ..serving.client.session import RolledBack, Tokens, Verified
+
+        if isinstance(event, Tokens):
+            self._unverified += event.texts
+            if "unverified" not in event.kinds:
+                self._write(len(self._unverified))
+        elif isinstance(event, Verified):
+            self._write(event.stop - self._n_verified)
+        elif isinstance(event, RolledBack):
+            del self._unverified[event.stop - self._n_verified :]
+
+    def end(self) -> None:
+        """End the last line."""
+        out.print()
+
+    def _write(self, n_tokens: int) -> None:
+        out.print("".join(self._unverified[:n_tokens]), end="")
+        sys.stdout.flush()
+        del self._unverified[:n_tokens]
+        self._n_verified += n_tokens
+
+
+class TerminalAnswer:
+    """Writes on a terminal, and rewrites from the first token that changes; below stands a line of figures.
+
+    Lines are broken here, never by the terminal, so that it is known where each token stands: how many rows and columns
+    behind the beginning of the answer. The cursor moves by differences of these, which scrolling does not change.
+
+    Args:
+        write: writes text with control sequences; None for standard output.
+        size: columns and rows; None for those of the terminal.
+    """
+
+    def __init__(
+        self, write: Callable[[str], None] | None = None, size: Callable[[], tuple[int, int]] | None = None
+    ) -> None:
+        self._write, self._size = write or out.write, size or _terminal_size
+        self._texts: list[str] = []
+        self._kinds: list[str] = []
+        self._starts: list[tuple[int, int]] = [(0, 0)]  # row and column of each token, and of the end
+        self._mode = "connecting"
+        self._stats: Stats | None = None
+        self._status, self._has_status = "", False
+
+    def note(self, event: "Event") -> None:
+        """Show an event."""
+        from ..serving.client.session import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
+
+        if isinstance(event, Tokens):
+            self._texts += event.texts
+            self._kinds += event.kinds
+            self._rewrite(event.start)
+        elif isinstance(event, Verified):
+            first = self._kinds.index("unverified")
+            self._kinds[first : event.stop] = ["accepted"] * (event.stop - first)
+            self._rewrite(first)
+        elif isinstance(event, RolledBack):
+            del self._texts[event.stop :], self._kinds[event.stop :]
+            self._rewrite(event.stop)
+        elif isinstance(event, Stats):
+            self._stats = event
+            self._show_status()
+        elif isinstance(event, ModeChanged):
+            self._mode = f"offline, {event.reason.rstrip('.')}" if event.mode == "offline" else event.mode
+            self._show_status()
+        elif isinstance(event, LinkChanged):
+            self._show_status()
+
+    def end(self) -> None:
+        """Leave the answer and its figures as they are, and the cursor below."""
+        self._clear_status()
+        self._write(f"\r\n{_STYLES['unverified']}{self._status}{_RESET}\r\n")
+
+    def _rewrite(self, first: int) -> None:
+        """Write all tokens from one on anew."""
+        _, height = self._size()
+        end = self._starts[-1]
+        top = end[0] - (height - 4)  # what has left the screen cannot be written again
+        while first < len(self._texts) and self._starts[first][0] < top:
+            first += 1
+        start = max(self._starts[first], (top, 0))
+        self._clear_status()
+        parts = [self._move(end, start), _ERASE_BELOW]
+        self._starts[first:] = [start]
+        for text, kind in zip(self._texts[first:], self._kinds[first:], strict=True):
+            shown, end = self._broken(text, self._starts[-1])
+            self._starts.append(end)
+            style = _STYLES[kind]
+            parts.append(f"{style}{shown}{_RESET}" if style and shown else shown)
+        self._write("".join(parts))
+        self._show_status()
+
+    def _broken(self, text: str, start: tuple[int, int]) -> tuple[str, tuple[int, int]]:
+        """Break a text into lines of the terminal's width; returns it, and where it ends."""
+        width, _ = self._size()
+        (row, column), parts = start, list[str]()
+        for character in printable(text).replace("\t", _TAB):
+            n_cells = cell_len(character)
+            if character == "\n" or column + n_cells >= width:
+                row, column = row + 1, 0
+                parts.append("\r\n")
+                if character == "\n":
+                    continue
+            parts.append(character)
+            column += n_cells
+        return "".join(parts), (row, column)
+
+    def _move(self, at: tuple[int, int], to: tuple[int, int]) -> str:
+        up = f"\x1b[{at[0] - to[0]}A" if at[0] > to[0] else ""
+        right = f"\x1b[{to[1]}C" if to[1] else ""
+        return f"\r{up}{right}"
+
+    def _show_status(self) -> None:
+        """Write the line of figures, two rows below the text, and go back to the end of the text."""
+        self._clear_status()
+        parts = [self._mode]
+        if (stats := self._stats) is not None and stats.n_tokens:
+            parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
+            if stats.round_trip_ms is not None:
+                parts.append(f"round trip {stats.round_trip_ms:.1f} ms")
+            if stats.acceptance_length is not None:
+                parts.append(f"{stats.acceptance_length:.2f} tokens a call")
+            if stats.n_rolled_back:
+                parts.append(f"{stats.n_rolled_back} taken back")
+        width, _ = self._size()
+        self._status = printable(" | ".join(parts))[: width - 1].rstrip()
+        row, column = self._starts[-1]
+        line = f"{_STYLES['unverified']}{self._status}{_RESET}"
+        self._write(f"\r\n\r\n{line}{self._move((row + 2, 0), (row, column))}")
+        self._has_status = True
+
+    def _clear_status(self) -> None:
+        if self._has_status:
+            self._write(_ERASE_BELOW)
+            self._has_status = False
+
+
+def _terminal_size() -> tuple[int, int]:
+    columns, rows = shutil.get_terminal_size()
+    return max(columns, 20), max(rows, 4)

@@ -1,13 +1,17 @@
-"""Shared by all commands: errors as one line with an exit code, progress on stderr, text that streams."""
+"""Shared by all commands: errors as one line with an exit code, progress on standard error, provenance of outputs."""
 
 import contextlib
 import errno
+import importlib.metadata
 import os
+import platform
 import signal
+import subprocess
 import sys
-import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -19,12 +23,59 @@ from tqdm import tqdm
 from .. import __version__
 from ..errors import Interrupted, MoaDataError
 from ..machine import is_first_process
-from ..text import format_bytes, format_hours, printable
+from ..text import printable
 from .signals import end_command, interruption_code
+
+FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
+"""Exit codes: something wrong was found, the input can't be used, parts are still to be written, the code is wrong."""
+
+LOG_LINE_EVERY_S = 10.0
+"""Seconds between two lines of progress in a log."""
+
+# What libraries say where memory is short, whatever the class of the error.
+_NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
+_FEWER_TENSORS = {
+    "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size", "regenerate": "--batch-size",
+    "serve": "--kv-tokens",
+}  # fmt: skip
+"""Command -> the flag that bounds the size of its tensors."""
+_CONTINUE = {
+    "train": "Run the same command again, with --resume if it had saved a checkpoint.",
+    "chat": "With --session FILE, --resume FILE goes on with the answer.",
+    **dict.fromkeys(
+        ("plan", "inspect", "verify", "audit", "generate", "eval", "export-drafter"),
+        "Nothing was written; run the same command again.",
+    ),
+}
+"""Command -> what to do after an interruption; all others keep what is finished."""
+_EXTRAS = {
+    **dict.fromkeys(("train", "export-drafter"), "train"),
+    **dict.fromkeys(("serve", "chat"), "serve"),
+    **dict.fromkeys(("demo", "eval"), "all"),
+}
+"""The extra of docs/install.md that a command needs; `extract` for all others."""
+
+
+class StageFailure(click.ClickException):
+    """Ends a command with one line on standard error, or silently where the line is empty."""
+
+    def __init__(self, line: str, exit_code: int = UNUSABLE) -> None:
+        super().__init__(line)
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
+
+    def format_message(self) -> str:
+        """Return the line, which may quote names and rows of others."""
+        return printable(self.message)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line, unless standard error can't be written: the exit code still says what happened."""
+        if self.message:
+            with contextlib.suppress(OSError):
+                super().show(file)
 
 
 class StandardOutput(Console):
-    """Standard output; whatever keeps it from being written ends the command with what happened.
+    """Standard output; an error of writing ends the command with what happened.
 
     It shows text as it is: control characters escaped, neither markup nor names of emoji read.
     """
@@ -34,139 +85,44 @@ class StandardOutput(Console):
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escapes before rich drops some of the control characters."""
+        """Escape before rich drops some of the control characters."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escapes also what came as a renderable."""
+        """Escape also what came as a renderable."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print as ``Console.print`` does."""
-        try:
+        with _output_failures():
             super().print(*args, **kwargs)
-        except OSError as error:
-            raise _output_failure(error) from error
 
     def write(self, text: str) -> None:
-        """Write text at once as it is, control sequences included; whatever came from elsewhere is escaped before."""
-        try:
+        """Write text at once as it is, control sequences included; the caller has escaped what came from elsewhere."""
+        with _output_failures():
             self.file.write(text)
             self.file.flush()
-        except OSError as error:
-            raise _output_failure(error) from error
 
     def on_broken_pipe(self) -> None:
-        """Leave the exit code to :class:`ReaderGone`; rich would end with 1, which means something else here."""
+        """Leave the exit code to :func:`failure_of`; rich would end with 1, which means something else here."""
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+@contextlib.contextmanager
+def _output_failures() -> Iterator[None]:
+    """Turn an error of standard output into the end of the command."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise failure_of(error) from error
+        line = f"standard output can't be written: {error.strerror}. What the command did is kept."
+        raise StageFailure(line) from error
 
 
 out = StandardOutput()
 """Standard output; errors and progress go to standard error."""
-
-# What libraries say where memory or threads are short, whatever the class of the error.
-_NO_MEMORY = ("can't allocate memory", "annot allocate memory", "failed to map segment", "bad_alloc", "out of memory")
-_NO_THREADS = ("can't start new thread", "ThreadPoolBuildError", "Resource temporarily unavailable")
-_FEWER_TENSORS = {
-    "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size", "regenerate": "--batch-size",
-    "serve": "--kv-tokens",
-}  # fmt: skip
-"""Command -> the flag that bounds the size of its tensors."""
-_WRONG_PATH = (
-    errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
-)  # fmt: skip
-_GO_ON = {
-    "extract": "Committed parts are kept; run the same command again to go on.",
-    "recode": "Committed parts are kept; run the same command again to go on.",
-    "add": "Parts that have the new fields keep them; run the same command again to go on.",
-    "regenerate": "Answers so far are kept; run the same command again to go on.",
-    "push": "Commits so far are kept; run the same command again to go on.",
-    "pull": "What was downloaded is kept; run the same command again to go on.",
-    "export": "Complete files are kept; run the same command again to go on.",
-    "import": "Committed parts are kept; run the same command again to go on.",
-    "train": "Run the same command again, with --resume if it had saved a checkpoint.",
-    "repair": "What was repaired is kept; run the same command again to go on.",
-    "demo": "Run the same command again; finished phases are kept.",
-    "chat": "With --session FILE, --resume FILE goes on with the answer.",
-    "eval": "No report was written; run the same command again.",
-    **dict.fromkeys(
-        ("plan", "inspect", "verify", "audit", "generate", "export-drafter"),
-        "Nothing was written; run the same command again.",
-    ),
-}
-
-_EXTRAS = {
-    **dict.fromkeys(("train", "export-drafter"), "train"),
-    **dict.fromkeys(("serve", "chat"), "serve"),
-    **dict.fromkeys(("demo", "eval"), "all"),
-}
-"""The extra of docs/install.md that a command needs; `extract` for all others."""
-
-
-LOG_LINE_EVERY_S = 10.0
-"""Seconds between two lines of progress in a log."""
-
-
-class StageFailure(click.ClickException):
-    """Ends a command with one line on stderr: the input can't be used."""
-
-    exit_code = 2
-
-    def __init__(self, line: str, exit_code: int | None = None) -> None:
-        super().__init__(line)
-        if exit_code is not None:
-            self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
-
-    def format_message(self) -> str:
-        """The line, which may quote names and rows of others."""
-        return printable(self.message)
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line, unless standard error can't be written: the exit code still says what happened."""
-        with contextlib.suppress(OSError):
-            super().show(file)
-
-
-class Findings(StageFailure):
-    """The command did its work and found something wrong."""
-
-    exit_code = 1
-
-
-class Incomplete(StageFailure):
-    """The command did its work and found nothing wrong, but planned parts are missing."""
-
-    exit_code = 3
-
-
-class Stopped(StageFailure):
-    """A signal stopped the command; the exit code is 128 + its number."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line once: of several processes all were stopped."""
-        if is_first_process():
-            super().show(file)
-
-
-class ReaderGone(StageFailure):
-    """Whoever read standard output closed it, as ``head`` does: ends like a program that SIGPIPE stops, silently."""
-
-    exit_code = 128 + signal.SIGPIPE
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print nothing."""
-
-
-class Fault(StageFailure):
-    """The program is wrong, not its input; the traceback is printed before the line."""
-
-    exit_code = 70
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print traceback and line."""
-        tell("".join(traceback.format_exception(self.__cause__)))
-        super().show(file)
 
 
 class StageGroup(click.Group):
@@ -176,7 +132,8 @@ class StageGroup(click.Group):
         """Run a command and exit; takes what ``click.Command.main`` takes, but always exits."""
         try:
             result = super().main(*args, **(extra | {"standalone_mode": False}))
-            _flush_output()
+            with _output_failures():  # Python's own flush at the end could only change the exit code to 120
+                sys.stdout.flush()
             code = result if isinstance(result, int) else 0
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
@@ -190,10 +147,8 @@ class StageGroup(click.Group):
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the options before the command; of these ``--help`` and ``--version`` print."""
-        try:
+        with _output_failures():
             return super().make_context(*args, **kwargs)
-        except OSError as error:
-            raise _output_failure(error) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command and turn whatever it raises into a :class:`StageFailure`."""
@@ -205,35 +160,35 @@ class StageGroup(click.Group):
         except BaseException as error:
             end_command()
             failure = failure_of(error, ctx.invoked_subcommand or "")
-            if ctx.params.get("debug") and not isinstance(failure, Fault):
-                traceback.print_exception(error)
+            if ctx.params.get("debug") or failure.exit_code == FAULT:
+                tell("".join(traceback.format_exception(error)))
             raise failure from error
 
 
 def failure_of(error: BaseException, command: str = "") -> StageFailure:
     """Return what a command ends with for an error that it raised."""
     if (code := interruption_code(error)) is not None:
-        hint = _GO_ON.get(command, "Run the same command again.")
-        return Stopped(_one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}", code)
+        hint = _CONTINUE.get(command, "What is finished is kept; run the same command again to go on.")
+        line = _one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}"
+        return StageFailure(line if is_first_process() else "", code)  # of several processes all were stopped
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "moa-data"
         return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
     if isinstance(error, click.ClickException):
         return StageFailure(error.format_message())
-    if isinstance(error, BrokenPipeError):
-        return ReaderGone("")
-    if (line := user_message(error, command)) is not None:
-        return StageFailure(line, error.exit_code if isinstance(error, MoaDataError) else 2)
-    fault = Fault(
+    if isinstance(error, BrokenPipeError):  # the reader has gone, as `head` does: end as SIGPIPE ends a program
+        return StageFailure("", 128 + signal.SIGPIPE)
+    if (message := user_message(error, command)) is not None:
+        return StageFailure(message, error.exit_code if isinstance(error, MoaDataError) else UNUSABLE)
+    return StageFailure(
         f"{type(error).__name__}: {_one_line(error)}. This is a fault of moa-data {__version__}, not of your input: "
-        "please report it with the lines above and the command. What was committed or saved before is kept."
+        "please report it with the lines above and the command. What was committed or saved before is kept.",
+        FAULT,
     )
-    fault.__cause__ = error
-    return fault
 
 
 def user_message(error: BaseException, command: str = "") -> str | None:
-    """The line for an error that the user can mend, or None for one that is a fault of the code."""
+    """Return the line for an error that the user can act on, or None for one that is a fault of the code."""
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
@@ -243,18 +198,11 @@ def user_message(error: BaseException, command: str = "") -> str | None:
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
         # Python's own error comes from data; torch's from tensors, whose sizes a flag changes.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
-        return (
-            f"out of memory ({text.split('. ')[0] or type(error).__name__}). Free some, or raise the limit (ulimit -v)"
-            f"{f', or lower {flag}' if flag else ''}."
-        )
-    if any(sign in text for sign in _NO_THREADS):
-        return (
-            f"no further thread can be started ({text.split('. ')[0]}). Raise the limit of processes (ulimit -u, or "
-            "the container's) or of memory (ulimit -v), or set OMP_NUM_THREADS=1."
-        )
+        advice = f"Free some, or lower {flag}" if flag else "Free some"
+        return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{text}. Raise the limit of open files (ulimit -n)."
-    if isinstance(error, OSError) and error.filename and error.errno in _WRONG_PATH:
+    if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}. Check the path and the room there, or choose another."
     return text if isinstance(error, OSError) else None
 
@@ -269,20 +217,6 @@ def tell(text: str) -> None:
         click.echo(printable(text), err=True)
 
 
-def _output_failure(error: OSError) -> StageFailure:
-    if isinstance(error, BrokenPipeError):
-        return ReaderGone("")
-    return StageFailure(f"standard output can't be written: {error.strerror}. What the command did is kept.")
-
-
-def _flush_output() -> None:
-    """Write out what is buffered; Python's own flush at the end could only change the exit code to 120."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        raise _output_failure(error) from error
-
-
 PHASE_UNITS = {
     "tokenise": ("chat", False),
     "hash": ("B", True),
@@ -292,6 +226,7 @@ PHASE_UNITS = {
     **dict.fromkeys(("extract", "add", "recode"), ("token", False)),
 }
 """Phases that follow each other in one command: first word of the message -> unit, and whether counts are shortened."""
+_LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
 
 
 class ProgressLine:
@@ -299,41 +234,42 @@ class ProgressLine:
 
     A new phase ends the bar before it: another total, a smaller count, or a message that begins with another word of
     ``PHASE_UNITS``. Work goes on without either where standard error can't be written any more.
+
+    Args:
+        unit: of the counts.
+        scaled: shorten counts to k, M and G.
     """
 
-    def __init__(self, unit: str, scaled: bool = False, transient: bool = False) -> None:
-        """Take what is counted.
-
-        Args:
-            unit: of the counts.
-            scaled: shorten counts to k, M and G.
-            transient: a finished phase leaves nothing: its bar is wiped, and a short one is no line of a log.
-        """
-        self.own, self.transient = (unit, scaled), transient
-        self.unit, self.scaled = self.own
-        self.phase_name = ""
-        self.phase: _Bar | _LogLines | None = None
+    def __init__(self, unit: str, scaled: bool = False) -> None:
+        self._own, self._phase = (unit, scaled), ""
+        self._bar: Any = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
-        """Shows ``done`` of ``total`` units and a message."""
+        """Show ``done`` of ``total`` units and a message."""
         with contextlib.suppress(OSError):
-            first_word = message.split(" ", 1)[0].rstrip(":,")
-            name = first_word if first_word in PHASE_UNITS else ""
-            is_same = self.phase is not None and self.phase.total == total and self.phase.done <= done
-            if self.phase is None or not is_same or name != self.phase_name:
+            word, bar = message.split(" ", 1)[0].rstrip(":,"), self._bar
+            phase = word if word in PHASE_UNITS else ""
+            if bar is None or bar.total != total or bar.n > done or phase != self._phase:
                 self.close()
-                self.phase_name = name
-                self.unit, self.scaled = PHASE_UNITS.get(name, self.own)
-                kind = _Bar if sys.stderr.isatty() else _LogLines
-                self.phase = kind(self, done, total)
-            self.phase.show(done, printable(message))
+                self._phase = phase
+                bar = self._bar = self._start(done, total, printable(message))
+            bar.set_description_str(printable(message), refresh=False)
+            bar.update(done - bar.n)
+
+    def _start(self, done: int, total: int, message: str) -> Any:
+        unit, scaled = PHASE_UNITS.get(self._phase, self._own)
+        options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "dynamic_ncols": True, "unit": unit or "it"}
+        if not sys.stderr.isatty():  # where a bar that is drawn over and over would leave one endless line
+            options |= {"file": _Log(), "mininterval": LOG_LINE_EVERY_S, "maxinterval": LOG_LINE_EVERY_S}
+            options |= {"bar_format": _LOG_FORMAT, "unit": unit if scaled or not unit else f" {unit}s"}
+        return tqdm(total=total, initial=done, desc=message, unit_scale=scaled, **options)
 
     def close(self) -> None:
-        """Leaves the last state on its line."""
-        phase, self.phase = self.phase, None
-        if phase is not None:
+        """Leave the last state on its line."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
             with contextlib.suppress(OSError):
-                phase.close()
+                bar.close()
 
     def __enter__(self) -> "ProgressLine":
         return self
@@ -342,68 +278,23 @@ class ProgressLine:
         self.close()
 
 
-class _Bar:
-    """One phase on a terminal."""
+class _Log:
+    """Standard error as a log: each state of a bar is a line of its own."""
 
-    def __init__(self, line: ProgressLine, done: int, total: int) -> None:
-        self.total = total
-        self.bar = tqdm(
-            total=total, initial=done, unit=line.unit or "it", unit_scale=line.scaled, file=sys.stderr,
-            mininterval=0.2, dynamic_ncols=True, leave=not line.transient,
-        )  # fmt: skip
+    last = ""
 
-    @property
-    def done(self) -> int:
-        return int(self.bar.n)
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line and line != self.last:  # a bar is drawn once more when it ends
+            sys.stderr.write(line + "\n")
+            self.last = line
 
-    def show(self, done: int, message: str) -> None:
-        self.bar.set_description_str(message, refresh=False)
-        self.bar.update(done - self.bar.n)
-
-    def close(self) -> None:
-        self.bar.refresh()
-        self.bar.close()
-
-
-class _LogLines:
-    """One phase in a log, where a bar that is drawn over and over would leave one endless line."""
-
-    def __init__(self, line: ProgressLine, done: int, total: int) -> None:
-        self.line, self.done, self.total = line, done, total
-        self.first, self.started_s = done, time.monotonic()
-        self.begins = line.phase_name != ""  # such a phase may say nothing more for minutes
-        self.told_s = self.shown_s = self.started_s
-        self.message, self.is_shown = "", False
-
-    def show(self, done: int, message: str) -> None:
-        self.is_shown &= (done, message) == (self.done, self.message)
-        self.done, self.message, self.told_s = done, message, time.monotonic()
-        if self.begins and done < self.total:
-            click.echo(f"{message} ...", err=True)
-        self.begins = False
-        if self.told_s >= self.shown_s + LOG_LINE_EVERY_S:
-            self._write()
-
-    def close(self) -> None:
-        if not self.is_shown and not self.line.transient:
-            self._write()
-
-    def _write(self) -> None:
-        # Up to the last state that was told: the phase may have been closed much later, by the next one.
-        elapsed_s, shown = self.told_s - self.started_s, format_bytes if self.line.scaled else "{:,}".format
-        left = ""
-        if self.first < self.done < self.total:
-            left_s = elapsed_s * (self.total - self.done) / (self.done - self.first)
-            left = f", {format_hours(left_s)} left"
-        counts = f"{shown(self.done)} of {shown(self.total)} {'' if self.line.scaled else self.line.unit}".rstrip()
-        counts += "s" * (self.line.unit != "" and not self.line.scaled and self.total != 1)
-        share = self.done / max(self.total, 1)
-        click.echo(f"{self.message}: {counts} ({share:.0%}), {format_hours(elapsed_s)}{left}", err=True)
-        self.shown_s, self.is_shown = self.told_s, True
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def quiet_libraries() -> None:
-    """Keeps the libraries' own progress bars and advice off the terminal; the user's settings win."""
+    """Keep the libraries' own progress bars and advice off the terminal; the user's settings win."""
     quiet = {
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
@@ -416,3 +307,47 @@ def quiet_libraries() -> None:
         quiet["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
+
+
+_PACKAGES = (
+    "moa-data", "torch", "transformers", "tokenizers", "datasets", "lightning", "zarr", "numcodecs", "pyarrow", "numpy",
+)  # fmt: skip
+
+
+def collect_provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Describe this run; the answer differs from run to run, so keep it out of files that must be reproducible.
+
+    Returns:
+        A JSON-serialisable dict: argv, time_utc, git_sha and git_dirty (None outside a checkout), versions, python,
+        platform, machine, n_cpus.
+    """
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    sha, dirty = _git_state(Path(__file__).resolve().parents[1])
+    return {
+        "argv": list(sys.argv if argv is None else argv),
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_sha": sha,
+        "git_dirty": dirty,
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "n_cpus": os.cpu_count(),
+    }
+
+
+def _git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Return the commit of the checkout whose root is ``folder``, and whether tracked files differ from it."""
+    # An installed package may lie inside somebody else's checkout, whose commit would say nothing about this code.
+    if not (folder / ".git").exists():
+        return None, None
+    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    header, *changes = done.stdout.splitlines()  # "# branch.oid COMMIT", then further headers and changed files
+    return header.split()[-1], not all(line.startswith("#") for line in changes)

@@ -6,9 +6,8 @@ import click
 
 from ..pipeline.exchange.config import ExportConfig, ImportConfig
 from ..trainer.config import DrafterExportConfig
-from .console import ProgressLine, out
+from .console import ProgressLine, collect_provenance, out
 from .options import StageCommand, config_options
-from .provenance import collect_provenance
 
 
 @click.command("export", cls=StageCommand)

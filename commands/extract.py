@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
-from .console import Findings, Incomplete, ProgressLine, StageFailure, out
+from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, collect_provenance, out
 from .options import StageCommand, StoreArgument, config_options
-from .provenance import collect_provenance
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
@@ -216,14 +215,16 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * damage.target}")
         return
     if model is None and damage.damages:
-        raise Findings(
+        raise StageFailure(
             f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts "
-            "with --drop and run the command that made it again."
+            "with --drop and run the command that made it again.",
+            FOUND,
         )
     if model is None:
-        raise Incomplete(
+        raise StageFailure(
             f"{store} is incomplete: {damage.missing}. Run the command that made it again, or where its "
-            "extraction had ended, this one with --model MODEL."
+            "extraction had ended, this one with --model MODEL.",
+            INCOMPLETE,
         )
     from ..pipeline.extract import repair as run_repair
 
@@ -256,4 +257,4 @@ def audit(store: StorePath, model: str, samples: int, seed: int, device: str) ->
         report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
     out.print(report.describe())
     if not report.ok:
-        raise Findings(f"{store} differs from {model} beyond the tolerance.")
+        raise StageFailure(f"{store} differs from {model} beyond the tolerance.", FOUND)

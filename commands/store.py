@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .console import Findings, Incomplete, ProgressLine, StageFailure, out, tell
+from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, out, tell
 from .options import StoreArgument
 
 if TYPE_CHECKING:
@@ -77,6 +77,6 @@ def verify(store: StorePath, checksums_only: bool) -> None:
     out.print(verify_view(report))
     report.check_complete(store)
     if not report.ok:
-        raise Findings(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` repairs it.")
+        raise StageFailure(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` repairs it.", FOUND)
     if report.missing:
-        raise Incomplete(f"{store} is incomplete: {report.missing}. {COMPLETE_IT}")
+        raise StageFailure(f"{store} is incomplete: {report.missing}. {COMPLETE_IT}", INCOMPLETE)

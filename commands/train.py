@@ -1,4 +1,4 @@
-"""The command train."""
+"""Commands that train: train, demo."""
 
 import contextlib
 import warnings
@@ -7,17 +7,16 @@ from typing import Any
 
 import click
 
+from ..demo.config import DemoConfig
+from ..errors import RunWarning
 from ..trainer.config import PRESETS, TrainConfig, earlier_settings
-from .console import ProgressLine, out, tell
+from .console import ProgressLine, collect_provenance, out, tell
 from .options import StageCommand, config_options
-from .provenance import collect_provenance
 
 
 @contextlib.contextmanager
 def _warnings_told() -> Iterator[None]:
     """Tell in one line what a run warns of; others warn as ever."""
-    from ..errors import RunWarning
-
     with warnings.catch_warnings():
         others = warnings.showwarning
 
@@ -79,3 +78,23 @@ def train(config: TrainConfig) -> None:
         tell(
             f"{report.n_pending_parts} parts of {config.store} are not extracted yet; the drafter saw the others only."
         )
+
+
+@click.command(cls=StageCommand)
+@config_options(DemoConfig)
+def demo(config: DemoConfig) -> None:
+    """Show the whole idea on a small machine, without network, in a few minutes.
+
+    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from the store, decodes
+    held-out prompts with it, and serves one answer over a network that is cut on the way. Running it again reuses what
+    is finished.
+
+    \b
+    Example:
+      moa-data demo --out demo-output
+    """
+    from ..demo.run import run_demo
+
+    with ProgressLine("") as progress:
+        report = run_demo(config, progress=progress, provenance=collect_provenance())
+    out.print(report.describe())

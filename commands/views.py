@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 BAR_CELLS = 40
 
 
-def format_count(count: float) -> str:
-    """Write a count with separators: 1234567 -> '1,234,567'."""
-    return f"{count:,.0f}"
-
-
 def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
     """Show names and values under a title, one a line; values are never broken, so that ids can be searched for."""
     width = max(map(len, pairs), default=0)
@@ -45,15 +40,15 @@ def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
     most = max(counts, default=0) or 1
     for label, count in zip(labels, counts, strict=True):
         cells = max(round(BAR_CELLS * count / most), 1 if count else 0)
-        table.add_row(label, Text("█" * cells, style="cyan"), format_count(count))
+        table.add_row(label, Text("█" * cells, style="cyan"), f"{count:,}")
     return table
 
 
 def summary_view(summary: "StoreSummary") -> RenderableType:
     """Show a store at a glance: size and progress, fields, lengths, target, identities, conventions."""
     facts: dict[str, Any] = {
-        "sequences": f"{format_count(summary.n_sequences)} of {format_count(summary.manifest.n_sequences)} planned",
-        "tokens": f"{format_count(summary.n_tokens)} of {format_count(summary.manifest.n_tokens)} planned"
+        "sequences": f"{summary.n_sequences:,} of {summary.manifest.n_sequences:,} planned",
+        "tokens": f"{summary.n_tokens:,} of {summary.manifest.n_tokens:,} planned"
         f", {summary.n_response_tokens / max(summary.n_tokens, 1):.0%} in responses",
         "parts": f"{summary.manifest.n_parts - summary.n_pending_parts} of {summary.manifest.n_parts} committed",
         "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of {format_bytes(summary.raw_bytes)} raw, "
@@ -96,41 +91,22 @@ def _incomplete(missing: str) -> Text:
 def fields_table(summary: "StoreSummary") -> Table:
     """Show the activations of a store and what each costs, in 80 columns."""
     table = Table(
-        title="Activations",
-        title_justify="left",
-        title_style="bold cyan",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,
+        title="Activations", title_justify="left", title_style="bold cyan", box=SIMPLE_HEAD, show_edge=False, padding=0
     )
     for name in ("field", "dtype", "per token"):
         table.add_column(name, no_wrap=True)
     for name in ("raw", "stored", "ratio", "bits/\nvalue", "bytes/\ntoken"):
         table.add_column(name, justify="right")
     for item in summary.fields:
-        table.add_row(
-            item.name,
-            item.dtype,
-            "x".join(map(str, item.token_shape)) or "1",
-            format_bytes(item.raw_bytes),
-            format_bytes(item.stored_bytes),
-            f"{item.ratio:.3f}",
-            f"{item.bits_per_value:.2f}",
-            f"{item.stored_bytes / max(summary.n_tokens, 1):,.1f}",
-        )
+        whole = (item.name, item.dtype, "x".join(map(str, item.token_shape)) or "1")
+        rows = [(whole, format_bytes(item.raw_bytes), item.stored_bytes, f"{item.ratio:.3f}", "")]
         for array in item.arrays if len(item.arrays) > 1 else ():
-            bits = 8 * array.stored_bytes / max(item.n_values, 1)
-            table.add_row(
-                f"  {array.name.removeprefix(item.name + '/')}",
-                array.dtype,
-                "",
-                "",
-                format_bytes(array.stored_bytes),
-                "",
-                f"{bits:.2f}",
-                f"{array.stored_bytes / max(summary.n_tokens, 1):,.1f}",
-                style="dim",
-            )
+            name = f"  {array.name.removeprefix(item.name + '/')}"
+            rows.append(((name, array.dtype, ""), "", array.stored_bytes, "", "dim"))
+        for names, raw, n_bytes, ratio, style in rows:
+            bits = f"{8 * n_bytes / max(item.n_values, 1):.2f}"
+            per_token = f"{n_bytes / max(summary.n_tokens, 1):,.1f}"
+            table.add_row(*names, raw, format_bytes(n_bytes), ratio, bits, per_token, style=style)
     return table
 
 
@@ -147,7 +123,7 @@ def verify_view(report: "VerifyReport") -> RenderableType:
         blocks += [table] if findings else []
     checked = (
         f"{counted(report.n_parts, 'part')}, {counted(report.n_sequences, 'sequence')}, "
-        f"{format_count(report.n_tokens)} tokens, {format_bytes(report.n_bytes)}"
+        f"{report.n_tokens:,} tokens, {format_bytes(report.n_bytes)}"
     )
     verdict = Text("no damage" if report.missing else "whole", style="bold green")
     if not report.ok:
@@ -188,11 +164,11 @@ def sample_view(
 def run_plan_view(plan: "RunPlan") -> RenderableType:
     """Show what a training run will take."""
     facts = {
-        "steps": f"{format_count(plan.n_steps)}, {format_count(plan.steps_per_epoch)} an epoch",
-        "sequences": format_count(plan.n_sequences),
-        "tokens": f"{format_count(plan.n_tokens_per_epoch)} an epoch",
+        "steps": f"{plan.n_steps:,}, {plan.steps_per_epoch:,} an epoch",
+        "sequences": f"{plan.n_sequences:,}",
+        "tokens": f"{plan.n_tokens_per_epoch:,} an epoch",
         "activations": f"{format_bytes(plan.read_bytes_per_epoch)} read an epoch",
-        "parameters": format_count(plan.n_parameters),
+        "parameters": f"{plan.n_parameters:,}",
         "disk": f"{format_bytes(plan.disk_bytes)} of {format_bytes(plan.free_disk_bytes)} free",
     }
     return pairs_view("Training", facts)
@@ -202,20 +178,15 @@ def train_view(report: "TrainReport") -> RenderableType:
     """Show the figures of a training run, and where its drafter is."""
     speed = "" if report.tokens_per_s is None else f" ({report.tokens_per_s:,.0f}/s)"
     share, best = report.data_wait_share, report.best_expected_acceptance_length
-    losses = {
-        name: f"{value:.4g}"
-        for name, value in sorted(report.metrics.items())
-        if name
-        not in ("train/tokens_per_s", "train/data_wait_share")  # of the last steps alone; those of the run stand above
-    }
+    speeds = ("train/tokens_per_s", "train/data_wait_share")  # of the last steps alone; the run's stand above
     facts = {
         "run": report.out,
         "drafter": str(Path(report.out) / DRAFTER),
-        "steps": format_count(report.n_steps),
-        "parameters": format_count(report.n_parameters),
-        "tokens": format_count(report.n_tokens) + speed,
+        "steps": f"{report.n_steps:,}",
+        "parameters": f"{report.n_parameters:,}",
+        "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
-        **losses,
+        **{name: f"{value:.4g}" for name, value in sorted(report.metrics.items()) if name not in speeds},
         "best expected acceptance length": "-" if best is None else f"{best:.3f}",
     }
     return pairs_view("Trained", facts)
@@ -237,8 +208,8 @@ def decoding_view(
         n_calls = sum(one.n_target_calls for one in stats)
         table.add_row(
             name,
-            format_count(sum(one.n_tokens for one in stats)),
-            format_count(n_calls),
+            f"{sum(one.n_tokens for one in stats):,}",
+            f"{n_calls:,}",
             f"{sum(sum(one.committed_per_call) for one in stats) / max(1, n_calls):.2f}",
             f"{_tokens_per_s(generations):.1f}",
             f"{1e3 * sum(one.draft_s for one in stats) / max(1, n_calls):.1f}",
@@ -263,10 +234,7 @@ def decoding_view(
 
 
 def _tokens_per_s(generations: "Sequence[Generation]") -> float:
-    return sum(one.stats.n_tokens for one in generations) / sum(decode_s(one) for one in generations)
-
-
-def decode_s(generation: "Generation") -> float:
-    """Return the seconds of prefill, drafts and target calls; printing the text is left out."""
-    stats = generation.stats
-    return max(stats.prefill_s + stats.draft_s + stats.verify_s, 1e-9)
+    # Prefill, drafts and target calls; printing the text is left out.
+    stats = [one.stats for one in generations]
+    seconds = sum(max(one.prefill_s + one.draft_s + one.verify_s, 1e-9) for one in stats)
+    return sum(one.n_tokens for one in stats) / seconds

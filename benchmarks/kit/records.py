@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moa_data.commands.provenance import collect_provenance
+from moa_data.commands.console import collect_provenance
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "runs" / "benchmarks"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moa_data.commands.answer_view import PlainAnswer, TerminalAnswer
+from moa_data.commands.chat import PlainAnswer, TerminalAnswer
 from moa_data.serving.client.session import (
     Event,
     LinkChanged,

@@ -1,4 +1,4 @@
-"""The command generate."""
+"""Commands that decode: generate, eval."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -7,9 +7,10 @@ import click
 from typing_extensions import override
 
 from ..config import Common, Count
-from ..evaluation.config import DecodingConfig
+from ..errors import ReportUnwritten
+from ..evaluation.config import DecodingConfig, EvalConfig
 from ..serving.detokenizer import Detokenizer
-from .console import ProgressLine, StageFailure, out, tell
+from .console import ProgressLine, StageFailure, collect_provenance, out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
@@ -98,12 +99,9 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
         tell(f"auto: {auto.describe(*map(sum, zip(*calls, strict=True)))}")
     reference = None
     if config.compare:
-        with ProgressLine("token", transient=True) as progress:
-            counted = _count_tokens(progress, len(drafted[0].tokens))
-            reference = generate_batch(
-                target, rows, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed,
-                on_tokens=counted if len(rows) == 1 else None,
-            )  # fmt: skip
+        reference = generate_batch(
+            target, rows, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed
+        )
     out.print(decoding_view(drafted, reference, config.tree, sampling.temperature > 0))
 
 
@@ -114,10 +112,7 @@ def _read_prompt(text: str) -> str:
             text = sys.stdin.read() if sys.stdin else ""
         text.encode()  # bytes that are no text may come as halves of surrogate pairs
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise StageFailure(
-            f"the prompt is no UTF-8 text (at {error.start:,}: {error.reason}); convert it, for example with "
-            "`iconv -f latin1 -t utf8`."
-        ) from error
+        raise StageFailure(f"the prompt is no UTF-8 text ({error.reason} at {error.start:,}); convert it.") from error
     if not text.strip():
         raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
     return text
@@ -132,19 +127,36 @@ def _print_tokens(text: Detokenizer) -> "OnTokens":
     return on_tokens
 
 
-def _count_tokens(progress: ProgressLine, n_expected: int) -> "OnTokens":
-    """Show the plain decoding that the answer is compared with, which nothing else shows.
+@click.command("eval", cls=StageCommand)
+@config_options(EvalConfig)
+def evaluate(config: EvalConfig) -> None:
+    """Measure drafters: acceptance length, target calls and tokens/s beside plain decoding.
 
-    Args:
-        n_expected: tokens of the drafted answer, which are those of the plain one unless they are sampled.
+    All methods decode the same prompts in alternation. The prompts are chats (jsonl; the last assistant turn is left
+    out) or Spec-Bench questions (multi-turn). Acceptance length = tokens committed per target call, bonus token
+    included. Beside it stands what each drafter's training cost, with a warning where drafters were not trained alike.
+
+    With --disconnect N the target also answers up to cuts, from where each drafter writes N tokens without it: the
+    report has a section on how far they agree with the target.
+
+    \b
+    Examples:
+      moa-data eval --model ./llama3-8b --drafter runs/moa --prompts test.jsonl --out report.json
+      moa-data eval --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts spec_bench.jsonl \\
+          --method plain,chain,tree,auto,prompt-lookup --repeats 3
+      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain     how much is noise
+      moa-data eval --model ./llama3-8b --drafter runs/moa --prompts gsm8k.jsonl --method plain \\
+          --disconnect 256 --scorer my_scores.py:exact_answer
     """
-    n_done = 0
+    from ..evaluation.run import evaluate as run_evaluate
+    from ..evaluation.views import markdown_report
 
-    def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
-        nonlocal n_done
-        n_done += len(tokens)
-        progress(min(n_done, n_expected), n_expected, message)
-
-    message = "decode without drafts, to compare"
-    progress(0, n_expected, message)
-    return on_tokens
+    with ProgressLine("prompt") as progress:
+        try:
+            report = run_evaluate(config, progress=progress, provenance=collect_provenance())
+        except ReportUnwritten as error:
+            out.print(error.markdown)  # what was measured is not lost
+            raise
+    out.print(markdown_report(report))
+    for warning in report.warnings:
+        tell(f"not trained alike: {warning}.")
