@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
-from ..text import counted, first_line, format_bytes
+from ..text import counted, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 DEFAULT_SPLIT = "train_sft"
@@ -34,8 +34,6 @@ RECORD_SUFFIX = ".regeneration.json"
 """Suffix of what `regenerate` writes beside its chats."""
 MAX_ROW_BYTES = 1 << 28
 """Longest line of a jsonl file that is read into memory."""
-MAX_EXPANSION = 200
-"""Largest factor by which a big row group of a Parquet file may grow when it is read; chats compress to a tenth."""
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
 _NO_CHATS = re.compile(
@@ -50,12 +48,10 @@ _KEYWORD = re.compile(
 )
 _SHARDED = re.compile(r"(.+)-\d{5}-of-\d{5}\b.*")
 _SHARD_NUMBER = re.compile(r"(?:[-_. ]?(?:part|shard|chunk))?[-_. ]?\d+(?:[-_ ]of[-_ ]\d+\b.*)?$")
-_SHOWN_SPLITS = 8
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH_BYTES = 1 << 20
 _READ_ROWS = 1024
 _CHAT_COLUMNS = ("messages", "conversations", "tools", "functions")
-_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -107,12 +103,11 @@ def choose_files(path: Path, split: str | None) -> ChosenFiles:
         raise DatasetError(
             f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one of these formats."
         )
-    shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items())[:_SHOWN_SPLITS])
-    more = f" and {len(splits) - _SHOWN_SPLITS} more" if len(splits) > _SHOWN_SPLITS else ""
+    shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items()))
     beside = f", beside {counted(n_without, 'file')} of no split" if n_without else ""
     example = min(splits, key=lambda name: ("train" not in name, name))
     raise DatasetError(
-        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{more}{beside}, and none that is called "
+        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{beside}, and none that is called "
         f"{wanted!r}{' (the default)' if split is None else ''}. Choose one with "
         f"--split, for example --split {example}, or point --dataset at a single file."
     )
@@ -326,19 +321,6 @@ def _read_file(path: Path) -> Iterator[Any]:
 
 def _read_parquet(path: Path) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
-        metadata = file.metadata
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            columns = [group.column(index) for index in range(group.num_columns)]
-            n_bytes = sum(column.total_uncompressed_size for column in columns)
-            n_stored = sum(column.total_compressed_size for column in columns)
-            # A few kilobytes may blow up to gigabytes.
-            if n_bytes > MAX_ROW_BYTES * max(group.num_rows, 1) or n_bytes > max(
-                MAX_ROW_BYTES, MAX_EXPANSION * n_stored
-            ):
-                raise DatasetError(
-                    f"{path} holds {format_bytes(n_bytes)} of {group.num_rows:,} rows in {format_bytes(n_stored)}; no "
-                    f"row may have more than {format_bytes(MAX_ROW_BYTES)}. Leave such rows out."
-                )
         for batch in file.iter_batches(batch_size=_READ_ROWS):
             yield from _arrow_rows(batch)
 
@@ -400,35 +382,13 @@ def parse_json(text: str | bytes) -> Any:
 
 def _read_json(path: Path) -> Iterator[Any]:
     """Read a list of rows, an object whose `data` is one, or JSON lines under the wrong suffix."""
-    text = path.read_bytes()
-    content = parse_json(text)
+    content = parse_json(path.read_bytes())
     if isinstance(content, UnreadableRow):
-        # One row may be at fault in a long list; anything else is lines, or no list at all.
-        items = _list_items(path, text)
-        yield from read_jsonl(path) if items is None else map(parse_json, items)
+        yield from read_jsonl(path)
         return
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         content = content["data"]
     yield from content if isinstance(content, list) else [content]
-
-
-def _list_items(path: Path, text: bytes) -> list[bytes] | None:
-    """Cut a JSON list at its own commas, without reading what is between them; None where the text is no list."""
-    if not text.lstrip().startswith(b"["):
-        return None
-    items: list[bytes] = []
-    depth = start = 0
-    for match in _STRUCTURE.finditer(text):
-        sign = match[0]
-        depth += (sign in b"[{") - (sign in b"]}")
-        if depth == 1 and sign == b"[" and not items and not start:
-            start = match.end()
-        elif (depth == 1 and sign == b",") or not depth:
-            items.append(text[start : match.start()])
-            start = match.end()
-        if not depth:
-            return None if text[match.end() :].strip() else items
-    raise DatasetError(f"{path} is no readable json file (its list does not end). Restore or convert it.")
 
 
 def read_jsonl(path: Path) -> Iterator[Any]:

@@ -42,11 +42,10 @@ from .forwards.calibrate import learn_from_target, learned_before, learning_on
 from .forwards.parts import load_target
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible
-from .ray_workers import run_on_ray
 from .report import PartProgress, Timings, WriteReport
 from .sources import recorded_config
 from .texts import keep_texts, write_texts
-from .workers import ProcessCrew, WorkOrder, device_orders, direct, forwards_of, is_done, work_until_done
+from .workers import WorkOrder, device_orders, forwards_of, is_done, run_on_ray, run_processes, work_until_done
 
 
 def extract(
@@ -208,7 +207,7 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractP
         learn_from_target(
             codec,
             plan.table["n_tokens"].to_numpy(),
-            lambda row: plan.sequences.tokens(ids[row]),
+            lambda row: plan.sequences.text(ids[row])[0],
             target,
             plan.spec,
             plan.dtype,
@@ -263,7 +262,7 @@ def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -
     )
     if is_ray:
         return run_on_ray(order, store, scale, config.forward.encode_threads, counter)
-    return direct(ProcessCrew(device_orders(order, plan.device, scale.workers)), store, counter)
+    return run_processes(device_orders(order, plan.device, scale.workers), store, counter)
 
 
 def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> str | None:

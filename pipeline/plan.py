@@ -41,10 +41,10 @@ from .dataset import ChatSource, Columns
 from .forwards.calibrate import SAMPLE_TOKENS
 from .forwards.parts import N_HOST_SLOTS
 from .forwards.vllm_source import check_vllm
-from .ray_workers import require_ray
 from .sequences import Sequences, check_counts, read_sequences
 from .sources import check_weights, pinned_revision, sources_record, stored_sources, target_identities
 from .texts import read_texts, texts_origin
+from .workers import require_ray
 
 
 @dataclass(frozen=True)

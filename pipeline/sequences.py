@@ -12,7 +12,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -36,10 +35,8 @@ ROWS_PER_PROCESS = 16_384
 """Rows of a block for each process: some seconds of work, long against the start of the processes."""
 _BLOCK_CHARS = 1 << 28
 Tokenised = tuple[TokenizedChat | Rejection, bool]
-"""The sequence of a row or its rejection, and whether the chat template asked for the time."""
+"""The sequence of a row or its rejection, and whether the chat template has asked for the time in this process."""
 Tokenise = Callable[[Any], Tokenised]
-CHAT_COLUMNS = Columns()
-"""The columns of rows that are chats as they are."""
 _REPORT_ROWS = 64
 _COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
 _COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
@@ -84,19 +81,11 @@ class Sequences:
         """The number of rejected rows, duplicates not included."""
         return sum(self.rejections.values())
 
-    def tokens(self, sequence_id: str) -> np.ndarray:
-        """Return token ids, int32 [n_tokens]."""
+    def text(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids (int32) and response mask (uint8), [n_tokens] each."""
         index = self.ids[sequence_id]
-        return np.frombuffer(self._tokens, np.int32)[self.offsets[index] : self.offsets[index + 1]]
-
-    def response_mask(self, sequence_id: str) -> np.ndarray:
-        """Return the response mask, uint8 [n_tokens]."""
-        index = self.ids[sequence_id]
-        return np.frombuffer(self._mask, np.uint8)[self.offsets[index] : self.offsets[index + 1]]
-
-    def source_row(self, sequence_id: str) -> int:
-        """Return the row in the dataset, from 0."""
-        return self.source_rows[self.ids[sequence_id]]
+        own = slice(self.offsets[index], self.offsets[index + 1])
+        return np.frombuffer(self._tokens, np.int32)[own], np.frombuffer(self._mask, np.uint8)[own]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
         """Add a sequence, or count a duplicate where an equal one is there."""
@@ -126,14 +115,13 @@ class Sequences:
 
     def table(self) -> pa.Table:
         """Return the table for the storage plan: sequence_id, source_row, n_tokens, n_response_tokens."""
-        offsets = np.frombuffer(self.offsets, np.int64)
         mask = np.frombuffer(self._mask, np.uint8)  # its running sum would take 16 bytes a token
         marked = [np.count_nonzero(mask[start:end]) for start, end in pairwise(self.offsets)]
         return pa.table(
             {
                 "sequence_id": pa.array(list(self.ids), pa.string()),
                 "source_row": pa.array(np.frombuffer(self.source_rows, np.int64)),
-                "n_tokens": pa.array(np.diff(offsets), pa.int32()),
+                "n_tokens": pa.array(np.diff(self.offsets), pa.int32()),
                 "n_response_tokens": pa.array(marked, pa.int32()),
             }
         )
@@ -212,12 +200,13 @@ def read_sequences(
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()
-    results = tokenise_rows(
-        source.rows(),
-        partial(_tokenise, template, config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)),
-        (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1,
-        lambda: limit and limit - len(sequences),
-    )
+    max_length, columns = config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)
+
+    def tokenise(content: Any) -> Tokenised:
+        return tokenize_row(template, content, max_length, columns), template.asked_the_time
+
+    n_processes = (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1
+    results = tokenise_rows(source.rows(), tokenise, n_processes, lambda: limit and limit - len(sequences))
     for row, (chat, asked_the_time) in results:
         source.count(row)
         sequences.n_rows += 1
@@ -236,11 +225,6 @@ def read_sequences(
         progress(total, total, "tokenise")
     sequences.asked_the_time, sequences.dataset_sha256 = template.asked_the_time, source.identity()
     return sequences
-
-
-def _tokenise(template: ChatTemplate, max_length: int, columns: Columns, content: Any) -> Tokenised:
-    """Tokenise a row, and say whether the template has asked for the time so far in this process."""
-    return tokenize_row(template, content, max_length, columns), template.asked_the_time
 
 
 def tokenise_rows(
@@ -293,11 +277,9 @@ def _read_block(
 
 
 def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
-    """Yield the result of each row; fork k has every n-th row from row k on.
-
-    Forks have rows, tokenizer and template already. They are killed when the caller needs no more, and end by
-    themselves where this process is killed: their pipe breaks.
-    """
+    """Yield the result of each row; fork k has every n-th row from row k on."""
+    # Forks have rows, tokenizer and template already. They are killed when the caller needs no more, and end by
+    # themselves where this process is killed, as their pipe breaks.
     forks: list[tuple[int, Connection]] = []
     try:
         with warnings.catch_warnings():
@@ -326,7 +308,6 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 
 
 def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> NoReturn:
-    """Send the results of rows from a fork, and end it without a word."""
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the parent ends its forks
@@ -341,10 +322,10 @@ def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> No
 
 
 def tokenize_row(
-    template: ChatTemplate, content: Any, max_length: int, columns: Columns = CHAT_COLUMNS
+    template: ChatTemplate, content: Any, max_length: int, columns: Columns | None = None
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both cut to ``max_length``."""
-    row = columns.apply(content)
+    row = content if columns is None else columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
@@ -352,13 +333,12 @@ def tokenize_row(
 
 
 def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:
-    n_positions = sizes["max_position_embeddings"]
+    n_positions, largest = sizes["max_position_embeddings"], int(chat.tokens.max())
     if len(chat.tokens) > n_positions:
         raise DatasetError(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
             f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use --max-length {n_positions}."
         )
-    largest = int(chat.tokens.max())
     if largest >= sizes["vocab_size"]:
         raise DatasetError(
             f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has {sizes['vocab_size']:,} "
@@ -370,23 +350,21 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     """Refuse a dataset without usable rows, or with too many rejected ones."""
     if sequences.n_rows == 0:
         raise DatasetError(f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats.")
-    reasons = "; ".join(
-        f"{count:,} x {reason} ({sequences.examples[reason]})" for reason, count in sequences.rejections.most_common()
-    )
+    n_rejected, rejections = sequences.n_rejected, sequences.rejections
+    reasons = "; ".join(f"{n:,} x {reason} ({sequences.examples[reason]})" for reason, n in rejections.most_common())
     if len(sequences) == 0:
-        hint = ""
-        if set(sequences.rejections) == {RejectReason.NO_MESSAGES.value}:
+        hint = "Choose another --dataset or convert it."
+        if set(rejections) == {RejectReason.NO_MESSAGES.value}:
             hint = (
-                " Expected a column `messages` or `conversations`. Where questions and answers have columns of their "
+                "Expected a column `messages` or `conversations`. Where questions and answers have columns of their "
                 f"own, name them: --columns user=question,assistant=answer, or {' or '.join(FORMATS)}."
             )
         raise DatasetError(
-            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}.{hint} "
-            "Choose another --dataset or convert it."
+            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. {hint}"
         )
-    fraction = sequences.n_rejected / sequences.n_rows
-    if fraction > config.data.max_rejected_fraction:
+    if n_rejected > config.data.max_rejected_fraction * sequences.n_rows:
         raise DatasetError(
-            f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more than "
-            f"--max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Correct it or raise the limit."
+            f"{n_rejected:,} of {sequences.n_rows:,} rows ({n_rejected / sequences.n_rows:.1%}) cannot be used, more "
+            f"than --max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Correct it or raise the "
+            "limit."
         )

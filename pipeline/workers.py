@@ -3,12 +3,14 @@
 The commits in the store tell which parts are done, so workers do not need to know each other: each takes a part that
 has no commit and that nobody else is writing, runs the target over it and commits it. Of two that wrote the same part
 the first commit stays, and what a killed worker had in flight is taken by the others. Commands on other machines that
-write to the same store are workers like any other.
+write to the same store are workers like any other. Workers are processes of this machine, or tasks on the machines of a
+Ray cluster that share a disk or a bucket.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -22,42 +24,54 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 
 from ..errors import MoaDataError, OptionInvalid, WorkerError
-from ..machine import fix_sums
+from ..machine import fix_sums, usable_cores
 from ..moa.targets.live import Target, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.schema import TEXTS_NAME, StoreManifest
 from ..storage.write.store import StoreWriter
-from .config import parse_fields
+from ..text import first_line
+from .config import ScaleSettings, core_share, parse_fields, resolve_encode_threads
 from .forwards.parts import Forwards, load_target, run_parts, save_bundle
 from .report import PartProgress, Timings
 from .sequences import Sequences
 from .sources import check_identities, weight_identities
 from .texts import map_texts
 
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S, _DIRECT_EVERY_S, _RAY_LOOK_EVERY_S, _SIGNAL_EVERY_S = 1.0, 0.05, 0.5, 1.0
 _PATIENCE_S = 600.0
 """Seconds without any commit after which parts that other workers have begun are done here too."""
-_LEAVE_S = 2.0
-"""Seconds that a worker has to discard its part when it is told to end; an interrupted command has three in all."""
-_SIGNAL_EVERY_S = 1.0
+_LEAVE_S, _RAY_LEAVE_S = 2.0, 1.5
+"""Seconds that workers have to discard their parts when they are told to end; an interrupted command has three."""
 _MAX_LOST = 5
 """Workers in a row that may be lost before anything is committed; machines are seldom lost so often."""
 _END_S = 10.0
 """Seconds that workers have to report what they spent once everything is committed."""
+_DEVICE_FAILED = 70
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from moa_data.pipeline.workers import main
 sys.exit(main(int(sys.argv[1])))
 """
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "token",  # as Ray does by itself for one that it starts, but then with a warning
+}
+
+Outcome = Timings | Exception | str
+"""What a worker spent, what it raised, or how it was lost."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class WorkOrder:
         device: device of the forward.
         n_threads: threads that torch may use on the CPU; None for its own choice.
         n_encode_threads: threads that encode.
-        attempt: name of its unfinished files; begins with that of the command's own.
+        attempt: name of its unfinished files.
         index: number of this worker among ``n_workers``, which decides the parts it begins with.
     """
 
@@ -88,9 +102,15 @@ class WorkOrder:
     n_workers: int = 1
 
     def numbered(self, index: int, n_workers: int) -> WorkOrder:
-        """Return the order for one of several workers."""
+        """Return the order for one of several workers; ``attempt`` is then the command's own."""
         attempt = f"{self.attempt}-{index}-{secrets.token_hex(2)}"
         return replace(self, attempt=attempt, index=index, n_workers=n_workers)
+
+
+def require_ray() -> None:
+    """Refuse the engine where Ray is not installed; raises OptionInvalid."""
+    if importlib.util.find_spec("ray") is None:
+        raise OptionInvalid("--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'.")
 
 
 def is_done(store: StoreWriter) -> bool:
@@ -104,9 +124,8 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
     Each of several workers begins with its own share of the parts, and then takes those of the others.
     """
     parts = store.pending_parts()
-    own, others = parts[index::n_workers], list[int]()
-    if n_workers > 1:
-        others = [part for part in parts if part not in set(own)]
+    own = parts[index::n_workers]
+    others = sorted(set(parts) - set(own))
     if store.joined:
         # Another order than other workers have: a bucket has no locks that tell what they are writing.
         for some in (own, others):
@@ -167,7 +186,7 @@ def forwards_of(
         dtype=getattr(torch, str(extraction["dtype"])),
         batch_tokens=int(extraction["batch_tokens"]),
         uses_cache=spec.kv,
-        text=lambda key: (sequences.tokens(key), sequences.response_mask(key)),
+        text=sequences.text,
         n_encode_threads=n_encode_threads,
     )
 
@@ -191,147 +210,121 @@ def run_worker(order: WorkOrder) -> Timings:
     return timings
 
 
-class Crew(Protocol):
-    """Workers that one command directs: processes of this machine, or tasks of Ray."""
-
-    n_workers: int
-    restarts: bool
-    """Whether a worker that is lost is started anew; else the others do its parts."""
-    look_every_s: float
-
-    @property
-    def n_running(self) -> int:
-        """Workers that have not ended."""
-        ...
-
-    def start(self, index: int) -> None:
-        """Start a worker."""
-        ...
-
-    def ended(self) -> list[tuple[int, Timings | Exception | str]]:
-        """Return the workers that have ended: index, and what it spent, what it raised, or how it was lost."""
-        ...
-
-    def stop(self) -> None:
-        """End the workers that are still there, which discard what they have not committed."""
-        ...
-
-
-def direct(crew: Crew, store: StoreWriter, progress: PartProgress) -> tuple[Timings, list[str]]:
+def direct(
+    make: Callable[[WorkOrder], ProcessWorker | RayWorker],
+    orders: Sequence[WorkOrder],
+    store: StoreWriter,
+    progress: PartProgress,
+    restarts: bool,
+) -> tuple[Timings, list[str]]:
     """Run workers until all is done.
+
+    Args:
+        make: starts a worker.
+        restarts: whether a worker that is lost is started anew; else the others do its parts.
 
     Returns:
         What the workers spent, together; how each worker that was lost has ended.
 
     Raises:
         WorkerError: none is left and there is work to do, or several in a row were lost before anything was committed.
-        Exception: what one of them raised; the others were told to end.
+        Exception: what one of them raised; the caller ends the others.
     """
     timings, lost, n_in_a_row, n_committed, done_s = Timings(), list[str](), 0, -1, math.inf
-    try:
-        for index in range(crew.n_workers):
-            crew.start(index)
-        # Once all is done, workers of Ray for which there was no room are left where they wait.
-        while crew.n_running and time.monotonic() < done_s + _END_S:
-            n_lost = 0 if crew.restarts else len(lost)
-            of_all = f" of {crew.n_workers} workers left" if n_lost else " workers"
-            progress.tell(timings, f", {crew.n_workers - n_lost}{of_all}")
-            time.sleep(crew.look_every_s)
-            for index, outcome in crew.ended():
-                if isinstance(outcome, Exception):
-                    raise outcome
-                if isinstance(outcome, Timings):
-                    timings += outcome
-                    continue
+    running = {index: make(order.numbered(index, len(orders))) for index, order in enumerate(orders)}
+    # Once all is done, tasks of Ray for which there was no room are left where they wait.
+    while running and time.monotonic() < done_s + _END_S and (n_in_a_row < _MAX_LOST or not restarts):
+        who = f"{len(orders) - len(lost)} of {len(orders)} workers left" if lost else f"{len(orders)} workers"
+        progress.tell(timings, f", up to {len(orders)} workers of Ray" if restarts else f", {who}")
+        # Asleep in Python and not in Ray, which would forget which signal has come.
+        time.sleep(_RAY_LOOK_EVERY_S if restarts else _DIRECT_EVERY_S)
+        for index, worker in list(running.items()):
+            outcome = worker.outcome()
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is not None:
+                del running[index]
+            if isinstance(outcome, Timings):
+                timings += outcome
+            elif outcome is not None:
                 lost.append(outcome)
                 store.remove_attempt(f"{store.attempt}-{index}-*")
                 before, n_committed = n_committed, len(store.committed_parts())
                 n_in_a_row = 1 if n_committed > before else n_in_a_row + 1
-                if crew.restarts and n_in_a_row < _MAX_LOST:
-                    crew.start(index)
-            if done_s == math.inf and is_done(store):
-                done_s = time.monotonic()
-            elif crew.restarts and n_in_a_row >= _MAX_LOST:
-                break
-        if not is_done(store):
-            raise WorkerError(
-                f"{len(lost)} workers ended with work left, the last one by {''.join(lost[-1:])}. What was committed "
-                "is kept: run the same command again to continue, with fewer --workers if memory ran out."
-            )
-    finally:
-        crew.stop()
-        store.remove_attempt(f"{store.attempt}-*")
+                if restarts:
+                    running[index] = make(orders[index].numbered(index, len(orders)))
+        if done_s == math.inf and is_done(store):
+            done_s = time.monotonic()
+    if not is_done(store):
+        raise WorkerError(
+            f"{len(lost)} workers ended with work left, the last one by {''.join(lost[-1:])}. What was committed "
+            "is kept: run the same command again to continue, with fewer --workers if memory ran out."
+        )
     return timings, lost
 
 
-class ProcessCrew:
-    """Worker processes of this machine; the standard input of each is open as long as this process lives.
+def run_processes(orders: Sequence[WorkOrder], store: StoreWriter, progress: PartProgress) -> tuple[Timings, list[str]]:
+    """Run a worker process of this machine for each order until all is done; see :func:`direct`."""
+    workers = list[ProcessWorker]()
 
-    Args:
-        orders: an order for each worker.
-    """
+    def make(order: WorkOrder) -> ProcessWorker:
+        workers.append(ProcessWorker(order))
+        return workers[-1]
 
-    restarts = False
-    look_every_s = 0.05
+    try:
+        return direct(make, orders, store, progress, restarts=False)
+    finally:
+        _stop(workers)
+        store.remove_attempt(f"{store.attempt}-*")
 
-    def __init__(self, orders: Sequence[WorkOrder]) -> None:
-        self._orders = orders
-        self.n_workers = len(orders)
-        self._running: dict[int, tuple[subprocess.Popen[bytes], BinaryIO, BinaryIO]] = {}
 
-    @property
-    def n_running(self) -> int:
-        """Processes that have not been found ended."""
-        return len(self._running)
+class ProcessWorker:
+    """A worker in a process of this machine; its standard input is open as long as this process lives."""
 
-    def start(self, index: int) -> None:
-        """Start a process."""
-        log, result = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_end`)
-        self._running[index] = start_process(self._orders[index], log, result), log, result
+    def __init__(self, order: WorkOrder) -> None:
+        self._log, self._result = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
+        self.process = start_process(order, self._log, self._result)
 
-    def ended(self) -> list[tuple[int, Timings | Exception | str]]:
-        """Return the processes that have ended, and what became of each."""
-        return [(i, self._end(i)) for i, (process, _, _) in list(self._running.items()) if process.poll() is not None]
+    def outcome(self) -> Outcome | None:
+        """Return what became of it, once; None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        if code == 0:
+            self._result.seek(0)
+            found: Outcome = pickle.load(self._result)
+            return found
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGKILL:
+            how += ", which the kernel sends where memory runs out"
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
+        lines = [line.strip() for line in self._log.read().decode(errors="replace").split("\n") if line.strip()]
+        return f"{how}: {lines[-1]}" if lines else how
 
-    def _end(self, index: int) -> Timings | Exception | str:
-        process, log, result = self._running.pop(index)
-        process.kill()
-        process.wait()
-        outcome: Timings | Exception | str = _describe_end(process.returncode, log)
-        if process.returncode == 0:
-            result.seek(0)
-            outcome = pickle.load(result)
-        for file in (log, result, process.stdin):
+    def close(self) -> None:
+        """Kill the process if it is still there, and close its files."""
+        self.process.kill()
+        self.process.wait()
+        for file in (self._log, self._result, self.process.stdin):
             if file is not None:
                 file.close()
-        return outcome
-
-    def stop(self) -> None:
-        """End the processes that are still there."""
-        told_s, began_s = 0.0, time.monotonic()
-        try:
-            while any(process.poll() is None for process, _, _ in self._running.values()):
-                if (now_s := time.monotonic()) > began_s + _LEAVE_S:
-                    break
-                if now_s > told_s + _SIGNAL_EVERY_S:  # repeated: an exception that falls into a destructor is dropped
-                    for process, _, _ in self._running.values():
-                        process.terminate()
-                    told_s = now_s
-                time.sleep(0.02)
-        finally:
-            for index in list(self._running):
-                self._end(index)
 
 
-def _describe_end(code: int, log: BinaryIO) -> str:
-    """Say how a process ended, with the last line that it wrote."""
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    if code == -signal.SIGKILL:
-        how += ", which the kernel sends where memory runs out"
-    log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-    lines = log.read().decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return how + (f": {last}" if last else "")
+def _stop(workers: Sequence[ProcessWorker]) -> None:
+    """End the workers that are still there, which discard what they have not committed."""
+    told_s, began_s = 0.0, time.monotonic()
+    try:
+        while any(worker.process.poll() is None for worker in workers):
+            if (now_s := time.monotonic()) > began_s + _LEAVE_S:
+                break
+            if now_s > told_s + _SIGNAL_EVERY_S:  # repeated: an exception that falls into a destructor is dropped
+                for worker in workers:
+                    worker.process.terminate()
+                told_s = now_s
+            time.sleep(0.02)
+    finally:
+        for worker in workers:
+            worker.close()
 
 
 def start_process(order: WorkOrder, log: BinaryIO, result: BinaryIO) -> subprocess.Popen[bytes]:
@@ -423,4 +416,118 @@ def device_orders(order: WorkOrder, device: str, n_workers: int) -> list[WorkOrd
             )
         if kind.index is None:
             devices = [f"{kind.type}:{index}" for index in range(n_workers)]
-    return [replace(order.numbered(index, n_workers), device=own) for index, own in enumerate(devices)]
+    return [replace(order, device=own) for own in devices]
+
+
+def run_on_ray(
+    order: WorkOrder, store: StoreWriter, scale: ScaleSettings, encode_threads: int | None, progress: PartProgress
+) -> tuple[Timings, list[str]]:
+    """Run workers with Ray until all is done; see :func:`direct`.
+
+    Each is a task of Ray, which waits until the cluster has room for it: so machines may join and leave meanwhile.
+
+    Args:
+        order: what each worker is told; its threads are left to the machine that it finds itself on.
+        encode_threads: threads that encode in each worker; None for its share of its machine's cores.
+    """
+    gpus = 0.0 if order.device == "cpu" else scale.gpus_per_worker or 1.0
+    needs = {"CPU": float(scale.cpus_per_worker), "GPU": gpus}
+    try:
+        with _connected(scale, needs["CPU"]) as ray:
+            task = ray.remote(ray_task).options(
+                num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_retries=0, scheduling_strategy="SPREAD"
+            )
+
+            def make(own: WorkOrder) -> RayWorker:
+                return RayWorker(ray, task.remote(own, needs, encode_threads))
+
+            return direct(make, [order] * scale.workers, store, progress, restarts=True)
+    finally:
+        until_s = time.monotonic() + _RAY_LEAVE_S
+        while any(map(store.is_claimed, store.pending_parts())) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        store.remove_attempt(f"{store.attempt}-*")
+
+
+class RayWorker:
+    """A worker that is a task of Ray.
+
+    Args:
+        ray: the package, which is imported where it is used alone.
+        reference: the task.
+    """
+
+    def __init__(self, ray: Any, reference: Any) -> None:
+        self._ray, self._reference = ray, reference
+
+    def outcome(self) -> Outcome | None:
+        """Return what became of it; None while it runs, or waits for room."""
+        if not self._ray.wait([self._reference], timeout=0)[0]:
+            return None
+        try:
+            found: Outcome = pickle.loads(self._ray.get(self._reference))
+            return found
+        except self._ray.exceptions.RayError as error:  # what became of the worker, not what it raised
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return f"{lines[-1] if lines else type(error).__name__}; started anew"
+
+
+def ray_task(order: WorkOrder, needs: Mapping[str, float], encode_threads: int | None) -> bytes:
+    """Run a worker on its share of the machine; returns what it spent or raised, pickled."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    resources: Mapping[str, float] = next((item["Resources"] for item in ray.nodes() if item["NodeID"] == node), {})
+    n_here = workers_that_fit(resources, needs)
+    own = replace(order, n_threads=core_share(n_here), n_encode_threads=resolve_encode_threads(encode_threads, n_here))
+    try:
+        return pickle.dumps(run_worker(own))
+    except Exception as error:  # noqa: BLE001  (the driver raises it)
+        if is_of_device(error):
+            os._exit(_DEVICE_FAILED)  # as a kill would: the worker is started anew, in another process
+        return pickle.dumps(portable(error))
+
+
+def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """Return how many workers with these needs a machine can hold, which share its cores; at least one."""
+    return max(1, int(min(resources.get(name, 0.0) // need for name, need in needs.items() if need)))
+
+
+@contextmanager
+def _connected(scale: ScaleSettings, n_cpus: float) -> Iterator[Any]:
+    """Connect this process to Ray, or start a Ray of its own; quietly, and leaving signals to the command."""
+    address = scale.address or os.environ.get("RAY_ADDRESS")
+    for name, value in _QUIET.items():
+        if name != "RAY_AUTH_MODE" or not address:
+            os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        raise OptionInvalid("This process is connected to Ray already. Call ray.shutdown() first.")
+    own: dict[str, Any] = {
+        "include_dashboard": False,
+        "num_cpus": max(usable_cores(), math.ceil(scale.workers * n_cpus)),
+        "object_store_memory": 128 << 20,
+    }
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            configure_logging=False,
+            namespace="moa-data",
+            **({} if address else own),
+        )
+    except ConnectionError as error:
+        raise OptionInvalid(
+            f"No Ray cluster is found at {address}: {first_line(error)}. Start one with `ray start --head`, or leave "
+            "out --address."
+        ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

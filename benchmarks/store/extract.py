@@ -39,7 +39,7 @@ def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
     padded = []
     for part in range(plan.n_parts):
         for rows in batches(plan.table.filter(pc.field("part") == part), plan.batch_tokens):
-            texts = [torch.from_numpy(plan.sequences.tokens(key)).long() for key in rows["sequence_id"].to_pylist()]
+            texts = [torch.from_numpy(plan.sequences.text(key)[0]).long() for key in rows["sequence_id"].to_pylist()]
             padded.append(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
     return padded
 

@@ -123,7 +123,7 @@ def test_a_signal_ends_all_processes_in_one_line(commands: Commands, number: sig
     running = commands.start(2)
     out, said = running.communicate(timeout=300)
     assert running.returncode == 0, said
-    assert "2 workers" in out
+    assert "workers      2" in out
     assert is_whole(commands)
 
 

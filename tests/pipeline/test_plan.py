@@ -43,7 +43,7 @@ def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_
     assert plan.n_sequences == 30
     assert plan.sequences.n_duplicates == 1
     assert plan.sequences.rejections == {"the chat has no assistant message": 1, "the row is no JSON object": 1}
-    n_tokens = sum(len(plan.sequences.tokens(key)) for key in plan.table["sequence_id"].to_pylist())
+    n_tokens = sum(len(plan.sequences.text(key)[0]) for key in plan.table["sequence_id"].to_pylist())
     assert plan.n_tokens == n_tokens
     assert plan.raw_bytes["kv"] == n_tokens * 3 * 2 * 2 * 8 * 2
     assert plan.raw_bytes["hidden/last"] == n_tokens * 32 * 2

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from moa_data.errors import OptionInvalid, TargetError, WorkerError
-from moa_data.pipeline import ray_workers
+from moa_data.pipeline import workers
 from moa_data.pipeline.config import ExtractConfig, ScaleSettings, core_share
 from moa_data.pipeline.plan import build_plan
-from moa_data.pipeline.ray_workers import RayCrew, ray_task, run_on_ray, workers_that_fit
 from moa_data.pipeline.report import PartProgress, Timings
-from moa_data.pipeline.workers import WorkOrder
+from moa_data.pipeline.workers import WorkOrder, ray_task, run_on_ray, workers_that_fit
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.stores import make_recipe, read_tree
@@ -61,8 +60,8 @@ class FakeRay:
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "node")
 
-    def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        return references[:1], references[1:]
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return references, []
 
     def get(self, reference: Any) -> Any:
         return reference()
@@ -72,7 +71,7 @@ class FakeRay:
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr(RayCrew, "look_every_s", 0.0)
+    monkeypatch.setattr(workers, "_RAY_LOOK_EVERY_S", 0.0)
     return fake
 
 
@@ -91,7 +90,7 @@ class Cluster:
             self.started.append(order.attempt)
             return script.work(order)
 
-        self.patch.setattr(ray_workers, "run_worker", work)
+        self.patch.setattr(workers, "run_worker", work)
         with StoreWriter.create_or_resume(self.path, self.recipe.manifest, self.recipe.plan, shares=True) as store:
             scale = ScaleSettings(engine="ray", workers=2)
             progress = PartProgress(store, None)
@@ -129,7 +128,7 @@ def test_a_lost_worker_is_started_anew(cluster: Cluster) -> None:
     def raises_through(error: Exception) -> Exception:
         raise error
 
-    cluster.patch.setattr(ray_workers, "portable", raises_through)
+    cluster.patch.setattr(workers, "portable", raises_through)
     _, lost = cluster.run(lose)
     assert lost == ["SIGKILL; started anew"]
     assert read_tree(cluster.path) == cluster.whole()
@@ -144,7 +143,7 @@ def test_workers_that_are_lost_again_and_again_end_the_run_in_one_line(cluster: 
     def raises_through(error: Exception) -> Exception:
         raise error
 
-    cluster.patch.setattr(ray_workers, "portable", raises_through)
+    cluster.patch.setattr(workers, "portable", raises_through)
     with pytest.raises(WorkerError, match="ModuleNotFoundError") as caught:
         cluster.run(lose)
     assert "\n" not in str(caught.value)
@@ -184,7 +183,7 @@ def test_a_worker_computes_on_its_share_of_the_cores(monkeypatch: pytest.MonkeyP
         told.append(order)
         return Timings()
 
-    monkeypatch.setattr(ray_workers, "run_worker", work)
+    monkeypatch.setattr(workers, "run_worker", work)
     for needs, encode_threads in (({"CPU": 1.0}, None), ({"CPU": 2.0}, 3)):
         ray_task(order_for(Path("store")), needs, encode_threads)
     assert [(item.n_threads, item.n_encode_threads) for item in told] == [
@@ -202,7 +201,7 @@ def test_ray_that_is_missing_or_taken_is_said_in_one_line(
         refused(run(command, *arguments), "pip install 'moa-data[ray]'")
     assert not Path(config.out).exists()
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
-    with pytest.raises(OptionInvalid), ray_workers._connected(ScaleSettings(engine="ray"), 1):
+    with pytest.raises(OptionInvalid), workers._connected(ScaleSettings(engine="ray"), 1):
         pass
 
 

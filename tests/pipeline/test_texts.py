@@ -170,8 +170,8 @@ def test_kept_tokens_take_no_memory_of_the_process(tmp_path: Path) -> None:
     assert made.sha256() == kept.sha256() == read.sha256()
     key = next(iter(made.ids))
     for other in (kept, read):
-        assert not other.tokens(key).flags.writeable
-        np.testing.assert_array_equal(other.tokens(key), made.tokens(key))
+        assert not other.text(key)[0].flags.writeable
+        np.testing.assert_array_equal(other.text(key)[0], made.text(key)[0])
 
 
 def test_counting_takes_little_memory_beside_the_tokens() -> None:
@@ -183,5 +183,5 @@ def test_counting_takes_little_memory_beside_the_tokens() -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 500 * 2000  # less than a byte for each token
-    marked = [int(sequences.response_mask(key).sum()) for key in table["sequence_id"].to_pylist()]
+    marked = [int(sequences.text(key)[1].sum()) for key in table["sequence_id"].to_pylist()]
     assert table["n_response_tokens"].to_pylist() == marked

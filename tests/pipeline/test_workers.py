@@ -17,7 +17,7 @@ from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.report import PartProgress, Timings
 from moa_data.pipeline.texts import keep_texts
-from moa_data.pipeline.workers import ProcessCrew, device_orders, direct, pending_in_turn, portable, run_worker
+from moa_data.pipeline.workers import device_orders, pending_in_turn, portable, run_processes, run_worker
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.kills import die
@@ -63,7 +63,7 @@ class Crew:
         with self.opened() as store:
             progress = PartProgress(store, lambda *told: self.told.append(told))
             order = order_for(self.path, store.attempt)
-            found = direct(ProcessCrew(device_orders(order, "cpu", n_workers)), store, progress)
+            found = run_processes(device_orders(order, "cpu", n_workers), store, progress)
             progress.tell(found[0], looks=True)
             store.sweep()
         return found
