@@ -40,17 +40,6 @@ def test_help_of_each_command_has_a_summary_and_an_example(command: str) -> None
     assert command in run("--help").output
 
 
-def test_the_help_page_begins_with_what_is_needed_first() -> None:
-    page = run("--help").output
-    names = ("First steps", "Serve", "Maintain stores", "Evaluate and export")
-    headings = [page.index(f"\n{heading}:\n") for heading in names]
-    assert headings == sorted(headings)
-    first = page[headings[0] : headings[1]]
-    assert [line.split()[0] for line in first.splitlines() if line[:3].rstrip() and line[:2] == "  "] == [
-        "demo", "extract", "inspect", "train", "generate", "eval", "options",
-    ]  # fmt: skip
-
-
 def test_every_option_has_a_help_text() -> None:
     context = click.Context(main)
     for command in COMMANDS:
@@ -78,18 +67,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-def test_module_and_console_script_are_the_same() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "moa_data", "--version"], capture_output=True, text=True, check=True, env=ENVIRONMENT
-    )
-    assert __version__ in shown.stdout
-
-
-def test_missing_options_are_named() -> None:
-    refused(run("extract", "--model", "m"), "missing: --dataset, --out", "--config FILE")
-    refused(run("train"), "missing: STORE, --out")
-
-
 def test_model_without_config_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     chats = write_jsonl(tmp_path / "chats.jsonl", [chat("Hi", "Hello")])
@@ -115,11 +92,6 @@ def test_generate_decodes_plainly_only_to_compare(room: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "the same tokens" in shown.stdout
     assert "`moa-data eval` measures" in shown.stdout
-
-
-def test_generate_with_a_missing_model_is_one_line(tmp_path: Path) -> None:
-    absent = str(tmp_path / "absent")
-    refused(run("generate", "--model", absent, "--drafter", absent, "--prompt", "Hi"), absent)
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str, function: Callable[..., Any]) -> None:

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from moa_data.commands.console import StandardOutput
 from moa_data.commands.views import sample_view
-from moa_data.serving.detokenizer import Detokenizer
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import build_room, run
 from moa_data.text import add_command, printable
@@ -55,26 +54,6 @@ def test_a_terminal_shows_text_tables_and_styles_of_its_own(monkeypatch: pytest.
     assert r"a\x1bb\x9bc|" in screen.getvalue()
 
 
-def test_a_colour_terminal_still_has_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    StandardOutput().print("a\x1b[31mb", style="green", end="")
-    assert re.fullmatch("\x1b\\[32m" + re.escape(r"a\x1b[31mb") + "\x1b\\[0m", screen.getvalue())
-
-
-def test_streamed_tokens_are_escaped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
-    terminal = StandardOutput()
-    text = Detokenizer(lambda ids: "".join(map(chr, ids)))
-    for character in ATTACK:
-        terminal.print(text.append(ord(character)), end="")
-    assert screen.getvalue() == SHOWN
-
-
 def test_inspect_shows_a_sample_without_obeying_it(room: Path) -> None:
     result = run("inspect", room / "store", "--sample", "1")
     assert result.exit_code == 0, result.output
@@ -95,18 +74,6 @@ def test_error_lines_quote_rows_and_names_without_obeying_them(room: Path, tmp_p
     result = run(*arguments, tmp_path / "\x1b[2Jabsent.jsonl")
     assert "/\\x1b[2Jabsent.jsonl does not exist" in result.stderr
     assert not CONTROLS.search(result.stderr.split("\r")[-1])
-
-
-def test_generate_prints_what_a_target_says_without_obeying_it(room: Path) -> None:
-    """An untrained target says control bytes by itself."""
-    generate = ("generate", "--model", room / "model", "--drafter", room / "drafter", "--tree", "2", "--device", "cpu")
-    sampling = ("--temperature", "1.5", "--max-new-tokens", "96")
-    one = run(*generate, *sampling, "--prompt", ATTACK)
-    two = run(*generate, *sampling, "--prompt", "a", "--prompt", "b")
-    for result in (one, two):
-        assert result.exit_code == 0, result.output
-        assert not CONTROLS.search(result.stdout)
-        assert re.search(r"\\x[0189][0-9a-f]", result.stdout)
 
 
 def test_reports_of_eval_are_escaped(room: Path, tmp_path: Path) -> None:

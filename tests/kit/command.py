@@ -47,7 +47,7 @@ def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     line = error_line(result.exit_code, result.stderr, exit_code)
     for text in texts:
-        assert text in line
+        assert text in line, line
 
 
 def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
