@@ -24,11 +24,10 @@ from ..machine import fix_sums
 from ..moa.targets.bundle import held_layers, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
-from ..storage.commit import read_part_commit
 from ..storage.paths import StorePath
 from ..storage.plan import read_plan
 from ..storage.read.store import ActivationStore, read_manifest
-from ..storage.schema import HIDDEN_LAST, PLAN_NAME, TOKENS, StoreManifest, commit_path, to_float32
+from ..storage.schema import HIDDEN_LAST, PLAN_NAME, TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.addition import (
     StoreAddition,
     extended_codec,
@@ -37,7 +36,7 @@ from ..storage.write.addition import (
     save_next_basis,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, activation_name, add_command, counted, format_bytes, format_hours
+from ..text import Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
 from .card import CardOrigin, write_card
 from .config import ActivationSpec, AddConfig, ExtractConfig, parse_activations, parse_fields, resolve_encode_threads
@@ -54,7 +53,7 @@ from .plan import (
     forward_memory,
     interruptible,
 )
-from .report import Timings
+from .report import Timings, WriteReport
 from .sources import (
     check_identities,
     check_weights,
@@ -128,53 +127,9 @@ class AddPlan(ForwardPlan):
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class AddReport:
-    """What an addition did.
-
-    Attributes:
-        fields: the fields that were added, by this run or by earlier runs of the same addition.
-        target_layers: decoder layers that the store keeps after the addition.
-        n_parts: parts that have the new fields.
-        n_parts_done: parts that this run wrote to.
-        n_pending_parts: planned parts that are still to be extracted.
-        stored_bytes: bytes of the added fields on disk.
-        agreement: how hidden/last of the first batch compares with the stored one.
-    """
-
-    store: StorePath
-    fields: tuple[str, ...]
-    target_layers: int
-    n_parts: int
-    n_parts_done: int
-    n_pending_parts: int
-    n_tokens: int
-    stored_bytes: int
-    agreement: str
-    timings: Timings = field(repr=False)
-
-    def describe(self) -> str:
-        """Return the report as text."""
-        kept = f"target/ keeps the last {self.target_layers} decoder layers" if self.target_layers else ""
-        if not self.fields:
-            return f"added        nothing, {self.store} has it all{f'; {kept}' if kept else ''}"
-        t = self.timings
-        lines = [
-            f"added        {', '.join(self.fields)} to {self.store}: {self.n_tokens:,} tokens in "
-            f"{counted(self.n_parts, 'part')}, {format_bytes(self.stored_bytes)}; the other fields are as they were"
-        ]
-        lines += [f"target       {kept}"] if kept else []
-        lines += [f"rounding     {self.agreement}"] if self.agreement else []
-        lines.append(
-            f"this run     {counted(self.n_parts_done, 'part')}, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
-            f"({t.tokens_per_s:,.0f} tokens/s); forwards {format_hours(t.forward_s)}, padding {t.padding_fraction:.1%}"
-        )
-        if self.n_pending_parts:
-            lines.append(f"pending      {self.n_pending_parts:,} parts are still to be extracted, with all fields")
-        return "\n".join(lines)
-
-
-def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None) -> AddReport:
+def add(
+    config: AddConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> WriteReport:
     """Add activations to every committed part of a store, or continue where an earlier run stopped.
 
     Raises:
@@ -198,16 +153,13 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
         if recorded is not None:
             write_card(plan.store, CardOrigin.of(recorded))
         timings.wall_s = time.perf_counter() - start
+        report = _report(plan, writer, timings, agreement)
         if plan.fields or plan.grows_bundle:
-            record = {
-                "added": config.named() | {"fields": plan.fields, "agreement": agreement},
-                "provenance": dict(provenance or {}),
-                "n_parts_done": timings.n_parts,
-                "timings": timings.record(),
-            }
+            what = {"added": config.named() | {"fields": plan.fields, "agreement": agreement}}
             # These settings would make the whole store, for a repair.
-            writer.record_run(record if recorded is None else record | {"config": recorded.named()})
-        return _report(plan, writer, timings, agreement)
+            named = {} if recorded is None else {"config": recorded.named()}
+            writer.record_run(report.record(provenance) | what | named)
+    return report
 
 
 def _recorded(plan: AddPlan) -> ExtractConfig | None:
@@ -304,22 +256,16 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     return f"the first batch gave the stored hidden/last up to a relative error of {relative:.1e}, by rounding or codec"
 
 
-def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> AddReport:
-    commits = [read_part_commit(commit_path(plan.store, part)) for part in writer.committed_parts()]
-    starts = tuple(f"{name}/" for name in plan.fields)
-    files = [(name, record) for commit in commits for name, record in commit.files.items()]
-    return AddReport(
-        store=plan.store,
-        fields=plan.fields,
-        target_layers=plan.n_layers_kept,
-        n_parts=len(commits),
-        n_parts_done=timings.n_parts,
-        n_pending_parts=len(writer.pending_parts()),
-        n_tokens=plan.n_tokens,
-        stored_bytes=sum(record.bytes for name, record in files if name.startswith(starts)),
-        agreement=agreement,
-        timings=timings,
-    )
+def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> WriteReport:
+    report = WriteReport.of(writer, timings)
+    report.lines = [f"added        {', '.join(plan.fields) or 'no field, the store has them all'}"]
+    if plan.grows_bundle:
+        report.restored = f"{TARGET_NAME}/ with {plan.n_layers_kept} decoder layers"
+    if agreement:
+        report.lines.append(f"rounding     {agreement}")
+    if n_pending := len(writer.pending_parts()):
+        report.lines.append(f"pending      {counted(n_pending, 'part')} to be extracted, with all fields")
+    return report
 
 
 def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPlan:

@@ -30,7 +30,7 @@ from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
 from ..storage.backend import open_path
-from ..storage.schema import CODEC_NAME, TEXTS_NAME
+from ..storage.schema import CODEC_NAME, TARGET_NAME, TEXTS_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.repair import RepairPlan, retract_damage
 from ..storage.write.store import StoreWriter
@@ -80,6 +80,7 @@ def extract(
         plan = _with_texts(dataclasses.replace(plan, codec=store.codec), store)  # what another run learned first
         if redo is not None:
             store.replace_parts(retract_damage(store, redo).parts)
+        had_target = store.has_target
         counter = PartProgress(store, progress)
         timings, lost = Timings(), list[str]()
         try:
@@ -99,6 +100,10 @@ def extract(
             counter.tell(timings, looks=True)
         timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
         report = _report(plan, store, timings, lost)
+        restored = [] if had_target else [f"{TARGET_NAME}/"]
+        if redo is not None:
+            restored += [name for name in ("manifest", "metadata", "codec") if getattr(redo, name)]
+        report.restored = ", ".join(restored)
         with store.publishing(CARD_BYTE):
             write_card(store.path, CardOrigin.of(config))
         counts = plan.sequences

@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,14 +19,14 @@ from ..moa.targets.bundle import FrozenTarget, load_target_config
 from ..storage.backend import exists, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
-from ..storage.commit import read_part_commit
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
-from ..storage.schema import SCHEMA_VERSION, TARGET_NAME, TOKENS, commit_path, to_float32
+from ..storage.schema import SCHEMA_VERSION, TARGET_NAME, TOKENS, to_float32
 from ..storage.write.store import StoreWriter
-from ..text import Progress, counted, format_bytes, format_hours
+from ..text import Progress
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .plan import existing_parent
+from .report import Timings, WriteReport
 
 METRIC_TOKENS = 60_000
 """Tokens of the sequences on which metrics of keys and values are measured, roughly."""
@@ -50,30 +49,6 @@ class KVMetrics(Protocol):
         """Measure on sequences of a store."""
 
 
-@dataclass(frozen=True)
-class RecodeReport:
-    """What a recoding did; ``source_bytes`` are those of the source's parts."""
-
-    source: StorePath
-    out: StorePath
-    codec: str
-    n_parts: int
-    n_parts_done: int
-    n_tokens: int
-    source_bytes: int
-    stored_bytes: int
-    wall_s: float
-
-    def describe(self) -> str:
-        """Return the report as text."""
-        return (
-            f"{self.out}: codec {self.codec}, {counted(self.n_parts, 'part')} ({self.n_parts_done:,} by this run in "
-            f"{format_hours(self.wall_s)}), {format_bytes(self.stored_bytes)}, "
-            f"{self.stored_bytes / self.n_tokens:,.0f} bytes per token; {self.stored_bytes / self.source_bytes:.3f} of "
-            f"{self.source}"
-        )
-
-
 def recode(
     store: str | os.PathLike[str] | StorePath,
     codec: str,
@@ -81,7 +56,7 @@ def recode(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
     kv_metrics: KVMetrics | None = None,
-) -> RecodeReport:
+) -> WriteReport:
     """Write the content of a lossless store with another codec, or continue where an earlier run stopped.
 
     Without metrics the new store has the bytes that extracting with that codec would have given.
@@ -120,7 +95,7 @@ def recode(
             rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
             try:
                 _copy_target(source, writer)
-                n_parts_done = write_parts(
+                timings = write_parts(
                     writer, lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec), "recode", progress
                 )
             except KeyboardInterrupt as error:
@@ -129,21 +104,12 @@ def recode(
                     f"Interrupted; {n_done} of {writer.n_parts} parts are committed in {writer.path}. Run the same "
                     "command again to continue."
                 ) from error
-            report = RecodeReport(
-                source=source.path,
-                out=target_store,
-                codec=new.name,
-                n_parts=writer.n_parts,
-                n_parts_done=n_parts_done,
-                n_tokens=manifest.n_tokens,
-                source_bytes=sum(commit.stored_bytes for commit in source.commits.values()),
-                stored_bytes=sum(
-                    read_part_commit(commit_path(writer.path, part)).stored_bytes for part in range(writer.n_parts)
-                ),
-                wall_s=time.perf_counter() - start,
-            )
-            record = vars(report) | {"source": str(source.path), "out": str(target_store)}
-            writer.record_run({"recode": record, "provenance": provenance or {}})
+            timings.wall_s = time.perf_counter() - start
+            report = WriteReport.of(writer, timings)
+            source_bytes = sum(commit.stored_bytes for commit in source.commits.values())
+            report.compared = f", {report.stored_bytes / source_bytes:.3f} of {source.path}"
+            report.lines = [f"codec        {new.name}"]
+            writer.record_run(report.record(provenance) | {"recode": {"source": str(source.path), "codec": new.name}})
     return report
 
 
@@ -224,16 +190,17 @@ def _encoded(source: ActivationStore, i: int, codec: StoreCodec) -> dict[str, An
 
 def write_parts(
     store: StoreWriter, read: Callable[[Mapping[str, Any]], Mapping[str, Any]], message: str, progress: Progress | None
-) -> int:
-    """Write and commit every pending part, sequence by sequence; returns how many.
+) -> Timings:
+    """Write and commit every pending part, sequence by sequence.
 
     Args:
         read: row of the plan -> field -> its values, as ``PartWriter.write`` takes them.
         message: name of the phase for progress, which counts tokens.
     """
+    timings, start = Timings(), time.perf_counter()
     pending = store.pending_parts()
     n_tokens = store.plan["n_tokens"].to_numpy()
-    n_done = int(n_tokens[~np.isin(store.plan["part"].to_numpy(), pending)].sum())
+    n_done = timings.n_before_tokens = int(n_tokens[~np.isin(store.plan["part"].to_numpy(), pending)].sum())
     for part in pending:
         with store.part(part) as out:
             for row in out.sequences.to_pylist():
@@ -243,4 +210,6 @@ def write_parts(
                 if progress:
                     progress(n_done, int(n_tokens.sum()), f"{message} part {part + 1}/{store.n_parts}")
             out.commit()
-    return len(pending)
+            timings.add_part(int(out.sequences["n_tokens"].to_numpy().sum()), out.was_first)
+    timings.extract_s = time.perf_counter() - start
+    return timings

@@ -80,8 +80,6 @@ class Timings:
 
     def describe(self) -> str:
         """Return what the run wrote as text."""
-        if not self.n_parts and not self.n_late:
-            return "nothing to do, every part was there"
         text = f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in {format_hours(self.extract_s)}"
         text += f" ({self.tokens_per_s:,.0f} tokens/s)"
         if self.n_padded_tokens:
@@ -99,6 +97,7 @@ class WriteReport:
         compared: what ``stored_bytes`` is a fraction of, as text; empty for nothing.
         lines: what the command adds to the text, a name in 13 columns before each.
         timings: what this run spent, and the parts that it wrote.
+        restored: what it wrote beside parts, of a store whose parts were all there.
     """
 
     store: StorePath
@@ -109,6 +108,7 @@ class WriteReport:
     timings: Timings = field(repr=False)
     compared: str = ""
     lines: list[str] = field(default_factory=list)
+    restored: str = ""
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> WriteReport:
@@ -130,13 +130,15 @@ class WriteReport:
 
     def describe(self) -> str:
         """Return the report as text."""
+        did = f"wrote {self.restored}" if self.restored else "nothing to do"
+        is_whole = not self.timings.n_parts and not self.timings.n_late
         lines = [
             f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens, "
             f"{counted(self.n_parts, 'part')}",
             f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
-            f"this run     {self.timings.describe()}",
+            f"this run     {f'{did}, every part was there' if is_whole else self.timings.describe()}",
         ]
         return "\n".join(lines)
 

@@ -28,7 +28,6 @@ from ...moa.targets.bundle import (
 )
 from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
-from ...storage.paths import StorePath
 from ...storage.plan import plan_counts, plan_parts
 from ...storage.read.store import ActivationStore
 from ...storage.schema import (
@@ -44,6 +43,7 @@ from ...storage.write.store import StoreWriter
 from ...text import Progress, counted
 from ..card import CardOrigin, public_name, write_card
 from ..recode import write_parts
+from ..report import WriteReport
 from ..sequences import content_id
 from .config import ExportConfig, ImportConfig
 from .formats import FileFormat, count_rows, make_format, require_fields, write_rows
@@ -170,35 +170,9 @@ def _claim(folder: Path, record: dict[str, Any], n_sequences: int) -> None:
     write_atomic(path, text.encode())
 
 
-@dataclass(frozen=True)
-class ImportReport:
-    """What an import did.
-
-    Attributes:
-        n_duplicates: files that were left out, as their text was there already.
-        n_parts_done: parts written by this run.
-    """
-
-    store: StorePath
-    format: str
-    fields: tuple[str, ...]
-    n_sequences: int
-    n_tokens: int
-    n_duplicates: int
-    n_parts_done: int
-
-    def describe(self) -> str:
-        """Return the report as text."""
-        return (
-            f"{self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens from {self.format} with "
-            f"{', '.join(self.fields)}; {counted(self.n_parts_done, 'part')} written, "
-            f"{self.n_duplicates:,} duplicates left out"
-        )
-
-
 def import_folder(
     config: ImportConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
-) -> ImportReport:
+) -> WriteReport:
     """Read another project's files into a store, or continue where an earlier run stopped.
 
     Where the files hold the last state before the final norm only (speculators), ``hidden/last`` is made from it with
@@ -223,7 +197,7 @@ def import_folder(
         if not store.has_target:
             _save_bundle(config, store, target_folder)
         norm = None if file_format.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
-        n_done = write_parts(
+        timings = write_parts(
             store,
             lambda row: _read_sequence(file_format, paths[row["source_row"]], row["n_tokens"], specs, norm),
             f"import from {file_format.name}",
@@ -231,11 +205,11 @@ def import_folder(
         )
         names = public_name(config.model), public_name(config.folder), f"moa-data import --format {file_format.name}"
         write_card(store.path, CardOrigin(*names, config.target_license, config.dataset_license))
-        report = ImportReport(
-            store.path, file_format.name, tuple(spec.name for spec in specs), manifest.n_sequences, manifest.n_tokens,
-            len(paths) - texts.num_rows, n_done,
-        )  # fmt: skip
-        store.record_run({"import": config.named(), "provenance": dict(provenance or {})})
+        report = WriteReport.of(store, timings)
+        n_left_out = counted(len(paths) - texts.num_rows, "duplicate")
+        fields = ", ".join(spec.name for spec in specs)
+        report.lines = [f"imported     {fields} from {file_format.name}; {n_left_out} left out"]
+        store.record_run(report.record(provenance) | {"import": config.named()})
     return report
 
 

@@ -90,8 +90,11 @@ def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
     whole = read_tree(store)
     (store / "commits/target.json").unlink()
     refused(run("verify", store), "target bundle", exit_code=3)
-    assert repair(plan_repair(store), config.model).n_parts_done == 0
+    report = repair(plan_repair(store), config.model)
+    assert report.n_parts_done == 0
+    assert "wrote target/" in report.describe()
     assert read_tree(store) == whole
+    assert "nothing to do" in extract(config).describe()
 
 
 def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
