@@ -118,8 +118,8 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_another_authority_is_refused_in_one_line(live: Target, folder: Path, tmp_path: Path) -> None:
     """As a process: gRPC has lines of its own."""
-    (tmp_path / "ca.pem").write_bytes(Authority.make("other").certificate)
-    credentials = grpc.ssl_server_credentials([Authority.make().server()])
+    (tmp_path / "ca.pem").write_bytes(Authority("other").certificate)
+    credentials = grpc.ssl_server_credentials([Authority().server()])
     with Server(live, credentials=credentials) as guarded:
         arguments = options(guarded.address, folder, "--ca", str(tmp_path / "ca.pem"), "--prompt", "a")
         done = subprocess.run(

@@ -10,37 +10,30 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-_DAY = datetime.timedelta(days=1)
 
-
-@dataclass(frozen=True)
 class Authority:
     """An authority that clients trust, or do not; ``certificate`` is PEM."""
 
-    certificate: bytes
-    _certificate: x509.Certificate
-    _key: ec.EllipticCurvePrivateKey
-
-    @classmethod
-    def make(cls, name: str = "tests") -> "Authority":
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = _name(name)
-        own = _builder(subject, subject, key).add_extension(x509.BasicConstraints(True, None), critical=True)
-        certificate = own.sign(key, hashes.SHA256())
-        return cls(certificate.public_bytes(serialization.Encoding.PEM), certificate, key)
+    def __init__(self, name: str = "tests") -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self.certificate = self._sign(self._name, self._key, x509.BasicConstraints(True, None))
 
     def server(self, name: str = "localhost") -> tuple[bytes, bytes]:
         """Key and certificate, both PEM, of a server on this machine."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        builder = _builder(_name(name), self._certificate.subject, key)
-        signed = builder.add_extension(x509.SubjectAlternativeName(names), critical=False).sign(
-            self._key, hashes.SHA256()
-        )
+        names = x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return private, signed.public_bytes(serialization.Encoding.PEM)
+        return private, self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, names)
+
+    def _sign(self, name: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType) -> bytes:
+        now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(self._name).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day)
+        builder = builder.not_valid_after(now + day).add_extension(extension, critical=name == self._name)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 @dataclass(frozen=True)
@@ -51,29 +44,17 @@ class Certificates:
     chain: Path
     key: Path
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """Settings of a server that has them."""
+        return {"tls_cert": str(self.chain), "tls_key": str(self.key)}
+
 
 def make_certificates(folder: Path) -> Certificates:
     """Write the files of an authority and of a server."""
-    authority = Authority.make()
+    authority = Authority()
     found = Certificates(folder / "authority.pem", folder / "server.pem", folder / "server.key")
     key, chain = authority.server()
     for path, content in ((found.authority, authority.certificate), (found.chain, chain), (found.key, key)):
         path.write_bytes(content)
     return found
-
-
-def _name(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _DAY)
-        .not_valid_after(now + _DAY)
-    )

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,14 @@ def plain_text(target: Target, prompt: str | list[int], n_new: int) -> str:
     return text.rstrip("\ufffd")  # a last character that is not complete is not sent
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
 class LiveServer:
     """A server in a thread of this process, whose ``address`` is such as ``http://127.0.0.1:41234``."""
 
@@ -74,6 +83,16 @@ class LiveServer:
     def _ready(self, address: str, grpc_address: str | None) -> None:
         self.address, self.grpc_address = address, grpc_address
         self._is_ready.set()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of HTTP."""
+        host, port = self.address.partition("://")[2].split(":")
+        return host, int(port)
+
+    def wait_until_free(self) -> None:
+        """Wait until no text is held."""
+        wait_for(lambda: not self.engine.snapshot().n_open)
 
     def end(self) -> None:
         """Tell it to drain, and the second time to break off."""

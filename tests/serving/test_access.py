@@ -44,13 +44,11 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     file.write_text("# of the lab\n\n one \ntwo\n")
     tokens = BearerTokens.load(file)
     assert tokens.check(["Bearer one"]) != tokens.check(["Bearer two"])
-    file.write_text("# none\n\n")
-    with pytest.raises(RequestInvalid):
-        BearerTokens.load(file)
-    file.write_bytes(b"\xff\xfe")
-    for path in (file, tmp_path / "absent"):
+    (tmp_path / "none").write_text("# none\n\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name in ("none", "bytes", "absent"):
         with pytest.raises(RequestInvalid):
-            BearerTokens.load(path)
+            BearerTokens.load(tmp_path / name)
 
 
 def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import random
 
-from moa_data.serving.detokenizer import Detokenizer
+from moa_data.serving.detokenizer import Detokenizer, StopStrings
 from moa_data.tests.kit.models import build_byte_tokenizer, build_tokenizer
 
 TEXTS = ("the cat sat on a warm mat", "naïve café — 日本語 🙂🙂 end", "  spaces\n\nand lines ", "")
@@ -49,3 +49,13 @@ def test_what_is_held_back_can_be_shown_at_the_end() -> None:
     assert (grown.text, grown.rest) == ("h", "\ufffd")
     assert [grown.append(token) for token in (3, 4)] == ["é", "!"]
     assert (grown.text, grown.rest) == ("hé!", "")
+
+
+def test_stop_strings_do_not_depend_on_pieces() -> None:
+    def passed(stops: list[str], pieces: list[str]) -> str:
+        search = StopStrings(stops)
+        return "".join(map(search.push, pieces)) + search.rest()
+
+    assert passed(["abc", "b"], ["abc"]) == passed(["abc", "b"], list("abc")) == "a"
+    assert passed(["aab"], ["aa", "aab", "c"]) == "aa"
+    assert passed(["a" * 255 + "b"], list("a" * 2000 + "c")) == "a" * 2000 + "c"

@@ -1,11 +1,9 @@
 """The gRPC server outlives what clients and networks do to it, and says what was wrong."""
 
 import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, cast
 
 import grpc
@@ -21,12 +19,14 @@ from moa_data.serving.access import BearerTokens
 from moa_data.serving.config import DraftingOptions
 from moa_data.serving.engine.runner import Runner
 from moa_data.serving.grpc import STATUSES, DraftingServer, Identities
+from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.drafters import build, build_drafter
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.proxy import Proxy
+from moa_data.tests.kit.serving import wait_for
 
-from .drafting import PLAIN, SPECULATE, WAIT_S, Server, Talk
+from .drafting import PLAIN, SPECULATE, Server, Talk
 
 PROMPT = [5, 9, 33, 12, 40]
 N = len(PROMPT)
@@ -70,14 +70,6 @@ def check_health(server: Server, answer: list[int]) -> None:
         assert [talk.text[position] for position in sorted(talk.text)] == answer[N:]
 
 
-def wait_for(condition: Any, seconds: float = WAIT_S) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
-
-
 def failure_of(talk: Talk) -> pb.Failure:
     """The failure that ends a stream; the status says the same."""
     talk.rest()
@@ -91,34 +83,26 @@ def failure_of(talk: Talk) -> pb.Failure:
 # The handshake
 
 
-OTHER = "dd" * 32
-
-
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
         ({"protocol": 2}, "mismatch"),
-        ({"identities": pb.Identities(target=OTHER)}, "mismatch"),
-        ({"identities": pb.Identities(tokenizer=OTHER)}, "mismatch"),
-        ({"identities": pb.Identities(drafter=OTHER), "codec": "bf16"}, "mismatch"),
+        ({"identities": pb.Identities(target="dd")}, "mismatch"),
+        ({"identities": pb.Identities(tokenizer="dd")}, "mismatch"),
+        ({"identities": pb.Identities(drafter="dd"), "codec": "bf16"}, "mismatch"),
         ({"codec": "int2"}, "invalid"),
-        ({"tokens": []}, "invalid"),
         ({"tokens": [5, 66, 67]}, "invalid"),
-        ({"tokens": [5] * 96}, "invalid"),
         ({"max_new_tokens": 0}, "invalid"),
         ({"n_context": 6}, "invalid"),
-        ({"sampling": pb.Sampling(temperature=-1)}, "invalid"),
         ({"sampling": pb.Sampling(temperature=float("nan"))}, "invalid"),
         ({"sampling": pb.Sampling(top_p=2)}, "invalid"),
         ({"sampling": pb.Sampling(repetition_penalty=float("inf"))}, "invalid"),
     ],
 )
 def test_an_open_that_does_not_fit_is_refused(server: Server, changes: dict[str, Any], code: str) -> None:
-    tokens = changes.pop("tokens", PROMPT)
     with Talk(server.address) as talk:
-        talk.open(tokens, **changes)
-        failure = failure_of(talk)
-        assert failure.code == code
+        talk.open(**{"tokens": PROMPT} | changes)
+        assert failure_of(talk).code == code
         assert talk.call.code() == STATUSES[code]
 
 
@@ -132,17 +116,18 @@ def test_what_fits_or_is_not_said_is_taken(server: Server) -> None:
             assert opened.context_width == (48 if codec else 0)
 
 
-def test_drafters_that_have_no_contexts(target: Target) -> None:
-    glide, independent = build("glide", target.model), build("independent", target.model)
-    with Server(target, {"glide": glide}) as server, Talk(server.address) as talk:
+@pytest.mark.parametrize(("kind", "word"), [("glide", "'glide'"), (None, "--drafter")])
+def test_contexts_that_no_drafter_makes(target: Target, kind: str | None, word: str) -> None:
+    drafters = {kind: build(kind, target.model)} if kind else {}
+    with Server(target, drafters) as server, Talk(server.address) as talk:
         talk.open(PROMPT, codec="bf16")
-        assert "'glide' cannot draft away from the target" in failure_of(talk).message
-    with Server(target, {"independent": independent}) as server, Talk(server.address) as talk:
+        assert word in failure_of(talk).message
+
+
+def test_a_drafter_that_needs_no_contexts(target: Target) -> None:
+    with Server(target, {"own": build("independent", target.model)}) as server, Talk(server.address) as talk:
         assert talk.opened(PROMPT, codec="bf16").context_width == 0
         assert talk.verify(N).tokens
-    with Server(target) as server, Talk(server.address) as talk:
-        talk.open(PROMPT, codec="bf16")
-        assert "--drafter" in failure_of(talk).message
 
 
 @pytest.mark.parametrize(
@@ -159,7 +144,7 @@ def test_a_session_goes_on_with_its_own_text_alone(server: Server, answer: list[
         first.verify(N, answer[N : N + 2])
         tokens = changes.pop("tokens", PROMPT) + [(t + answer[N]) % 60 for t in changes.pop("more", [])]
         second.open(tokens, changes.pop("n_prompt", N), session=session, **changes)
-        assert "another prompt, other settings or other tokens; open a new one" in failure_of(second).message
+        assert failure_of(second).code == "invalid"
         assert list(first.verify(N + 3).tokens) == answer[N + 3 : N + 4], "the first stream is unharmed"
 
 
@@ -170,7 +155,7 @@ def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int
         talk.verify(N)
     with Talk(server.address) as talk:
         talk.open([*answer[: N + 1], 67], N, session=session)
-        assert "tokens must be from 0 to 66" in failure_of(talk).message
+        assert failure_of(talk).code == "invalid"
     with Talk(server.address) as talk:
         opened = talk.opened(answer[: N + 1], N, session=session)
         assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, False, N + 1)
@@ -202,14 +187,14 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
 
 
 def test_tls(target: Target, answer: list[int]) -> None:
-    authority = Authority.make()
+    authority = Authority()
     credentials = grpc.ssl_server_credentials([authority.server()])
     with Server(target, credentials=credentials, tokens=["secret"]) as server:
         known = grpc.ssl_channel_credentials(authority.certificate)
         with Talk(server.address, (("authorization", "Bearer secret"),), known) as talk:
             talk.open(PROMPT)
             assert list(talk.verify(N).tokens) == answer[N : N + 1]
-        for refused in (grpc.ssl_channel_credentials(Authority.make().certificate), None):
+        for refused in (grpc.ssl_channel_credentials(Authority().certificate), None):
             with Talk(server.address, credentials=refused, waits=False) as talk:
                 talk.open(PROMPT)
                 assert talk.status() == grpc.StatusCode.UNAVAILABLE
@@ -239,7 +224,7 @@ def test_a_message_that_makes_no_sense_harms_nobody(server: Server, answer: list
         failure = talk.read("failure").failure
         assert (failure.code, failure.answers, failure.ends) == ("invalid", sequence, False)
         found = talk.verify(N, answer[N : N + 3])
-        assert (list(found.tokens), found.n_accepted) == (answer[N : N + 4], 3), "the session goes on"
+        assert (list(found.tokens), found.n_accepted) == (answer[N : N + 4], 3), "the session continues"
 
 
 def test_the_session_is_opened_first(server: Server) -> None:
@@ -247,7 +232,7 @@ def test_the_session_is_opened_first(server: Server) -> None:
         talk.send(ping=pb.Ping(id=3))
         assert talk.read().pong.id == 3, "a ping needs none"
         talk.send(verify=pb.Verify(start=N))
-        assert "send Open first" in failure_of(talk).message
+        assert failure_of(talk).code == "invalid"
 
 
 def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list[int]) -> None:
@@ -271,54 +256,43 @@ def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list
 
 def test_garbage_ends_its_own_stream(server: Server, answer: list[int]) -> None:
     with Talk(server.address) as other:
-        other.open(PROMPT)
+        session = other.opened(PROMPT).session
         for data in (b"\xff", b"\x00" * 100, bytes(range(256)), b"GET / HTTP/1.1\r\n\r\n"):
             with Talk(server.address) as talk:
                 talk.open(PROMPT)
                 talk.send_bytes(data)
-                assert f"these {len(data)} bytes are no message of moa.v1" in failure_of(talk).message
+                assert failure_of(talk).code == "invalid"
                 assert talk.call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        noise = random.Random(1).randbytes(5000)
+        for data in (b"GET / HTTP/1.1\r\n\r\n", noise, HTTP2_PREFACE + noise[:99]):
+            with connect(("127.0.0.1", server.server.port)) as connection:
+                connection.sendall(data)
+                wait_for_end(connection)
         assert list(other.verify(N).tokens) == answer[N : N + 1]
-
-
-def test_messages_that_are_too_large(server: Server, answer: list[int]) -> None:
-    with Talk(server.address) as talk:
-        session = talk.opened(PROMPT).session
-        talk.send(verify=pb.Verify(start=N, tokens=[1] * 5000))
-        assert talk.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        other.send(verify=pb.Verify(start=N, tokens=[1] * 5000))  # too large
+        assert other.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
     with Talk(server.address) as talk:
         assert not talk.opened(PROMPT, session=session).was_rebuilt, "the session is unharmed"
     check_health(server, answer)
 
 
-small, any32 = st.integers(0, 20) | st.just(N), st.integers(0, (1 << 32) - 1)
+any32 = st.integers(0, (1 << 32) - 1)
+small = st.integers(0, 20) | st.just(N) | any32
 tokens = st.lists(st.integers(0, 66) | any32, max_size=20)
-identities = st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5))
 sampling = st.builds(
     pb.Sampling, temperature=st.floats(), top_p=st.floats(), top_k=any32, repetition_penalty=st.floats(),
     seed=st.integers(-(1 << 63), (1 << 63) - 1),
 )  # fmt: skip
+opens_ = st.builds(
+    pb.Open, protocol=st.just(1) | any32, session=st.text(max_size=5), tokens=tokens, n_prompt=small, sampling=sampling,
+    identities=st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5)), max_new_tokens=small,
+    codec=st.sampled_from(["", "int4", "bf16", "x"]), n_context=small, deadline_ms=small,
+)  # fmt: skip
 bodies = st.one_of(
-    st.fixed_dictionaries(
-        {
-            "open": st.builds(
-                pb.Open,
-                protocol=st.just(1) | any32,
-                session=st.text(max_size=5),
-                identities=identities,
-                tokens=tokens,
-                n_prompt=small | any32,
-                sampling=sampling,
-                max_new_tokens=small | any32,
-                codec=st.sampled_from(["", "int4", "bf16", "x"]),
-                n_context=small | any32,
-                deadline_ms=small | any32,
-            )
-        }
-    ),
-    st.fixed_dictionaries({"run": st.builds(pb.Run, start=small | any32, mode=st.integers(0, 5))}),
-    st.fixed_dictionaries({"verify": st.builds(pb.Verify, start=small | any32, tokens=tokens)}),
-    st.fixed_dictionaries({"pause": st.builds(pb.Pause, start=small | any32)}),
+    st.fixed_dictionaries({"open": opens_}),
+    st.fixed_dictionaries({"run": st.builds(pb.Run, start=small, mode=st.integers(0, 5))}),
+    st.fixed_dictionaries({"verify": st.builds(pb.Verify, start=small, tokens=tokens)}),
+    st.fixed_dictionaries({"pause": st.builds(pb.Pause, start=small)}),
     st.fixed_dictionaries({"ping": st.builds(pb.Ping, id=any32)}),
 )
 
@@ -339,45 +313,24 @@ def check_fuzz(server: Server, caplog: pytest.LogCaptureFixture, opens: bool, fr
     wait_for(lambda: server.counts.n_streams == 0)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(opens=st.booleans(), frames=st.lists(st.binary(max_size=60), max_size=4))
-def test_fuzzed_bytes(
-    server: Server, answer: list[int], caplog: pytest.LogCaptureFixture, opens: bool, frames: list[bytes]
-) -> None:
-    check_fuzz(server, caplog, opens, frames)
-
-
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     opens=st.integers(0, 9).map(bool),
-    messages=st.lists(st.tuples(st.none() | st.integers(0, (1 << 64) - 1), bodies), max_size=8),
+    messages=st.lists(
+        st.tuples(st.none() | st.integers(0, (1 << 64) - 1), bodies) | st.binary(max_size=60), max_size=8
+    ),
 )
-def test_fuzzed_messages(
-    server: Server, caplog: pytest.LogCaptureFixture, opens: bool, messages: list[tuple[int | None, dict[str, Any]]]
-) -> None:
-    n_verified = server.counts.n_messages["verify"]
-    frames = [
-        pb.ClientMessage(sequence=number if sequence is None else sequence, **body).SerializeToString()
-        for number, (sequence, body) in enumerate(messages, start=2)
-    ]
+def test_fuzzed_messages(server: Server, caplog: pytest.LogCaptureFixture, opens: bool, messages: list[Any]) -> None:
+    frames = []
+    for number, message in enumerate(messages, start=2):
+        if not isinstance(message, bytes):
+            sequence, body = message
+            message = pb.ClientMessage(sequence=number if sequence is None else sequence, **body).SerializeToString()
+        frames.append(message)
     check_fuzz(server, caplog, opens, frames)
-    if opens and [list(body) for sequence, body in messages[:1]] == [["verify"]] and messages[0][0] is None:
-        assert server.counts.n_messages["verify"] > n_verified, "it was taken"
 
 
 def test_fuzz_left_the_server_well(server: Server, answer: list[int]) -> None:
-    check_health(server, answer)
-
-
-def test_other_protocols_on_the_port(server: Server, answer: list[int]) -> None:
-    noise = random.Random(1).randbytes(5000)
-    for data in (b"GET / HTTP/1.1\r\n\r\n", noise, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + noise[:99]):
-        with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
-            connection.settimeout(10)
-            connection.sendall(data)
-            with suppress(ConnectionError):
-                while connection.recv(4096):
-                    pass
     check_health(server, answer)
 
 
@@ -394,9 +347,7 @@ def test_sessions_of_a_client_and_of_all(target: Target) -> None:
             second.opened(PROMPT)
             with Talk(server.address, one) as third:
                 third.open(PROMPT)
-                failure = failure_of(third)
-                assert failure.code == "overloaded"
-                assert failure.message.startswith("2 sessions are open, which is the most; close one")
+                assert failure_of(third).code == "overloaded"
                 assert third.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             with Talk(server.address, other) as third:
                 third.opened(PROMPT)
@@ -490,7 +441,6 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
         wait_for(lambda: server.counts.n_streams == server.counts.n_sessions == 0)
         wait_for(lambda: server.engine.snapshot().n_open == 0)
         assert talk.status() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert talk.call.details() == "nothing was read for 1 s; open the session again."
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -499,8 +449,7 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
 
 def test_who_opens_nothing_is_sent_away(target: Target) -> None:
     with Server(target, settings=DraftingOptions(open_s=0.3)) as server, Talk(server.address) as talk:
-        failure = failure_of(talk)
-        assert (failure.code, failure.message) == ("idle", "no session was opened within 0.3 s.")
+        assert failure_of(talk).code == "idle"
 
 
 def test_idle_sessions_are_forgotten(target: Target) -> None:
@@ -603,7 +552,7 @@ def test_a_text_that_fails_is_opened_again(
             failure = failure_of(talk)
             assert failure.code == "internal"
             assert talk.call.code() == grpc.StatusCode.INTERNAL
-            assert failure.message == "this text failed on the server; open the session again."
+            assert "/secret/path.cu" not in failure.message
             assert "/secret/path.cu" in caplog.text
         is_broken.clear()
         with Talk(server.address) as talk:
@@ -617,7 +566,6 @@ def test_a_fault_of_the_server_ends_one_stream(
     with monkeypatch.context() as patch, Talk(server.address) as talk:
         patch.setattr("moa_data.serving.grpc.DraftingServer._request", lambda *_: 1 / 0)
         talk.open(PROMPT)
-        failure = failure_of(talk)
-        assert (failure.code, failure.message) == ("internal", "the server failed; open the session again.")
+        assert failure_of(talk).code == "internal"
     assert "ZeroDivisionError" in caplog.text
     check_health(server, answer)

@@ -158,8 +158,8 @@ def test_a_server_that_is_no_drafting_server(links: Any) -> None:
 
 
 def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
-    authority = Authority.make()
-    for name, one in {"ca": authority, "other": Authority.make("other"), "alike": Authority.make()}.items():
+    authority = Authority()
+    for name, one in {"ca": authority, "other": Authority("other"), "alike": Authority()}.items():
         (tmp_path / f"{name}.pem").write_bytes(one.certificate)
     with Server(target(), tokens=["t"], credentials=grpc.ssl_server_credentials([authority.server()])) as guarded:
         address = f"localhost:{guarded.server.port}"

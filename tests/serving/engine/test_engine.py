@@ -20,6 +20,7 @@ from moa_data.serving.engine.scheduler import held_blocks
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.serving import wait_for
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
 
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, top_k=20, repetition_penalty=1.2)
@@ -183,30 +184,6 @@ def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught
     assert engine.snapshot().n_accepted > 0
 
 
-def test_coupled_drafts_are_accepted_more_often_than_others(target: Target, taught: Any) -> None:
-    """The drafter draws with the target's noise; the same drafter with other noise agrees less."""
-    sampling, accepted = SamplingConfig(temperature=1.0), {}
-    for name, shift in (("coupled", 0), ("independent", 1)):
-        engine = engine_for(target, {"moa": taught}, tree="3")
-        speculation: Any = engine._speculations["moa"]
-        draft_rows = speculation._draft_rows
-
-        def shifted(rows: Any, state: Any, shape: Any, shift: int = shift, draft_rows: Any = draft_rows) -> None:
-            requests = [row.request for row in rows]
-            for row in rows:
-                row.request = Request(**{**vars(row.request), "seed": row.request.seed + shift})
-            draft_rows(rows, state, shape)
-            for row, request in zip(rows, requests, strict=True):
-                row.request = request
-
-        speculation._draft_rows = shifted
-        for prompt in PROMPTS:
-            add(engine, prompt, 30, Work.SPECULATE, sampling=sampling, seed=9, drafter="moa")
-        run(engine)
-        accepted[name] = engine.snapshot().n_accepted / engine.snapshot().n_drafted
-    assert accepted["coupled"] > accepted["independent"] + 0.05, accepted
-
-
 def test_verify_takes_chains(target: Target) -> None:
     prompt, truth = PROMPTS[0], plain(target, PROMPTS[0], 20)
     wrong = [(token + 1) % 60 for token in truth]
@@ -232,26 +209,6 @@ def test_verify_takes_chains(target: Target) -> None:
     assert commit.tokens == tuple(truth[17:20])
     assert commit.finish == "length"
     assert reader.tokens == truth
-
-
-def test_verify_is_idempotent(target: Target) -> None:
-    """The same text and drafts get the same answer, from an engine that has just read the text too."""
-    truth = write(target, PROMPTS[1], sampling=SAMPLED, seed=5)
-    drafts = (*truth[4:7], 9, 9)
-    found = []
-    for n_warm in (0, 4):  # committed by this engine itself
-        engine = engine_for(target, prefill_chunk=16)
-        text = [*PROMPTS[1], *truth[: 4 - n_warm]]
-        reader = add(engine, text, n_prompt=len(PROMPTS[1]), sampling=SAMPLED, seed=5)
-        for _ in range(n_warm):
-            engine.set_work(reader.id, Work.VERIFY)
-            run(engine)
-        engine.set_work(reader.id, Work.VERIFY, drafts)
-        run(engine)
-        found.append(reader.commits[-1])
-    assert found[0].tokens == found[1].tokens == tuple(truth[4 : 4 + len(found[0].tokens)])
-    assert found[0].n_accepted == found[1].n_accepted >= 3
-    assert found[0].start == found[1].start == len(PROMPTS[1]) + 4
 
 
 def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any) -> None:
@@ -431,7 +388,6 @@ BAD_REQUESTS: dict[str, dict[str, Any]] = {
     "prompt longer than the text": {"n_prompt": 4},
     "too long": {"tokens": (5,) * 96, "n_prompt": 96},
     "negative token": {"tokens": (5, -1)},
-    "large token": {"tokens": (5, 67)},
     "no answer": {"max_new_tokens": 0},
     "answer beyond its bound": {"tokens": (5, 6, 7, 8), "max_new_tokens": 1},
     "more than the memory": {"max_new_tokens": 53},
@@ -449,15 +405,9 @@ def test_bad_requests_are_refused(target: Target, changes: dict[str, Any]) -> No
     with pytest.raises(RequestInvalid):
         engine.add(Request(**good | changes), print, print)
     assert engine.snapshot().n_open == 0
-    engine.add(Request(**good | {"max_new_tokens": 52, "drafter": "glide"}), print, print)
-
-
-@pytest.mark.parametrize("drafts", [(1, 67), (1, -1)])
-def test_bad_drafts_are_refused(target: Target, drafts: Any) -> None:
-    engine = engine_for(target)
-    reader = add(engine, [5, 6])
+    sequence = engine.add(Request(**good | {"max_new_tokens": 52, "drafter": "glide"}), print, print)
     with pytest.raises(RequestInvalid):
-        engine.set_work(reader.id, Work.VERIFY, drafts)
+        engine.set_work(sequence, Work.VERIFY, (1, 67))
 
 
 def test_a_fault_in_one_text_ends_that_one_alone(target: Target, caplog: pytest.LogCaptureFixture) -> None:
@@ -551,84 +501,50 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
     torch.testing.assert_close(torch.cat(found), expected[5:n_known], rtol=1e-4, atol=1e-4)
 
 
-def test_a_slow_target_is_emulated(target: Target) -> None:
+def test_a_slow_target_is_emulated_and_the_target_stays_usable(target: Target) -> None:
+    before = plain(target, PROMPTS[0])
     engine = engine_for(target, target_ms=20)
     reader = add(engine, [5, 6], 3, Work.PLAIN)
     began = time.perf_counter()
     assert run(engine) == 3
     assert time.perf_counter() - began >= 0.06
     assert all(commit.call_s >= 0.02 for commit in reader.commits)
-
-
-def test_the_target_stays_usable(target: Target) -> None:
-    before = plain(target, PROMPTS[0])
-    engine = engine_for(target)
     assert target.model.config._attn_implementation == "sdpa"
     own, other = dict(engine._runner._model.named_parameters()), dict(target.model.named_parameters())
     assert all(own[name].data_ptr() == weight.data_ptr() for name, weight in other.items())
     assert plain(target, PROMPTS[0]) == before
 
 
-def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any) -> None:
-    thread = engine_for(target, {"moa": taught}, tree=str(N_DRAFTS))
-    thread.start()
+def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It outlives a fault of the engine."""
+    engine, failed = engine_for(target, {"moa": taught}, tree=str(N_DRAFTS)), Reader()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler, "schedule", lambda sequences: 1 / bool(not sequences))
+        failed.id = engine.add(Request((5, 6), 2, 5), failed.commits.append, failed.errors.append)
+        engine.start()
+        engine.set_work(failed.id, Work.PLAIN)
+        wait_for(lambda: bool(failed.errors))
     try:
-        readers = []
-        for index, prompt in enumerate(PROMPTS):
-            reader = Reader()
-            request = Request(tuple(prompt), len(prompt), N_NEW, drafter="moa")
-            reader.id = thread.add(request, reader.commits.append, reader.errors.append)
-            thread.set_work(reader.id, Work.SPECULATE if index % 2 else Work.PLAIN)
-            readers.append(reader)
-        late = Reader()
-        request = Request((5, 6), 2, 5, deadline_s=time.monotonic() + 0.05)
-        thread.add(request, late.commits.append, late.errors.append)  # idle, and nothing else wakes the thread
-        limit = time.monotonic() + 60
-        while not all(reader.finish for reader in (*readers, late)):
-            assert time.monotonic() < limit
-            time.sleep(0.005)
+        readers = [
+            add(engine, prompt, work=Work.SPECULATE if index % 2 else Work.PLAIN, drafter="moa")
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        late = add(engine, [5, 6], 5, deadline_s=time.monotonic() + 0.05)  # idle, and nothing else wakes the thread
+        wait_for(lambda: all(reader.finish for reader in (*readers, late)))
         assert [reader.tokens for reader in readers] == [plain(target, prompt) for prompt in PROMPTS]
         assert late.finish == "deadline"
-        thread.hold(readers[0].id, True)
+        engine.hold(readers[0].id, True)
         for reader in readers:
-            thread.remove(reader.id)
-        while thread.snapshot().n_open > 1:
-            assert time.monotonic() < limit
-            time.sleep(0.005)
+            engine.remove(reader.id)
+        wait_for(lambda: engine.snapshot().n_open == 1)
     finally:
-        thread.stop()
-
-
-def test_the_thread_outlives_a_fault_of_the_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    thread = engine_for(target)
-    reader, limit = Reader(), time.monotonic() + 60
-    with monkeypatch.context() as patch:
-        patch.setattr(thread._scheduler, "schedule", lambda sequences: 1 / bool(not sequences))
-        reader.id = thread.add(Request((5, 6), 2, 5), reader.commits.append, reader.errors.append)
-        thread.start()
-        thread.set_work(reader.id, Work.PLAIN)
-        while not reader.errors:
-            assert time.monotonic() < limit
-            time.sleep(0.005)
-    try:
-        again = Reader()
-        again.id = thread.add(Request((5, 6), 2, 5), again.commits.append, again.errors.append)
-        thread.set_work(again.id, Work.PLAIN)
-        while not again.finish:
-            assert time.monotonic() < limit
-            time.sleep(0.005)
-    finally:
-        thread.stop()
-    assert again.tokens == plain(target, [5, 6], 5)
+        engine.stop()
 
 
 def test_half_precision() -> None:
     target = Target(build_model(num_hidden_layers=2).bfloat16())
-    drafter = build_drafter(target.model).bfloat16()
-    engine = engine_for(target, {"moa": drafter}, tree=str(N_DRAFTS))
+    engine = engine_for(target, {"moa": build_drafter(target.model).bfloat16()}, tree=str(N_DRAFTS))
     reader = add(engine, PROMPTS[0], work=Work.SPECULATE, drafter="moa")
     run(engine)
     assert not reader.errors
     assert len(reader.tokens) == N_NEW or reader.finish == "stop"
-    assert isinstance(reader.tokens[0], int)
-    assert torch.get_default_dtype() == torch.float32
