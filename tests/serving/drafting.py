@@ -155,6 +155,18 @@ class Talk:
         """Say nothing more."""
         self._requests.put(None)
 
+    def run(self, start: int, mode: Any = SPECULATE) -> list[int]:
+        """Let the server decode to the end of the answer; returns all tokens that were committed, in order."""
+        self.send(run=pb.Run(start=start, mode=mode))
+        self.hang_up()
+        self.rest()
+        return self.answer
+
+    @property
+    def answer(self) -> list[int]:
+        """All tokens that were committed, in order of their positions."""
+        return [token for _, token in sorted(self.text.items())]
+
     def cut(self) -> None:
         self.call.cancel()
         self._requests.put(None)

@@ -1,16 +1,12 @@
 """Server and client as processes and over a network that fails: nothing is lost, nothing comes twice, nothing stays."""
 
 import json
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +18,7 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
-from moa_data.serving.client.session import Event, LinkChanged, Tokens
-from moa_data.serving.config import DraftingOptions
+from moa_data.serving.client.session import Event, LinkChanged
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts
 from moa_data.tests.kit.proxy import Proxy
@@ -236,82 +231,6 @@ def test_the_client_is_killed_again_and_again(folder: Path, tmp_path: Path) -> N
     assert json.loads(tokens) == wanted
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1] == len(PROMPTS[2]) + n
-
-
-def test_a_hundred_sessions_at_once(target: Target, drafter: Drafter, model: DraftingModel) -> None:
-    """Over a network that is cut now and then; each gets its own text."""
-    n = 24
-    settings = DraftingOptions(most_sessions=200, most_sessions_each=200, idle_s=20.0)
-    prompts = [[*PROMPTS[k % 4][: 4 + k % 9], 5 + k % 50] for k in range(100)]
-    with Server(target, {"moa": drafter}, settings=settings, kv_tokens=16384) as server:
-        wanted = [plain(server.address, model, prompt, n) for prompt in prompts]
-        with Proxy(("127.0.0.1", server.server.port), delay_s=0.002) as proxy, ExitStack() as stack:
-            clients = [
-                stack.enter_context(DraftingClient(proxy.address, model, mode=mode, timeouts=TIMEOUTS))
-                for _ in range(50) for mode in ("server", "client")
-            ]  # fmt: skip
-            pool = stack.enter_context(ThreadPoolExecutor(100))
-            stack.enter_context(Cutter(proxy, n_cuts=1000, longest_s=0.1, up_s=2.0))
-            jobs = zip(clients, prompts, strict=True)
-            futures = [pool.submit(client.complete, prompt, max_new_tokens=n) for client, prompt in jobs]
-            assert [list(future.result().tokens) for future in futures] == wanted
-        wait_until(lambda: server.counts.n_streams == 0)
-        assert server.counts.n_sessions < 50, "a client that has its answer closes its session, unless that is lost"
-        wait_until(lambda: server.counts.n_sessions == 0)
-
-
-def wait_until(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-
-
-def test_half_open_connections_do_not_stay(target: Target, drafter: Drafter, model: DraftingModel) -> None:
-    """Clients vanish behind a silent network: the server tries their connections, and forgets the sessions."""
-    settings = DraftingOptions(idle_s=2.0, keepalive_s=1.0)
-    with Server(target, {"moa": drafter}, settings=settings, target_ms=20.0) as server:
-        with Proxy(("127.0.0.1", server.server.port)) as proxy:
-            silent = Timeouts(connect_s=60.0, silence_s=0.1, dead_s=600.0)
-            for _ in range(5):
-                client = DraftingClient(proxy.address, model, mode="server", timeouts=silent)
-                vanish(client, proxy)
-            assert server.counts.n_streams == 5
-            wait_until(lambda: server.counts.n_streams == server.counts.n_sessions == 0)
-        assert plain(server.address, model, PROMPTS[3], 5)
-
-
-def vanish(client: DraftingClient, proxy: Proxy) -> None:
-    """Begin an answer, lose the network without a word, and end the client."""
-
-    class Gone(BaseException):
-        """Stands for the end of the process."""
-
-    def note(event: Event) -> None:
-        if isinstance(event, Tokens) and event.start >= 3:
-            proxy.strand()
-            raise Gone
-
-    with pytest.raises(Gone):
-        client.complete(PROMPTS[3], max_new_tokens=500, on_event=note)
-    client.close()
-
-
-def test_a_server_that_is_asked_to_end_lets_answers_end(folder: Path) -> None:
-    """SIGTERM in the middle of an answer."""
-    model = DraftingModel.load(folder / "drafter", folder / "store")
-    with ServerProcess(folder, "--target-ms", "10") as server:
-        wanted = plain(server.address, model, PROMPTS[0], 60)
-        seen = threading.Event()
-
-        def note(event: Event) -> None:
-            if isinstance(event, Tokens) and event.start >= 10 and not seen.is_set():
-                seen.set()
-                os.kill(server._process.pid, signal.SIGTERM)
-
-        with DraftingClient(server.address, model, mode="server", timeouts=TIMEOUTS) as client:
-            assert list(client.complete(PROMPTS[0], max_new_tokens=60, on_event=note).tokens) == wanted
-        assert server._process.wait(60) == 128 + signal.SIGTERM
 
 
 def test_a_short_load_of_good_and_bad_clients(folder: Path, tmp_path: Path) -> None:

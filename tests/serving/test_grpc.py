@@ -49,10 +49,6 @@ def answer(target: Target) -> list[int]:
     return PROMPT + plain_generate(target, PROMPT, max_new_tokens=N_NEW).tokens
 
 
-def in_order(text: dict[int, int]) -> list[int]:
-    return [text[position] for position in sorted(text)]
-
-
 # Verify
 
 
@@ -112,11 +108,9 @@ def test_verifies_in_flight_are_answered_in_order(server: Server, answer: list[i
 def test_runs(server: Server, answer: list[int], mode: Any) -> None:
     with Talk(server.address) as talk:
         talk.open(PROMPT)
-        talk.send(run=pb.Run(start=N, mode=mode))
-        talk.hang_up()
-        talk.rest()
+        talk.run(N, mode)
         assert talk.failure is None, "who says nothing more still gets the answer"
-        assert in_order(talk.text) == answer[N:]
+        assert talk.answer == answer[N:]
         commits = list(talk.committed())
         assert [one.answers for one in commits] == [0] * len(commits)
         assert commits[-1].finish == "length"
@@ -136,10 +130,7 @@ def test_a_run_is_paused_and_goes_on(server: Server, answer: list[int]) -> None:
         assert list(found.tokens) == answer[N : N + len(found.tokens)]
         talk.send(ping=pb.Ping(id=7))
         assert talk.read().pong.id == 7, "nothing is decoded meanwhile"
-        talk.send(run=pb.Run(start=N, mode=SPECULATE))
-        talk.hang_up()
-        talk.rest()
-        assert in_order(talk.text) == answer[N:]
+        assert talk.run(N, SPECULATE) == answer[N:]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -148,7 +139,11 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
     chance = random.Random(seed)
     prompt = PROMPTS[seed]
     sampling: dict[str, Any] = {"temperature": 0.9, "seed": seed} if seed % 2 else {}
-    truth = sampled(server, prompt, sampling) if sampling else plain_generate(target, prompt, max_new_tokens=24).tokens
+    truth = plain_generate(target, prompt, max_new_tokens=24).tokens
+    if sampling:
+        with Talk(server.address) as talk:
+            talk.open(prompt, max_new_tokens=24, sampling=pb.Sampling(**sampling))
+            truth = talk.run(len(prompt), PLAIN)
     text, tokens, session = prompt + truth, list(prompt), ""
     n_streams = 0
     while tokens != text:
@@ -179,16 +174,6 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
                 tokens += [token for position, token in sorted(talk.text.items()) if position >= len(tokens)]
     assert n_streams < 40
     assert not session or server.counts.n_sessions
-
-
-def sampled(server: Server, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-    """What a single run writes."""
-    with Talk(server.address) as talk:
-        talk.open(prompt, max_new_tokens=24, sampling=pb.Sampling(**sampling))
-        talk.send(run=pb.Run(start=len(prompt), mode=PLAIN))
-        talk.hang_up()
-        talk.rest()
-        return in_order(talk.text)
 
 
 # Contexts
@@ -223,9 +208,7 @@ def test_contexts_come_behind_the_tokens(
         opened = talk.opened(PROMPT, codec=codec)
         assert opened.context_width == taught.context_width
         talk.verify(N, answer[N : N + 3])
-        talk.send(run=pb.Run(start=N + 4, mode=SPECULATE))
-        talk.hang_up()
-        talk.rest()
+        talk.run(N + 4, SPECULATE)
         known = N
         for message in talk.got:
             if message.WhichOneof("body") == "committed":
@@ -296,12 +279,10 @@ def test_contexts_that_are_gone_are_made_again(
                 opened = talk.opened(tokens, N, session=session, codec=codec, n_context=n_context)
                 assert opened.was_rebuilt == was_rebuilt
                 if was_rebuilt:
-                    talk.send(run=pb.Run(start=N + 4, mode=PLAIN))
-                    talk.hang_up()
-                    talk.rest()
+                    talk.run(N + 4, PLAIN)
                     found = received(talk, taught.context_width, n_context)
                     assert n_context + len(found) == len(answer) - 1
-                    assert in_order(talk.text) == answer[N + 4 :]
+                    assert talk.answer == answer[N + 4 :]
                     assert server.counts.n_rebuilt == 1
                 else:  # one token and no more: a text that has come to its end is not read again
                     talk.verify(opened.n_committed)
@@ -359,10 +340,7 @@ def test_a_server_that_was_started_again_reads_the_text_anew(target: Target, tau
         assert opened.was_rebuilt
         assert opened.session != session, "names are the server's"
         assert opened.n_committed == N + 3
-        talk.send(run=pb.Run(start=N + 3, mode=SPECULATE))
-        talk.hang_up()
-        talk.rest()
-        assert in_order(talk.text) == answer[N + 3 :]
+        assert talk.run(N + 3, SPECULATE) == answer[N + 3 :]
         assert len(received(talk, opened.context_width, 4)) == len(answer) - 5
 
 
@@ -388,13 +366,10 @@ def test_another_stream_takes_a_session_up(server: Server, answer: list[int]) ->
         first.send(run=pb.Run(start=N, mode=PLAIN))
         first.read("committed")
         second.opened(PROMPT, session=session)
-        second.send(run=pb.Run(start=N, mode=PLAIN))
-        second.hang_up()
-        second.rest()
-        assert in_order(second.text) == answer[N:]
+        assert second.run(N, PLAIN) == answer[N:]
         first.rest()
         assert (first.got[-1].failure.code, first.got[-1].failure.ends) == ("invalid", True)
-        assert in_order(first.text) == answer[N : N + len(first.text)]
+        assert first.answer == answer[N : N + len(first.text)]
 
 
 def test_closed_sessions_are_forgotten(server: Server) -> None:
@@ -415,12 +390,10 @@ def test_closed_sessions_are_forgotten(server: Server) -> None:
 def test_deadlines_end_the_answer(target: Target) -> None:
     with Server(target, target_ms=30.0) as server, Talk(server.address) as talk:
         talk.open(PROMPT, deadline_ms=200, max_new_tokens=50)
-        talk.send(run=pb.Run(start=N, mode=PLAIN))
-        talk.hang_up()
-        talk.rest()
+        talk.run(N, PLAIN)
         commits = list(talk.committed())
         assert commits[-1].finish == "deadline"
-        assert 1 < len(in_order(talk.text)) < 20
+        assert 1 < len(talk.answer) < 20
 
 
 def test_work_of_other_clients_shares_calls(server: Server, target: Target) -> None:
@@ -436,6 +409,6 @@ def test_work_of_other_clients_shares_calls(server: Server, target: Target) -> N
         talk.hang_up()
     for talk, prompt in zip(talks, PROMPTS, strict=True):
         talk.rest()
-        assert in_order(talk.text) == plain_generate(target, prompt, max_new_tokens=N_NEW).tokens
+        assert talk.answer == plain_generate(target, prompt, max_new_tokens=N_NEW).tokens
         talk.cut()
     assert sum(len(commit.tokens) for commit in commits) == N_NEW

@@ -63,11 +63,9 @@ def check_health(server: Server, answer: list[int]) -> None:
     """A new client gets the plain answer."""
     with Talk(server.address) as talk:
         talk.open(PROMPT, codec="int4")
-        talk.send(run=pb.Run(start=N, mode=SPECULATE))
-        talk.hang_up()
-        talk.rest()
+        talk.run(N, SPECULATE)
         assert talk.failure is None
-        assert [talk.text[position] for position in sorted(talk.text)] == answer[N:]
+        assert talk.answer == answer[N:]
 
 
 def failure_of(talk: Talk) -> pb.Failure:
@@ -515,7 +513,7 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
             late.open(PROMPT)
             assert failure_of(late).code == "unavailable"
         assert failure_of(running).code == "unavailable"
-        assert [running.text[position] for position in sorted(running.text)] == answer[N:]
+        assert running.answer == answer[N:]
         assert failure_of(endless).code == "unavailable"
         assert 5 < len(endless.text) < 90
         stopping.join()

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,7 @@ def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: An
     link.send(first, [OPEN])
     wait_for(link, Received)
     link.reconnect("because")
-    down = wait_for(link, Down)
-    assert isinstance(down.error, Disconnected)
-    assert str(down.error) == "because"
+    assert str(wait_for(link, Down).error) == "because"
     second = wait_for(link, Up).stream
     assert second != first
     n_bytes = link.bytes_up
@@ -135,7 +134,7 @@ def test_cut_and_restore(server: Server, links: Any) -> None:
 
 
 def test_closes_while_it_waits(links: Any) -> None:
-    """For a server that is not there, for one that is silent, and for nothing."""
+    """For a server that is not there, and for one that is silent."""
     for address in ("127.0.0.1:1", "192.0.2.1:80"):
         link = links(address)
         link.begin()
@@ -145,16 +144,13 @@ def test_closes_while_it_waits(links: Any) -> None:
 
 
 def test_a_server_that_is_no_drafting_server(links: Any) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        other = grpc.server(pool)
-        port = other.add_insecure_port("127.0.0.1:0")
-        other.start()
-        error = error_of(links(f"127.0.0.1:{port}"))
-        other.stop(None).wait()
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    error = error_of(links(f"127.0.0.1:{port}"))
+    other.stop(None).wait()
     assert isinstance(error, ProtocolMismatch)
-    assert "does not speak moa.v1" in str(error)
+    assert "moa.v1" in str(error)
 
 
 def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
@@ -170,13 +166,13 @@ def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
         for name in ("other", "alike"):
             error = error_of(links(address, "t", tmp_path / f"{name}.pem"))
             assert isinstance(error, ProtocolMismatch)
-            assert "has no certificate of the given authority" in str(error)
+            assert "--ca" in str(error)
         assert isinstance(error_of(links(address, "wrong", tmp_path / "ca.pem")), NotAllowed)
         assert isinstance(error_of(links(address)), Disconnected), "without TLS"
     with Server(target()) as plain:
         error = error_of(links(f"localhost:{plain.server.port}", "", tmp_path / "ca.pem"))
         assert isinstance(error, ProtocolMismatch)
-        assert "speaks no TLS" in str(error)
+        assert "no TLS" in str(error)
 
 
 def test_files_that_are_no_authority(tmp_path: Path) -> None:

@@ -29,10 +29,9 @@ FAULTS = ("cut", "stall", "restart_server", "restart_client", "repeat")
 MODES: tuple[ChosenMode, ...] = ("server", "client")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(8))
-def test_every_mode_gives_the_plain_answer(mode: ChosenMode, seed: int) -> None:
-    world = World(seed, mode=mode)
+def live(world: World, actions: list[str]) -> None:
+    for action in actions:
+        world.act(action)
     world.settle()
     world.check()
 
@@ -44,11 +43,7 @@ def test_every_mode_gives_the_plain_answer(mode: ChosenMode, seed: int) -> None:
     actions=st.lists(st.one_of(st.sampled_from(STEPS), st.sampled_from(STEPS + FAULTS)), max_size=150),
 )
 def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: ChosenMode, actions: list[str]) -> None:
-    world = World(seed, mode=mode)
-    for action in actions:
-        world.act(action)
-    world.settle()
-    world.check()
+    live(World(seed, mode=mode), actions)
 
 
 @pytest.mark.slow
@@ -59,11 +54,7 @@ def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: ChosenMode, ac
     actions=st.lists(st.one_of(st.sampled_from(STEPS), st.sampled_from(STEPS + FAULTS)), max_size=400),
 )
 def test_nothing_is_lost_in_long_worlds(seed: int, mode: ChosenMode, actions: list[str]) -> None:
-    world = World(seed, n_tokens=80, mode=mode)
-    for action in actions:
-        world.act(action)
-    world.settle()
-    world.check()
+    live(World(seed, n_tokens=80, mode=mode), actions)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -71,15 +62,10 @@ def test_cut_at_every_step(mode: ChosenMode) -> None:
     """The connection ends after any number of steps, and after any number of them again."""
     for first in range(0, 120, 4):
         for second in (2, 9):
+            actions = [STEPS[number % len(STEPS)] for number in range(first + second)]
+            broken = ["cut", *["draft"] * 20]
             world = World(first, n_tokens=20, mode=mode)
-            for number in range(first + second):
-                world.act(STEPS[number % len(STEPS)])
-                if number in (first, first + second - 1):
-                    world.act("cut")
-                    for _ in range(20):
-                        world.act("draft")
-            world.settle()
-            world.check()
+            live(world, [*actions[: first + 1], *broken, *actions[first + 1 :], *broken])
 
 
 def texts() -> Detokenizer:

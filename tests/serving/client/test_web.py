@@ -23,7 +23,7 @@ from moa_data.serving.client.session import (
     Tokens,
     Verified,
 )
-from moa_data.serving.client.web import ChatPage, EventLog
+from moa_data.serving.client.web import ChatPage
 
 SENTENCE = (
     "The sky looks blue because air scatters short waves of sunlight far more strongly than long ones, so blue light "
@@ -197,40 +197,27 @@ def test_one_answer_at_a_time_and_another_after_it(page: ChatPage) -> None:
         assert events.next()["prompt"] == "fail"
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": ""}, {"prompt": 3}, {"prompt": "x" * 100_001}, [], "text"])
-def test_bad_questions_are_refused(page: ChatPage, body: Any) -> None:
-    assert request(page, "POST", "/ask", body)[0] == 422
+BODIES: tuple[Any, ...] = ({}, {"prompt": ""}, {"prompt": 3}, {"prompt": "x" * 100_001}, [], "text")
+FOREIGN = (
+    {"Host": "evil.example"}, {"Host": "127.0.0.1"}, {"Origin": "https://evil.example"}, {"Origin": "null"},
+    {"Origin": "http://127.0.0.1:1"},
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Host": "evil.example"},
-        {"Host": "evil.example:80"},
-        {"Host": "127.0.0.1"},
-        {"Origin": "https://evil.example"},
-        {"Origin": "null"},
-        {"Origin": "http://127.0.0.1:1"},
-    ],
-)
-def test_other_sites_and_rebound_names_are_refused(page: ChatPage, headers: dict[str, str]) -> None:
-    for method, path, body in (("GET", "/", None), ("GET", "/events", None), ("POST", "/ask", {"prompt": "x"})):
-        status, _, content = request(page, method, path, body, **headers)
-        assert status == 403
-        assert b"127.0.0.1 only" in content
+def test_bad_questions_and_other_sites_are_refused(page: ChatPage) -> None:
+    for body in BODIES:
+        assert request(page, "POST", "/ask", body)[0] == 422
+    # As forms of other sites send it.
+    assert request(page, "POST", "/ask", {"prompt": "x"}, Content_Type="text/plain")[0] == 422
+    for headers in FOREIGN:
+        for method, path, asked in (("GET", "/", None), ("GET", "/events", None), ("POST", "/ask", {"prompt": "x"})):
+            assert request(page, method, path, asked, **headers)[0] == 403
 
 
 def test_the_own_origin_is_taken(page: ChatPage) -> None:
     for host in ("127.0.0.1", "localhost"):
         headers = {"Host": f"{host}:{page.port}", "Origin": f"http://{host}:{page.port}"}
         assert request(page, "POST", "/network", {"up": True}, **headers)[0] == 200
-
-
-def test_forms_of_other_sites_send_no_json(page: ChatPage) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
-    connection.request("POST", "/ask", json.dumps({"prompt": "x"}), {"Content-Type": "text/plain"})
-    assert connection.getresponse().status == 422
-    connection.close()
 
 
 def test_a_port_that_is_taken_is_told(page: ChatPage) -> None:
@@ -245,15 +232,6 @@ def test_closing_ends_the_streams() -> None:
     with events:
         assert events._response.read() == b""
     assert not [thread for thread in threading.enumerate() if thread.name == "page"]
-
-
-def test_the_log_forgets_the_last_answer() -> None:
-    log = EventLog()
-    for number in range(3):
-        log.begin({"type": "Began", "prompt": str(number)})
-        log.append({"type": "Ended"})
-    assert [json.loads(item)["type"] for item in log._items] == ["Began", "Ended"]
-    assert log._first == 4
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
