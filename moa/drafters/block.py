@@ -40,13 +40,13 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import losses, masks
-from ..nn.kv import KVBuffer, positions_behind, unpack_kv
+from ..nn.kv import positions_from, unpack_kv
 from ..nn.layers import AppendKV, DecoderBlock, RMSNorm, Rotary
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead, markov_head
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, RowState, concatenated, padded, write_behind
+from .caches import KeysValues, LayerState, concatenated, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import (
@@ -60,6 +60,7 @@ from .training import (
     block_mask,
     block_position_weights,
     draft_positions,
+    draft_rounds,
     draft_weights,
     draw_anchors,
     loss_queries,
@@ -194,21 +195,19 @@ def check_context(settings: Any, n_layers: int) -> None:
         )
 
 
-class BlockState(RowState):
+class BlockState(LayerState):
     """What B rows know of the target while decoding, and the block of this round.
 
     Attributes:
         slots: keys and values of the context for each layer; those of a round's block stand after it. Empty with the
             context kv.
-        lengths: context positions of each row.
+        n_true: context positions of each row.
         fresh: per row what :meth:`BlockDrafter.project` made of the committed positions from there on, [n, E].
         hidden: [B, K, E] of the slots that draft; None outside a round.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
-        self.lengths = [0] * n_rows
-        self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
+        super().__init__(n_rows, n_layers)
         self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
@@ -223,8 +222,7 @@ class BlockState(RowState):
     @override
     def forget_drafts(self) -> None:
         self.hidden = None
-        for buffer in self.slots:
-            buffer.crop(self.lengths)
+        super().forget_drafts()
 
 
 class BlockDrafter(KVEncoder, Drafter):
@@ -307,7 +305,7 @@ class BlockDrafter(KVEncoder, Drafter):
         """
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):
-            x = block.attend_behind(x, rotation, append, mask)
+            x = block.attend_cached(x, rotation, append, mask)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -442,11 +440,10 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Run a block at the root of each round."""
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        drafted[:, :1] = False
+        drafted, context = draft_rounds(inputs.response_mask, draws)
         index = torch.arange(drafted.shape[1], device=drafted.device)
         queries, valid = loss_queries(drafted)
-        root = masks.last_context(drafted) + 1  # of each position's round
+        root = context + 1  # of each position's round
         place = torch.where(valid, queries - root.gather(1, queries), 0)
         self.config.check_depth(1 + int(place.max()))
         begins = drafted & (index == root)
@@ -465,11 +462,8 @@ class BlockDrafter(KVEncoder, Drafter):
 
     @override
     def observe(self, state: BlockState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        if self.config.context != "hidden":
-            return
-        for row, indices in enumerate(kept):
-            seen = hidden[row, torch.tensor(list(indices), device=hidden.device)]
-            state.fresh[row] = (*state.fresh[row], self.project(seen.to(self.dtype)))
+        if self.config.context == "hidden":
+            state.observe(hidden, kept, lambda states: self.project(states.to(self.dtype)))
 
     @override
     def draft_root(
@@ -481,7 +475,7 @@ class BlockDrafter(KVEncoder, Drafter):
         appends: list[AppendKV]
         if self.config.context == "kv":
             _check_has_kv(cache, before)
-            appends = [partial(self._write_behind_target, cache, before, index) for index in range(len(self.layers))]
+            appends = [partial(self._write_after_target, cache, before, index) for index in range(len(self.layers))]
         else:
             self._extend_context(state, frozen, committed, cache)
             appends = [buffer.append for buffer in state.slots]
@@ -490,26 +484,26 @@ class BlockDrafter(KVEncoder, Drafter):
             every = torch.ones(len(committed), size, size, dtype=torch.bool, device=device)
             mask = masks.tree_mask(before, every)
         anchors = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
-        hidden = self.run_layers(self.slots(frozen, anchors), positions_behind(before, size, device), appends, mask)
+        hidden = self.run_layers(self.slots(frozen, anchors), positions_from(before, size, device), appends, mask)
         state.hidden = self.drafting(hidden)[:, 0]
         return self.begin_features(state.hidden[:, :1], anchors)
 
-    def _write_behind_target(
+    def _write_after_target(
         self, cache: KVSource, before: Sequence[int], index: int, keys: Tensor, values: Tensor
     ) -> KeysValues:
         """Write the block's keys and values after the target's own, of each layer that a layer sees."""
         n_slots = keys.shape[2]
         views = [cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(index)]
-        return _side_by_side([write_behind(view, before, n_slots, keys, values) for view in views])
+        return _side_by_side([write_after(view, before, n_slots, keys, values) for view in views])
 
     def _extend_context(
         self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> None:
         """Add the positions that were committed since the last round to the context."""
-        counts = [len(row) - 1 - before for row, before in zip(committed, state.lengths, strict=True)]
+        counts = [len(row) - 1 - before for row, before in zip(committed, state.n_true, strict=True)]
         if not any(counts):
             return
-        device, starts = frozen.lm_head_weight.device, state.lengths
+        device, starts = frozen.lm_head_weight.device, state.n_true
         made = (
             self.encode_cached(cache, starts, max(counts))
             if self.config.context == "memory"
@@ -521,10 +515,10 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
         """Append keys and values of context [B, n, E], of which some are real, to each layer's."""
-        rotation = self.rotary(positions_behind(state.lengths, context.shape[1], context.device))
+        rotation = self.rotary(positions_from(state.n_true, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
-        state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
+        state.n_true = [length + count for length, count in zip(state.n_true, counts, strict=True)]
 
     # Where the target is on another machine
 
@@ -568,7 +562,7 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     def reuse_context(self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         state.forget_drafts()
-        rows = zip(state.lengths, starts, counts, strict=True)
+        rows = zip(state.n_true, starts, counts, strict=True)
         fitting = [count if length == start else 0 for length, start, count in rows]
         if self.config.context == "memory" and any(fitting):
             self._append_sent(state, contexts, fitting)

@@ -1,11 +1,11 @@
-"""What drafters keep of a generation: caches by row, and the causal layers and self-attention that fill them.
+"""What drafters keep of a generation: caches of B rows, and the causal layers that fill them.
 
-Shapes: B rows, T tokens, S slots, Q queries, E width, H_kv key/value heads, d head dim, b nodes of one level, n tokens
-of one call.
+Shapes: B rows, S slots, Q queries, E width, H_kv key/value heads, d head dim, b nodes of one level, n tokens of one
+call.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from ..nn import masks
 from ..nn.attention import expand_heads
-from ..nn.kv import KVBuffer, positions_behind
+from ..nn.kv import KVBuffer, positions_from
 from ..nn.layers import DecoderBlock, Rotary, Rotation
-from ..targets.bundle import FrozenTarget
 from .base import DraftLevel
 from .training import at_queries
 
@@ -96,12 +95,10 @@ def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
     return torch.cat((first[0].to(keys.dtype), keys), dim=2), torch.cat((first[1].to(values.dtype), values), dim=2)
 
 
-def write_behind(
-    view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
+def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor) -> KeysValues:
     """Write a drafter's keys and values of the newest tokens after the target's verified ones, in place.
 
-    Nothing is copied of the context; the target's next call writes over these slots.
+    Nothing of the context is copied; the target's next call overwrites these slots.
 
     Args:
         view: keys and values [B, H_kv, S, d] of the target's cache.
@@ -118,80 +115,8 @@ def write_behind(
     return view
 
 
-# Drafters whose self-attention reads embeddings of tokens
-
-
-class Fed(NamedTuple):
-    """Tokens that a draft step feeds, and what they see."""
-
-    embeddings: Tensor  # [B, b, E]
-    positions: Tensor  # [B or 1, b] int64
-    rotation: Rotation
-    before: list[int]  # verified tokens of each row
-    seen: Tensor  # [B, b, n] bool, which of the tokens fed in this round each of them sees
-    mask: Tensor | None  # [B, b, S] bool, ``seen`` after the verified tokens; None where nothing is masked
-
-
-class TokenState(RowState):
-    """The cache of a self-attention over the embeddings of tokens.
-
-    Attributes:
-        self_attention: keys and values of the verified tokens, then of this round's drafts in the order of feeding.
-        n_fed: tokens of this round's tree that were fed, the root included.
-    """
-
-    def __init__(self, n_rows: int) -> None:
-        self.self_attention = KVBuffer(n_rows)
-        self.n_fed = 0
-
-    @override
-    def forget_drafts(self) -> None:
-        # Behind the last root lie nodes in the order of feeding, accepted ones among others. Encoding the accepted
-        # ones again is two projections of a few tokens, cheaper than finding out which are in place already.
-        if self.n_fed:
-            self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
-            self.n_fed = 0
-
-    def feed_committed(
-        self, block: DecoderBlock, rotary: Rotary, frozen: FrozenTarget, committed: Sequence[list[int]]
-    ) -> Fed:
-        """Begin a round: append what was committed to the cache, the root included; returns the root."""
-        before, own = [len(tokens) - 1 for tokens in committed], self.self_attention
-        device = frozen.lm_head_weight.device
-        # The root is fed anew in each round: where it stands, the cache may hold a draft that was rejected there.
-        own.crop(before)
-        fresh = [tokens[n:] for tokens, n in zip(committed, own.lengths, strict=True)]
-        counts = [len(tokens) for tokens in fresh]
-        positions = positions_behind(own.lengths, max(counts), device)
-        embeddings = frozen.embed(padded(fresh, device))  # [B, n, E]
-        own.append(*block.keys_values(embeddings, rotary(positions)), counts)
-        self.n_fed = 1
-        if len(set(counts)) == 1:
-            root, at = embeddings[:, -1:], positions[:, -1:]
-        else:
-            last = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
-            root, at = at_queries(embeddings, last), positions.expand(len(counts), -1).gather(1, last)
-        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
-        mask = None if len(counts) == 1 else masks.tree_mask(before, seen)
-        return Fed(root, at, rotary(at), before, seen, mask)
-
-    def feed_level(self, rotary: Rotary, frozen: FrozenTarget, level: DraftLevel) -> Fed:
-        """Prepare the nodes of one level; the caller appends their keys and values."""
-        n_nodes = level.tokens.shape[1]
-        before = [length - self.n_fed for length in self.self_attention.lengths]
-        first = torch.tensor(before, device=level.tokens.device)[:, None] + level.depth
-        positions = first.expand(-1, n_nodes)  # [B, b]: a level stands at one position
-        self.n_fed += n_nodes
-        is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1
-        mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
-        return Fed(frozen.embed(level.tokens), positions, rotary(positions), before, level.seen, mask)
-
-
-# Drafters with causal layers over one stream of slots
-
-
 def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Run layers over whole sequences x [B, S, E]; slot t stands at position t.
+    """Run causal layers over whole sequences x [B, S, E], slot t at position t.
 
     Args:
         queries: [B, Q] int64 slots to compute features for; None = all.
@@ -213,65 +138,109 @@ def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, q
     return features
 
 
+class Fed(NamedTuple):
+    """Where the tokens stand that a draft step feeds, and what they see."""
+
+    positions: Tensor  # [B or 1, b] int64
+    rotation: Rotation  # of these positions, by the drafter
+    before: list[int]  # verified tokens of each row
+    seen: Tensor  # [B, b, n] bool, which of the tokens fed in this round each of them sees
+    mask: Tensor | None  # [B, b, S] bool, ``seen`` after the verified tokens; None where nothing is masked
+
+
 class LayerState(RowState):
-    """Keys and values of causal layers.
+    """Keys and values of a drafter's causal layers.
 
     Attributes:
-        slots: of each layer.
-        n_true: committed slots of each row; they come first.
+        slots: of each layer; the committed ones come first, then those of this round's tree in the order of feeding.
+        n_true: committed slots of each row.
         n_fed: slots of this round's tree, the root's included.
+        fresh: per row the target's states [n, ...] of committed positions that no layer has been fed with.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
         self.n_true = [0] * n_rows
         self.n_fed = 0
+        self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
 
     @override
     def forget_drafts(self) -> None:
+        # Accepted drafts lie among others, in the order of feeding. Encoding them again is two projections of a few
+        # tokens, cheaper than finding out which are in place already.
         for buffer in self.slots:
             buffer.crop(self.n_true)
+        self.n_fed = 0
+
+    def observe(
+        self, states: Tensor, kept: Sequence[Sequence[int]], make: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Keep the target's states [B, n, ...] of committed tokens, or what is made of them, until they are fed."""
+        for row, indices in enumerate(kept):
+            own = states[row, torch.tensor(list(indices), device=states.device)]
+            self.fresh[row] = (*self.fresh[row], own if make is None else make(own))
+
+    def missing_tokens(self, committed: Sequence[list[int]]) -> list[list[int]]:
+        """List the committed tokens of each row that the slots lack; the root is always among them."""
+        # It is fed anew in each round: where it stands, the cache may hold a draft that was rejected there.
+        self.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)]
+        return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)]
 
     def feed_committed(
-        self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, counts: Sequence[int]
-    ) -> Tensor:
+        self,
+        blocks: Sequence[DecoderBlock],
+        rotary: Rotary,
+        x: Tensor,
+        counts: Sequence[int],
+        last: Callable[..., Tensor] | None = None,
+    ) -> tuple[Tensor, Fed]:
         """Feed what was committed since the last round up to the root, in place of what was drafted.
 
         Args:
             x: [B, n, E], right padded.
             counts: per row how many of the n are real, at least 1.
+            last: what the last layer computes, if not its ``forward``.
 
         Returns:
             Features of the root, the last real one of each row: [B, 1, E].
         """
-        device, before, is_alone = x.device, self.n_true, len(counts) == 1
-        positions = positions_behind(before, max(counts), device).expand(len(counts), -1)
-        causal = torch.ones(max(counts), max(counts), dtype=torch.bool, device=device).tril()
-        causal = causal.expand(len(counts), -1, -1)  # [B, n, n]
-        last = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
+        device, before, n_new = x.device, self.n_true, max(counts)
+        rotation = rotary(positions_from(before, n_new, device))
         self.n_true = [start + count for start, count in zip(before, counts, strict=True)]
         self.n_fed = 1
-        n_slots = max(self.n_true)
         for index, (block, slots) in enumerate(zip(blocks, self.slots, strict=True)):
             slots.crop(before)
-            rotation = rotary(positions)
             keys, values = slots.append(*block.keys_values(x, rotation), counts)
-            queries = causal
-            if index == len(self.slots) - 1:  # only the root's feature is wanted
-                x, rotation = at_queries(x, last), rotary(positions.gather(1, last))  # [B, 1, E]
-                queries = at_queries(causal, last)
-            needs_no_mask = is_alone and queries.shape[1] == 1
-            mask = None if needs_no_mask else masks.tree_mask(before, queries)[..., :n_slots]
+            if index == len(self.slots) - 1:
+                break
+            mask = None
+            if len(counts) > 1 or n_new > 1:
+                causal = torch.ones(n_new, n_new, dtype=torch.bool, device=device).tril().expand(len(counts), -1, -1)
+                mask = masks.tree_mask(before, causal)[..., : keys.shape[2]]
             x = block(x, rotation, keys, values, mask)
-        return x
+        # Of the last layer only the root's feature is wanted.
+        ends = None if len(set(counts)) == 1 else torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
+        x = x[:, -1:] if ends is None else at_queries(x, ends)
+        before = [n - 1 for n in self.n_true]
+        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
+        mask = None if len(counts) == 1 else masks.tree_mask(before, seen)
+        positions = positions_from(before, 1, device)
+        root = Fed(positions, rotary(positions), before, seen, mask)
+        return (last or block)(x, root.rotation, keys, values, mask), root
 
-    def feed_level(self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, seen: Tensor, depth: int) -> Tensor:
-        """Feed the nodes x [B, b, E] of one level, see :class:`~.base.DraftLevel`; returns their features [B, b, E]."""
-        first = torch.tensor(self.n_true, device=x.device)[:, None] + depth - 1
-        rotation = rotary(first.expand(-1, x.shape[1]))  # a level stands at one position
-        self.n_fed += x.shape[1]
-        is_chain_alone = len(x) == 1 and self.n_fed == depth + 1
-        mask = None if is_chain_alone else masks.tree_mask([n - 1 for n in self.n_true], seen)
+    def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
+        """Count the nodes of one level as fed; the caller appends their keys and values."""
+        n_nodes, before = level.tokens.shape[1], [n - 1 for n in self.n_true]
+        self.n_fed += n_nodes
+        # All nodes of a level stand at one position.
+        positions = (torch.tensor(before, device=level.tokens.device)[:, None] + level.depth).expand(-1, n_nodes)
+        is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1
+        mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
+        return Fed(positions, rotary(positions), before, level.seen, mask)
+
+    def feed_level(self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, level: DraftLevel) -> Tensor:
+        """Feed the nodes of one level, given as x [B, b, E]; returns their features [B, b, E]."""
+        fed = self.begin_level(rotary, level)
         for block, slots in zip(blocks, self.slots, strict=True):
-            x = block.attend_behind(x, rotation, slots.append, mask)
+            x = block.attend_cached(x, fed.rotation, slots.append, fed.mask)
         return x

@@ -24,14 +24,22 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...errors import DrafterError
-from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, padded
 from .sizes import DrafterSizes, LayerSizes
-from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, distillation, loss_queries
+from .training import (
+    Draws,
+    LossTerms,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+    distillation,
+    draft_rounds,
+    loss_queries,
+)
 
 
 class FeatureState(LayerState):
@@ -44,7 +52,6 @@ class FeatureState(LayerState):
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
-        self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
         self.last: list[Tensor | None] = [None] * n_rows
 
     def take_fresh(self) -> list[Tensor]:
@@ -86,9 +93,8 @@ class FeatureDrafter(Drafter):
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         # All rounds at once, step by step: each step is fed with the features of the one before.
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        drafted[:, 0] = False
-        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last slot of the target's that a query sees
+        drafted, context = draft_rounds(inputs.response_mask, draws)
+        context = context[:, 1:]  # [B, S]: the last slot of the target's that a query sees
         slots = torch.arange(context.shape[1], device=context.device)
         step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
         embeddings = frozen.embed(inputs.tokens[:, 1:])
@@ -123,9 +129,7 @@ class FeatureDrafter(Drafter):
 
     @override
     def observe(self, state: FeatureState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        for row, indices in enumerate(kept):
-            new = hidden[row, torch.tensor(list(indices), device=hidden.device)]
-            state.fresh[row] = (*state.fresh[row], new)
+        state.observe(hidden, kept)
 
     @override
     def draft_root(
@@ -139,12 +143,12 @@ class FeatureDrafter(Drafter):
         embeddings = frozen.embed(padded(tokens, frozen.lm_head_weight.device))
         hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E or K * E]
         x = self.join(embeddings, self.true_features(hidden))
-        return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts))
+        return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts)[0])
 
     @override
     def draft_level(self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         x = self.join(frozen.embed(level.tokens), level.parent_features)
-        return self.fed_back(state.feed_level(self.blocks, self.rotary, x, level.seen, level.depth))
+        return self.fed_back(state.feed_level(self.blocks, self.rotary, x, level))
 
 
 @dataclass(frozen=True, kw_only=True)

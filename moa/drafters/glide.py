@@ -20,8 +20,9 @@ The released code has offset 0, rotates the target's keys a second time and lets
 before it, attend to all keys alike; here it is a round after position 0, and position 0 itself carries no loss.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,7 @@ from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotary, Rotation
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import Fed, KeysValues, TokenState, lengths_mask
+from .caches import KeysValues, LayerState, lengths_mask, padded
 from .sizes import DrafterSizes, LayerSizes
 from .training import (
     Draws,
@@ -142,46 +143,50 @@ class GlideDrafter(Drafter):
         causal = masks.Mask.up_to(queries, tokens.shape[1])
         target = unpack_kv(kv[:, :, -1], self.config.target_kv_heads)
         x = at_queries(embeddings, queries)
-        return self._layer(x, self.rotary(queries), own, causal, target, seen)
+        return self._layer(target, seen, x, self.rotary(queries), *own, causal)
 
     def _layer(
         self,
-        x: Tensor,
-        rotation: Rotation,
-        own: KeysValues,
-        own_mask: masks.Mask | Tensor | None,
         target: KeysValues,
         target_mask: masks.Mask | Tensor | None,
+        x: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        mask: masks.Mask | Tensor | None,
     ) -> Tensor:
-        """Run the layer for queries x [B, Q, E]; masks as for ``attention.attend``."""
+        """Run the layer for queries x [B, Q, E], with keys and values of the target and of its own."""
         block = self.self_attention
-        x = x + block.self_attn(block.queries(x, rotation), *own, own_mask)
+        x = x + block.self_attn(block.queries(x, rotation), keys, values, mask)
         q = self.cross_attention.queries(x, rotation)
         return block.finish(x, self.cross_attention(q, *target, target_mask))
 
     @override
-    def new_state(self, n_rows: int) -> TokenState:
-        return TokenState(n_rows)
+    def new_state(self, n_rows: int) -> LayerState:
+        return LayerState(n_rows, 1)
 
     @override
     def draft_root(
-        self, state: TokenState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        state.forget_drafts()
-        return self._draft(state, state.feed_committed(self.self_attention, self.rotary, frozen, committed), cache)
+        fresh = state.missing_tokens(committed)
+        x, last = (
+            frozen.embed(padded(fresh, frozen.lm_head_weight.device)),
+            self._decoding_layer([len(row) - 1 for row in committed], cache),
+        )
+        counts = [len(row) for row in fresh]
+        return state.feed_committed([self.self_attention], self.rotary, x, counts, last)[0]
 
     @override
-    def draft_level(self, state: TokenState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        fed = state.feed_level(self.rotary, frozen, level)
-        state.self_attention.append(*self.self_attention.keys_values(fed.embeddings, fed.rotation))
-        return self._draft(state, fed, cache)
+    def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+        fed, x = state.begin_level(self.rotary, level), frozen.embed(level.tokens)
+        own = state.slots[0].append(*self.self_attention.keys_values(x, fed.rotation))
+        return self._decoding_layer(fed.before, cache)(x, fed.rotation, *own, fed.mask)
 
-    def _draft(self, state: TokenState, fed: Fed, cache: KVSource) -> Tensor:
-        """Compute features of fed tokens: [B, b, E]."""
-        target = cache.layer_view(self.config.n_layers - 1, max(fed.before))
-        own = state.self_attention.view()
-        target_mask = lengths_mask(fed.before, fed.embeddings.device)
-        return self._layer(fed.embeddings, fed.rotation, own, fed.mask, target, target_mask)
+    def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
+        """Make the layer that attends to the target's cache up to so many positions of each row."""
+        target = cache.layer_view(self.config.n_layers - 1, max(before))
+        return partial(self._layer, target, lengths_mask(before, target[0].device))
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:

@@ -135,16 +135,14 @@ class IndependentDrafter(Drafter):
     def draft_root(
         self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        # The root of the round before is fed anew where nothing was committed since.
-        state.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, state.n_true, strict=True)]
-        fresh = [tokens[n:] for tokens, n in zip(committed, state.n_true, strict=True)]
+        fresh = state.missing_tokens(committed)
         embeddings = self.embed_tokens(padded(fresh, self.embed_tokens.weight.device))  # [B, n, W]
-        counts = [len(row) for row in fresh]
-        features: Tensor = self.norm(state.feed_committed(self.blocks, self.rotary, embeddings, counts))
+        x, _ = state.feed_committed(self.blocks, self.rotary, embeddings, [len(row) for row in fresh])
+        features: Tensor = self.norm(x)
         return features
 
     @override
     def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level.seen, level.depth)
+        x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level)
         features: Tensor = self.norm(x)
         return features

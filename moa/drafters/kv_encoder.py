@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DrafterError
-from ..nn.kv import positions_behind, rotate_packed_keys
+from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary, Rotation
 from ..targets.bundle import target_sizes
 from ..targets.cache import KVSource
@@ -193,7 +193,7 @@ class KVEncoder(nn.Module):
     def encode_cached(self, cache: KVSource, starts: Sequence[int], n_tokens: int) -> Tensor:
         """Encode the KV of n positions of each row of the target's cache, from its start on: [B, n, E]."""
         kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_layers - 1)
-        return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_behind(starts, n_tokens, kv.device))
+        return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device))
 
     def _layer_rotation(self, kv: Tensor) -> Rotation:
         rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])

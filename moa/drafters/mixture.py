@@ -37,12 +37,12 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import losses, masks
-from ..nn.kv import KVBuffer, positions_behind, unpack_kv
+from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import Fed, TokenState, concatenated, lengths_mask, write_behind
+from .caches import Fed, LayerState, concatenated, lengths_mask, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, multiple_of_32
 from .training import Draws, LossTerms, Reads, Rounds, TrainingInputs, TrainingStep, at_queries, distillation
@@ -98,8 +98,8 @@ class MoASizes(KVEncoderSizes):
         return self.block(self.cross_attention_kv_heads, self.cross_attention_mlp_width, False)
 
 
-class MoADraftState(TokenState):
-    """The drafter's caches of B rows while decoding.
+class MoADraftState(LayerState):
+    """The caches of the self-attention and of the cross-attention.
 
     Attributes:
         encoded: cross-attention keys and values of the positions that have target KV; after them, where the drafter
@@ -108,7 +108,7 @@ class MoADraftState(TokenState):
     """
 
     def __init__(self, n_rows: int = 1, has_drafts: bool = False) -> None:
-        super().__init__(n_rows)
+        super().__init__(n_rows, 1)
         self.encoded = KVBuffer(n_rows)
         self.has_drafts = has_drafts
 
@@ -190,7 +190,7 @@ class MoADrafter(KVEncoder, Drafter):
         if self.config.cross_attention_drafts:
             append = partial(concatenated, verified)
             mask = masks.round_mask(queries, context, rounds.pass_index, n_tokens)
-            x2 = self.cross_attention.attend_behind(x1, query_rotation, append, mask)
+            x2 = self.cross_attention.attend_cached(x1, query_rotation, append, mask)
         else:
             mask = masks.cross_attention_mask(context, n_tokens)
             x2 = self.cross_attention(x1, query_rotation, *verified, mask)
@@ -247,14 +247,15 @@ class MoADrafter(KVEncoder, Drafter):
         counts = [len(tokens) - 1 - length for tokens, length in zip(committed, lengths, strict=True)]
         if max(counts):
             self.append_encoded(state, self.encode_cached(cache, lengths, max(counts)), counts)
-        fed = state.feed_committed(self.self_attention, self.rotary, frozen, committed)
-        x = self.self_attention(fed.embeddings, fed.rotation, *state.self_attention.view(), fed.mask)
+        fresh = state.missing_tokens(committed)
+        x = frozen.embed(padded(fresh, frozen.lm_head_weight.device))
+        x, fed = state.feed_committed([self.self_attention], self.rotary, x, [len(row) for row in fresh])
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     @override
     def draft_level(self, state: MoADraftState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        fed = state.feed_level(self.rotary, frozen, level)
-        x = self.self_attention.attend_behind(fed.embeddings, fed.rotation, state.self_attention.append, fed.mask)
+        fed, x = state.begin_level(self.rotary, level), frozen.embed(level.tokens)
+        x = self.self_attention.attend_cached(x, fed.rotation, state.slots[0].append, fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     def append_encoded(self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None) -> None:
@@ -264,7 +265,7 @@ class MoADrafter(KVEncoder, Drafter):
             encoded: [B, n, E].
             counts: how many of the n positions of each row are real; None for all.
         """
-        rotation = self.rotary(positions_behind(state.encoded.lengths, encoded.shape[1], encoded.device))
+        rotation = self.rotary(positions_from(state.encoded.lengths, encoded.shape[1], encoded.device))
         state.encoded.append(*self.cross_attention.keys_values(encoded, rotation), counts)
 
     @property
@@ -309,7 +310,7 @@ class MoADrafter(KVEncoder, Drafter):
     ) -> Tensor:
         """Turn what self-attention gave for fed tokens, x [B, b, E], into their features [B, b, E]."""
         if self.config.cross_attention_drafts:
-            x = self.cross_attention.attend_behind(x, fed.rotation, state.encoded.append, fed.mask)
+            x = self.cross_attention.attend_cached(x, fed.rotation, state.encoded.append, fed.mask)
         else:
             mask = lengths_mask(state.encoded.lengths, x.device)
             x = self.cross_attention(x, fed.rotation, *state.encoded.view(), mask=mask)
@@ -323,8 +324,8 @@ class MoADrafter(KVEncoder, Drafter):
         n_slots, rotation = max(fed.before) + state.n_fed, frozen.rotary(fed.positions)
         layers = range(self.config.n_layers)[-n_layers:]
         for layer, block, window in zip(layers, frozen.blocks, frozen.windows, strict=True):
-            append = partial(write_behind, cache.layer_view(layer, n_slots), fed.before, state.n_fed)
-            x = block.attend_behind(x, rotation, append, by_window[window])
+            append = partial(write_after, cache.layer_view(layer, n_slots), fed.before, state.n_fed)
+            x = block.attend_cached(x, rotation, append, by_window[window])
         features: Tensor = frozen.norm(x)
         return features
 
@@ -343,5 +344,5 @@ def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Round
     first = kv.shape[2] - frozen.n_layers
     for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):
         target = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
-        x = layer.attend_behind(x, rotation, partial(concatenated, target), by_window[window])
+        x = layer.attend_cached(x, rotation, partial(concatenated, target), by_window[window])
     return x

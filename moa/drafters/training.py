@@ -203,16 +203,22 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
     return x.gather(1, queries[..., None].expand(-1, -1, x.shape[-1]))
 
 
+def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
+    """Find the positions from ``first`` on that rounds draft for [B, T] bool, and the last context position of each."""
+    drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
+    drafted[:, :first] = False
+    return drafted, masks.last_context(drafted)
+
+
 def round_queries(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Pack the positions that draft rounds draft for, from position ``first`` on.
 
     Returns:
         queries and valid as of :func:`loss_queries`, and the last context position of each query [B, Q] int64.
     """
-    drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
-    drafted[:, :first] = False
+    drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
-    return queries, valid, masks.last_context(drafted).gather(1, queries)
+    return queries, valid, context.gather(1, queries)
 
 
 # Blocks

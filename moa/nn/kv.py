@@ -225,7 +225,7 @@ class KVBuffer:
         self._layers = list(zip(buffer[0].unbind(), buffer[1].unbind(), strict=True))
 
 
-def positions_behind(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
+def positions_from(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
     """List the positions of n tokens from each row's start: [B, n] int64, or [1, n] where all rows start alike."""
     starts = starts[:1] if len(set(starts)) == 1 else starts
     return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)

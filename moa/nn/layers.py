@@ -285,7 +285,7 @@ class DecoderBlock(nn.Module):
         """
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
-    def attend_behind(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
+    def attend_cached(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
 
         Args:

@@ -191,7 +191,7 @@ class Rounds(DrafterProposer):
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         state = self.state
-        facts = {"start": len(committed[0]) - 1, "cached": state.lengths[0], "new": sum(map(len, state.fresh[0]))}
+        facts = {"start": len(committed[0]) - 1, "cached": state.n_true[0], "new": sum(map(len, state.fresh[0]))}
         drafted = super().propose(committed, TreeShape(self.block_drafter.config.n_drafts)).tokens[0]
         hidden = state.hidden[0].clone()
         before = torch.cat((torch.tensor(committed[0][-1:]), drafted[:-1]))

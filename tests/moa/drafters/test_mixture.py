@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moa_data.errors import DrafterError
-from moa_data.moa.drafters.caches import write_behind
+from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState, MoASizes
 from moa_data.moa.drafters.training import Draws, Rounds, TrainingInputs, TrainingStep, loss_queries
 from moa_data.moa.nn import masks
@@ -283,7 +283,7 @@ def test_sizes_are_checked_together() -> None:
 def test_keys_and_values_that_are_no_numbers_do_not_stay_in_the_targets_cache(before: list[int]) -> None:
     view = torch.ones(len(before), 2, 7, 4), torch.ones(len(before), 2, 7, 4)
     nothing = torch.full((len(before), 2, 1, 4), torch.nan)
-    write_behind(view, before, 1, nothing, nothing)
+    write_after(view, before, 1, nothing, nothing)
     for written in view:
         assert written.isfinite().all()
         for row, length in enumerate(before):

@@ -88,7 +88,7 @@ def test_incremental_use_equals_whole_use() -> None:
     buffer = KVBuffer(n_slots=2)
     for position in range(9):
         rotation, row = rotary(torch.tensor([[position]])), x[:, position : position + 1]
-        out = block.attend_behind(row, rotation, buffer.append, None)
+        out = block.attend_cached(row, rotation, buffer.append, None)
         torch.testing.assert_close(out, whole[:, position : position + 1], rtol=0, atol=1e-5)
         assert torch.equal(out, block(row, rotation, *buffer.view(), None))
 
