@@ -211,7 +211,7 @@ class Drafter(nn.Module, ABC):
         return ContextCache(range(n_layers - self.config.target_layer_inference, n_layers))
 
     @torch.inference_mode()
-    def encode_context(self, frozen: FrozenTarget, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
+    def encode_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         """Make the contexts [n, W] of n positions that the target has seen, of one text or several.
 
         Args:

@@ -183,7 +183,7 @@ class Speculation:
         kv = None
         if self.drafter.context_needs_kv:
             kv = torch.cat([sequence.kv.packed([first], n)[0] for sequence, first, n in spans])
-        contexts = self.drafter.encode_context(self._proposer.frozen, hidden, kv, positions).split(counts)
+        contexts = self.drafter.encode_context(hidden, kv, positions).split(counts)
         if self.reuses_contexts:
             self._reuse({s.id: (context, s.n_context) for s, context in zip(sequences, contexts, strict=True)})
         for (sequence, first, n), context in zip(spans, contexts, strict=True):

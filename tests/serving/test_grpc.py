@@ -13,7 +13,7 @@ from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.engine.sequence import Request, Work
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import CODECS, decode
-from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, teach
+from moa_data.tests.kit.drafters import build, build_drafter, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 
 from .drafting import PLAIN, SPECULATE, Server, Talk
@@ -183,9 +183,7 @@ def expected_contexts(target: Target, drafter: Any, text: list[int]) -> torch.Te
     cache = target.new_cache()
     hidden = target.forward(torch.tensor([text]), cache)[0]
     cache.commit([range(len(text))])
-    contexts: torch.Tensor = drafter.encode_context(
-        frozen_for(drafter, target.model), hidden, cache.packed([0], len(text))[0], torch.arange(len(text))
-    )
+    contexts: torch.Tensor = drafter.encode_context(hidden, cache.packed([0], len(text))[0], torch.arange(len(text)))
     return contexts
 
 

@@ -136,10 +136,7 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
     sender.cache.commit([range(len(text))])
     kv = sender.cache.packed([0], len(text))[0] if drafter.context_needs_kv else None
     pieces = [(0, 5), (5, 6), (6, len(text))]
-    made = [
-        drafter.encode_context(sender.frozen, hidden[a:b], None if kv is None else kv[a:b], torch.arange(a, b))
-        for a, b in pieces
-    ]
+    made = [drafter.encode_context(hidden[a:b], None if kv is None else kv[a:b], torch.arange(a, b)) for a, b in pieces]
     contexts = torch.cat(made)
     assert contexts.shape == (len(text), drafter.context_width)
     assert contexts.dtype == drafter.dtype

@@ -58,9 +58,7 @@ class Beside:
         if self.drafter.observed_layers:
             hidden = cache.take_layer_outputs()[0]
         cache.commit([range(len(text))])
-        found: Tensor = self.drafter.encode_context(
-            self.frozen, hidden, cache.packed([0], len(text))[0], torch.arange(len(text))
-        )
+        found: Tensor = self.drafter.encode_context(hidden, cache.packed([0], len(text))[0], torch.arange(len(text)))
         return found
 
     @torch.inference_mode()
