@@ -1,12 +1,10 @@
 """Imports run one way, between rooms and inside them; the light rooms stay light; only commands print."""
 
 import ast
-import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -173,24 +171,3 @@ def test_only_commands_print_and_exit() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "click.echo"}:
                 offences.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
     assert not offences, f"only commands print and exit: {offences}"
-
-
-def call_paths() -> list[tuple[str, list[str], list[str]]]:
-    """(path, functions to the loop, functions from it on) of the table in docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Call paths")[1]
-    rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")][2:]
-    return [(row[0].strip(), re.findall(r"`([\w.]+)`", row[1]), re.findall(r"`([\w.]+)`", row[2])) for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("path", "to_loop", "onward"), call_paths(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_call_paths_are_short_and_exist(path: str, to_loop: list[str], onward: list[str]) -> None:
-    assert 1 <= len(to_loop) <= 3
-    assert 1 <= len(onward) <= 5
-    for name in [*to_loop, *onward]:
-        module = next(m for m in modules() if name.startswith(f"{m}."))
-        found: object = import_module(f"moa_data.{module}")
-        for part in name.removeprefix(f"{module}.").split("."):
-            found = getattr(found, part)
-        assert callable(found), name
