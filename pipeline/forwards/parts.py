@@ -92,7 +92,6 @@ def run_parts(
         store: takes the parts, or new fields of them; after a failure the parts in flight are discarded.
         parts: numbers of pending parts, each asked for when the forwards of the one before are done; None for none yet,
             so that an error of the writer is noticed while one is waited for.
-        timings: updated.
         tell: called with the timings before the first batch, after each, and at the end.
     """
     keep_freed_memory()
@@ -137,14 +136,7 @@ def run_parts(
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch on its way to the writer.
-
-    Attributes:
-        first_tokens: where each sequence begins in its part.
-        texts: tokens (int32) and response mask (uint8) of each, [n_tokens].
-        names: name of each in errors.
-        span: the moments before and after the forward.
-    """
+    """A batch on its way to the writer; ``span`` are the moments before and after its forward."""
 
     first_tokens: list[int]
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -181,16 +173,12 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
 
 
 def _commit(out: PartWriter, timings: Timings) -> None:
-    """Commit a part; runs on the writer's thread."""
     commit = out.commit()
     timings.add_part(commit.n_tokens, out.was_first)
 
 
 class BackgroundWriter:
-    """Runs tasks in order on a thread of its own.
-
-    After a failure the remaining tasks are skipped, so that `submit` never waits for a thread that has given up; the
-    error is raised by the next `submit` or by `finish`.
+    """Runs tasks in order on a thread of its own; an error is raised by the next `submit` or by `finish`.
 
     Args:
         depth: tasks that may wait; each holds the activations of a batch.
@@ -236,7 +224,7 @@ class BackgroundWriter:
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
             if self._stopping or self._error is not None:
-                continue
+                continue  # so that `submit` never waits for a thread that has given up
             try:
                 task()
             except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
@@ -262,31 +250,23 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
 def load_target(
     folder: Path, compute_dtype: str, device: str, n_bytes: int = 0, progress: Progress | None = None
 ) -> Target:
-    """Load the target.
-
-    Args:
-        n_bytes: bytes of its weights, for progress.
-    """
-    if progress:
-        progress(0, n_bytes, "load the target")
+    """Load the target; ``n_bytes`` are those of its weights, for progress."""
+    tell = progress or (lambda *_: None)
+    tell(0, n_bytes, "load the target")
     target = Target.load(str(folder), getattr(torch, compute_dtype), device)
-    if progress:
-        progress(n_bytes, n_bytes, "load the target")
+    tell(n_bytes, n_bytes, "load the target")
     return target
 
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
     """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
     with store.publishing(BUNDLE_BYTE):
-        if not store.has_target or n_layers_kept > held_layers(store.target_path):  # else another has written it
-            _save_bundle(store, target, folder, n_layers_kept)
-
-
-def _save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
-    own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
-    model: Any = target.model
-    if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-        # The model's own weights can be had from wider ones, without a second target in memory, but not from narrower.
-        model = load_target_model(folder, own_dtype, "cpu")
-    with store.target() as bundle:
-        save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)
+        if store.has_target and n_layers_kept <= held_layers(store.target_path):
+            return  # another process has written it
+        own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
+        model: Any = target.model
+        if torch.promote_types(model.dtype, own_dtype) != model.dtype:
+            # Its own weights can be had from wider ones, without a second target in memory, but not from narrower.
+            model = load_target_model(folder, own_dtype, "cpu")
+        with store.target() as bundle:
+            save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

@@ -16,7 +16,6 @@ are the chosen hidden states (content: the width). The interface is experimental
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -33,23 +33,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ...files import replacing
+
 FILE_PARAMETER = "moa_data_file"
 """Parameter of a request (``kv_transfer_params``): the file that gets its values."""
 LAYOUT = "LBNHC"
 """Layout of the cache that vLLM is asked for: the heads of a token lie together."""
 
-_N_WRITERS = 4
 _HIDDEN = "HiddenStateCacheSpec"
 _TAKEN = ("FullAttentionSpec", _HIDDEN)
 
 
 @dataclass(frozen=True)
 class Save:
-    """A prompt whose values are wanted.
-
-    Attributes:
-        blocks: its blocks in each group of layers.
-    """
+    """A prompt whose values are wanted; ``blocks`` are its blocks in each group of layers."""
 
     request: str
     file: str
@@ -94,35 +91,36 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._hidden: tuple[int, Tensor] | None = None
         self._copied: dict[str, Any] = {}
         self._finished: set[str] = set()
-        self._writers = ThreadPoolExecutor(_N_WRITERS)
+        self._writers = ThreadPoolExecutor(4)
         self._stream: Any = None
 
     @classmethod
+    @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Ask for the layout in which a token's heads lie together."""
         return LAYOUT
 
+    @override
     def get_finished_count(self) -> int | None:
-        """Expect one word for each request: there is one worker."""
-        return 1
+        return 1  # there is one worker
 
     # In the scheduler
 
+    @override
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Bring no tokens from outside."""
-        return 0, False
+        return 0, False  # no tokens come from outside
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Do nothing: no blocks are filled from outside."""
+    @override
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
 
+    @override
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a request of a cache with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @override
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a request that wants a file and has run."""
+        # Keeps the blocks of a request that wants a file and has run.
         file = (request.kv_transfer_params or {}).get(FILE_PARAMETER)
         if file is None or not any(block_ids):
             return False, None
@@ -131,15 +129,16 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._waiting.append(Save(request.request_id, file, n_tokens, tuple(map(tuple, block_ids))))
         return True, None
 
+    @override
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Hand what waits to the worker."""
         saves, self._waiting = self._waiting, []
         return Saves(saves)
 
     # In the worker
 
+    @override
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Find the caches of the target's layers, in their order, and that of hidden states."""
+        # Finds the caches of the target's layers, in their order, and that of hidden states.
         found: dict[int, tuple[int, Tensor]] = {}
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
             is_hidden = type(group.kv_cache_spec).__name__ == _HIDDEN
@@ -152,34 +151,38 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             raise ValueError(f"the layers are {sorted(found)}, expected each number from 0 once.")
         self._layers = [found[layer] for layer in sorted(found)]
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: nothing is loaded."""
+    @override
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: nothing is loaded."""
+    @override
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
 
+    @override
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: a prompt may come in several steps; its cache is whole when it has finished."""
+        pass  # a prompt may come in several steps; its cache is whole when it has finished
 
+    @override
     def wait_for_save(self) -> None:
-        """Do nothing: blocks are kept until they have been copied."""
+        pass  # blocks are kept until they have been copied
 
+    @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Begin the copies that were asked for, and name the requests whose values have left their blocks."""
+        # Begins the copies that were asked for, and names the requests whose values have left their blocks.
         if self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             for save in metadata.saves if isinstance(metadata, Saves) else ():
                 self._begin(save)
         self._finished |= finished_req_ids
-        done = {name for name in self._finished if name in self._copied and _has_happened(self._copied[name])}
+        done = {name for name in self._finished if name in self._copied}
+        done = {name for name in done if self._copied[name] is None or self._copied[name].query()}
         self._finished -= done
         for name in done:
             del self._copied[name]
         return done or None, None
 
+    @override
     def shutdown(self) -> None:
-        """Wait for files that are being written."""
-        self._writers.shutdown()
+        self._writers.shutdown()  # waits for files that are being written
 
     def _begin(self, save: Save) -> None:
         """Gather a prompt's values on a stream of its own, and let a thread write them once they are on the host."""
@@ -235,18 +238,11 @@ def layer_number(name: str) -> int:
     return int(numbers[0])
 
 
-def _has_happened(event: Any) -> bool:
-    return event is None or bool(event.query())
-
-
 def _write(values: dict[str, Tensor], event: Any, file: Path) -> None:
-    """Write a file, which has its name only when it is whole."""
-    partial = file.with_suffix(".partial")
     try:
         if event is not None:
             event.synchronize()
-        save_file(values, partial)
+        with replacing(file) as partial:
+            save_file(values, partial)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # the thread's end would tell nobody
         file.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
-        return
-    os.replace(partial, file)

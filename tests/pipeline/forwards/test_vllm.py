@@ -135,7 +135,7 @@ def test_requests_without_a_file_or_blocks_are_not_kept(connector: Any) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_told(connector: Any, tmp_path: Path) -> None:
-    (tmp_path / "0.partial").mkdir()
+    (tmp_path / "0.safetensors.partial").mkdir()
     connector._write({"kv": torch.ones(2)}, None, tmp_path / "0.safetensors")
     assert (tmp_path / "0.error").read_text()
     assert not (tmp_path / "0.safetensors").exists()
