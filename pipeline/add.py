@@ -60,7 +60,8 @@ from .sources import (
     pinned_revision,
     recorded_config,
     recorded_sources,
-    target_identities,
+    tokenizer_identities,
+    weight_identities,
 )
 
 _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
@@ -380,7 +381,7 @@ def _check_same_target(
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted
     kind = torch.device(pick_device(device)).type
-    live = target_identities(folder, load_target_tokenizer(folder), True, progress)
+    live = tokenizer_identities(folder, load_target_tokenizer(folder)) | weight_identities(folder, progress)
     others = {"extraction.device": (wanted, kind)} if kind != wanted else {}
     check_identities(path, stored.identities, live, others)
     return device

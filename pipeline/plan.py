@@ -42,20 +42,25 @@ from .forwards.calibrate import SAMPLE_TOKENS
 from .forwards.parts import N_HOST_SLOTS
 from .forwards.vllm_source import check_vllm
 from .sequences import Sequences, check_counts, read_sequences
-from .sources import check_weights, pinned_revision, sources_record, stored_sources, target_identities
+from .sources import (
+    check_weights,
+    pinned_revision,
+    sources_record,
+    stored_sources,
+    tokenizer_identities,
+    weight_identities,
+)
 from .texts import read_texts, texts_origin
 from .workers import require_ray
 
 
 @dataclass(frozen=True)
 class ForwardMemory:
-    """The memory that the forwards of a target take, an upper estimate.
+    """The memory that forwards take, an upper estimate: in the host, for all workers, and on each of their devices.
 
     Attributes:
-        host_bytes: bytes of host memory, of all workers.
-        device_bytes: bytes of device memory; 0 where the device computes in host memory.
+        device_bytes: 0 where the device computes in host memory.
         n_tokens: padded tokens of the largest batch.
-        n_workers: processes of this machine that compute at once, on an accelerator each with a device of its own.
     """
 
     host_bytes: int
@@ -136,12 +141,9 @@ class ForwardPlan:
     """Which forwards will run, what they give, and what that takes.
 
     Attributes:
-        store: folder or bucket of the store.
-        spec: the activations to write, layers resolved.
-        codec: codec of the fields to write; one that learns has not learned yet.
+        spec, codec: of the fields to write; a codec that learns has not learned yet.
         table: rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
-        folder: folder of the target.
-        model_config: its transformers config.
+        folder, model_config: of the target.
         dtype: dtype in which activations are kept.
         batch_tokens: tokens per forward, padding included.
         uses_cache: whether the forwards fill a key/value cache.
@@ -175,11 +177,6 @@ class ForwardPlan:
         return sum(self.raw_bytes.values())
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the store is in a bucket."""
-        return isinstance(self.store, RemotePath)
-
-    @property
     def disk(self) -> Path:
         """A folder on the disk that is written to."""
         return existing_parent(self.store)
@@ -187,11 +184,12 @@ class ForwardPlan:
     def check_disk(self) -> None:
         """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
         needed = max(0, self.stored_bytes - self.present_bytes)
-        if self.is_remote:  # only shards on their way to the bucket lie on the disk
+        is_remote = isinstance(self.store, RemotePath)
+        if is_remote:  # only shards on their way to the bucket lie on the disk
             needed = min(needed, 2 * self.stored_bytes // max(1, len(set(self.table["part"].to_pylist()))))
         if needed > self.free_bytes:
             # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
-            less = "set TMPDIR to another disk" if self.is_remote else "store fewer activations or sequences"
+            less = "set TMPDIR to another disk" if is_remote else "store fewer activations or sequences"
             raise StorageUnavailable(
                 f"This needs about {format_bytes(needed)}, but {self.disk} has {format_bytes(self.free_bytes)} free. "
                 f"Free some space, or {less}."
@@ -201,7 +199,7 @@ class ForwardPlan:
         """Return lines about disk and memory."""
         return [
             f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
-            + (", for shards on their way to the bucket" if self.is_remote else "")
+            + (", for shards on their way to the bucket" if isinstance(self.store, RemotePath) else "")
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
             f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
         ]
@@ -294,9 +292,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         The plan; equal inputs give equal plans.
 
     Raises:
-        MoaDataError: configuration, dataset or tokenizer cannot be used.
-        NotEnoughMemory: the target's forwards do not fit in the memory that is free.
-        TargetError: the model folder has no config, weights or tokenizer.
+        MoaDataError: the input cannot be used, or does not fit in memory.
     """
     chat_settings = _chat_settings(config)  # refuses what makes no sense before anything is downloaded
     if config.scale.engine == "ray":
@@ -307,20 +303,100 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     folder = resolve_model_folder(config.model, with_weights=False, revision=revision)
     model_config = load_target_config(folder)
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
-    sizes = target_sizes(model_config)
+    config, how = _resolve(config, model_config)
+    if with_weights:
+        folder = resolve_model_folder(config.model, revision=revision)
+    tokenizer, sizes = load_target_tokenizer(folder), target_sizes(model_config)
+    template = ChatTemplate(tokenizer, chat_settings.get("template_kwargs"), config.model)
+    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
+    source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
+    identities = tokenizer_identities(folder, tokenizer)
+    origin = texts_origin(source, identities, config, sizes)
+    kept = read_texts(out, origin)
+    sequences = kept or read_sequences(source, template, config, sizes, progress)
+    check_counts(sequences, source, config)
+    table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
+    counts = plan_counts(table)
+    weights = weight_identities(folder, progress) if with_weights else {}
+    manifest = StoreManifest(
+        fields=how.fields,
+        target=sizes,
+        identities={**identities, **weights, "dataset.sha256": sequences.dataset_sha256},
+        extraction={
+            **_extraction(config, how),
+            **chat_settings,
+            **({"template_time": TEMPLATE_TIME.isoformat()} if sequences.asked_the_time else {}),
+            **sources_record(config, folder, source, sources),
+        },
+        codec=how.codec.describe(),
+        alignment_tokens=ALIGNMENT_TOKENS,
+        n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"],
+        n_tokens=counts["n_tokens"],
+    )
+    n_tokens, features = counts["n_tokens"], _feature_bytes(how.codec, sizes)
+    return ExtractPlan(
+        store=out,
+        spec=how.spec,
+        codec=how.codec,
+        table=table,
+        folder=folder,
+        model_config=model_config,
+        device=how.device,
+        dtype=config.storage.dtype,
+        compute_dtype=how.compute_dtype,
+        batch_tokens=how.batch_tokens,
+        uses_cache=how.spec.kv,
+        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, config.scale.n_local_workers),
+        raw_bytes={item.name: item.token_bytes * n_tokens for item in how.fields},
+        stored_bytes=expected_bytes(how.codec, n_tokens) + features + bundle_bytes(model_config, config.target_layers),
+        free_bytes=shutil.disk_usage(existing_parent(out)).free,
+        present_bytes=committed_bytes(out),
+        memory=how.memory,
+        config=config,
+        manifest=manifest,
+        sequences=sequences,
+        texts_origin=origin,
+        keeps_texts=kept is not None,
+        dataset=source.describe(),
+    )
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """Settings of a plan with what they leave open decided by target and machine; ``engine`` is None for our own."""
+
+    spec: ActivationSpec
+    fields: tuple[FieldSpec, ...]
+    codec: StoreCodec
+    device: str
+    compute_dtype: str
+    batch_tokens: int
+    engine: Mapping[str, str] | None
+    memory: ForwardMemory
+
+
+def _resolve(config: ExtractConfig, model_config: Any) -> tuple[ExtractConfig, _Resolved]:
+    """Decide what is left open, and refuse what cannot run here before weights are downloaded and chats are read."""
+    sizes, uses_vllm = target_sizes(model_config), config.forward.source == "vllm"
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
-    uses_vllm = config.forward.source == "vllm"
+    n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
-        n_positions = sizes["max_position_embeddings"] - uses_vllm  # which needs one more
-        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions))
-    longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, sizes["max_position_embeddings"])
-    engine = check_vllm(model_config, longest) if uses_vllm else {}
+        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))  # which needs one more
+    longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
+    engine = check_vllm(model_config, longest) if uses_vllm else None
     # What stays of transformers where vLLM runs the target, its weights for the store, is on the host.
     device = "cpu" if uses_vllm else _pick_device(config)
-    compute_dtype = _compute_dtype(config, device)
-    batch_tokens = config.forward.batch_tokens or _default_batch_tokens(device, uses_vllm)
+    is_cpu = torch.device(device).type == "cpu"
+    compute_dtype = config.forward.compute_dtype
+    if compute_dtype == "auto":
+        compute_dtype = "float32" if is_cpu and not uses_vllm else config.storage.dtype
+    batch_tokens = config.forward.batch_tokens or (65_536 if uses_vllm else 2048 if is_cpu else 16_384)
     fields = field_specs(spec, sizes, config.storage.dtype)
-    codec = _codec(config.storage.codec, fields)  # refuses what it cannot do before chats are read
+    try:
+        codec = StoreCodec(config.storage.codec, fields)
+    except CodecUnknown as error:
+        raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):
         raise OptionInvalid(
             f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
@@ -329,64 +405,8 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     n_workers = config.scale.n_local_workers
     memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device, n_workers)
     if has_device(device):
-        memory.check()  # before the weights are downloaded and the chats tokenised
-    if with_weights:
-        folder = resolve_model_folder(config.model, revision=revision)
-    tokenizer = load_target_tokenizer(folder)
-    template = ChatTemplate(tokenizer, chat_settings.get("template_kwargs"), config.model)
-    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
-    source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
-    origin = texts_origin(source, target_identities(folder, tokenizer, with_weights=False), config, sizes)
-    kept = read_texts(out, origin)
-    sequences = kept or read_sequences(source, template, config, sizes, progress)
-    check_counts(sequences, source, config)
-    table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
-    counts = plan_counts(table)
-    n_tokens = counts["n_tokens"]
-    identities = target_identities(folder, tokenizer, with_weights, progress)
-    manifest = StoreManifest(
-        fields=fields,
-        target=sizes,
-        identities={**identities, "dataset.sha256": sequences.dataset_sha256},
-        extraction={
-            **_extraction(config, spec, compute_dtype, device, batch_tokens),
-            **({"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}),
-            **chat_settings,
-            **({"template_time": TEMPLATE_TIME.isoformat()} if sequences.asked_the_time else {}),
-            **sources_record(config, folder, source, sources),
-        },
-        n_sequences=counts["n_sequences"],
-        n_parts=counts["n_parts"],
-        n_tokens=n_tokens,
-        codec=codec.describe(),
-        alignment_tokens=ALIGNMENT_TOKENS,
-    )
-    kept_bytes = bundle_bytes(model_config, config.target_layers)
-    return ExtractPlan(
-        store=out,
-        spec=spec,
-        codec=codec,
-        table=table,
-        folder=folder,
-        model_config=model_config,
-        device=device,
-        dtype=config.storage.dtype,
-        compute_dtype=compute_dtype,
-        batch_tokens=batch_tokens,
-        uses_cache=spec.kv,
-        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, n_workers),
-        raw_bytes={item.name: item.token_bytes * n_tokens for item in fields},
-        stored_bytes=expected_bytes(codec, n_tokens) + _feature_bytes(codec, sizes) + kept_bytes,
-        free_bytes=shutil.disk_usage(existing_parent(out)).free,
-        present_bytes=committed_bytes(out),
-        memory=memory,
-        config=config,
-        manifest=manifest,
-        sequences=sequences,
-        texts_origin=origin,
-        keeps_texts=kept is not None,
-        dataset=source.describe(),
-    )
+        memory.check()
+    return config, _Resolved(spec, fields, codec, device, compute_dtype, batch_tokens, engine, memory)
 
 
 @contextmanager
@@ -423,45 +443,23 @@ def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> t
     return tuple(fields)
 
 
-def _compute_dtype(config: ExtractConfig, device: str) -> str:
-    """Return the dtype of the forward: auto is the storage dtype on an accelerator and float32 on a CPU."""
-    if config.forward.compute_dtype != "auto":
-        return config.forward.compute_dtype
-    on_host = device.startswith("cpu") and config.forward.source != "vllm"
-    return "float32" if on_host else config.storage.dtype
-
-
-def _default_batch_tokens(device: str, uses_vllm: bool) -> int:
-    if uses_vllm:
-        return 65_536
-    return 2048 if torch.device(device).type == "cpu" else 16_384
-
-
-def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
-    try:
-        return StoreCodec(name, fields)
-    except CodecUnknown as error:
-        raise OptionInvalid(f"{error} Change --codec.") from error
-
-
-def _extraction(
-    config: ExtractConfig, spec: ActivationSpec, compute_dtype: str, device: str, batch_tokens: int
-) -> dict[str, Any]:
+def _extraction(config: ExtractConfig, how: _Resolved) -> dict[str, Any]:
     """Return the settings that shape the data; batches change the last bits of a forward, so they are among them."""
+    engine = {"engine": how.engine, "attention": "paged", "device": "cuda"} if how.engine else {}
     return {
-        "activations": (["kv"] if spec.kv else []) + list(spec.hidden_fields),
+        "activations": list(how.spec.fields),
         "attention": "sdpa",
-        "batch_tokens": batch_tokens,
+        "batch_tokens": how.batch_tokens,
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
-        "compute_dtype": compute_dtype,
-        "device": torch.device(device).type,
+        "compute_dtype": how.compute_dtype,
+        "device": torch.device(how.device).type,
         "dtype": config.storage.dtype,
         "max_length": config.data.max_length,
         "max_sequences": config.data.max_sequences,
         "part_tokens": config.storage.part_tokens,
         "target_layers": config.target_layers,
         "truncation": "right, tokens and mask together",
-    }
+    } | engine
 
 
 def _chat_settings(config: ExtractConfig) -> dict[str, Any]:

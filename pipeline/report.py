@@ -23,13 +23,12 @@ class Timings:
     """The times and tokens of a run.
 
     Attributes:
-        forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
-        copy_s: seconds of copies to the host on a GPU, which work beside the forwards.
-        wait_s: seconds in which the next forward waited for the writer.
-        writer_s: seconds of CPU that the writer thread spent on checking and writing.
-        encode_s: seconds of CPU that the encoders spent, all threads together.
-        extract_s: seconds from the first forward to the last commit.
-        wall_s: seconds of the whole run.
+        forward_s: forwards, gathering of activations included (device time on a GPU).
+        copy_s: copies to the host on a GPU, which work beside the forwards.
+        wait_s: the next forward waited for the writer.
+        writer_s, encode_s: CPU time of the writer's thread, and of all threads that encode.
+        extract_s: from the first forward to the last commit.
+        wall_s: the whole run.
         n_tokens: tokens of the parts whose commit is of this run.
         n_computed_tokens: tokens of its forwards, those of parts that another run committed first included.
         n_padded_tokens: those tokens, padding included.

@@ -150,11 +150,7 @@ class Sequences:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> Sequences:
-        """Undo :meth:`to_arrow`; tokens and masks are views of the table.
-
-        Raises:
-            ValueError: it is another table.
-        """
+        """Undo :meth:`to_arrow`; tokens and masks are views of the table. Raises ValueError for another table."""
         counts = json.loads((table.schema.metadata or {}).get(_COUNTS_KEY, b"null"))
         if not isinstance(counts, dict) or counts.keys() != set(_COUNTS) or table.column_names != _COLUMNS:
             raise ValueError(f"expected the columns {_COLUMNS} and the counts {_COUNTS}")
@@ -192,11 +188,7 @@ def read_sequences(
     sizes: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Sequences:
-    """Tokenise a dataset, in its order, up to max_sequences.
-
-    Args:
-        sizes: the target's sizes (max_position_embeddings, vocab_size).
-    """
+    """Tokenise a dataset, in its order, up to max_sequences."""
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()
@@ -255,12 +247,8 @@ def tokenise_rows(
 def _read_block(
     rows: Iterator[tuple[int, Any]], n_rows: int, n_left: int | None
 ) -> tuple[list[tuple[int, Any]], bool | DatasetError]:
-    """Read the next rows, some more than are wanted, as a few may be rejected.
-
-    Returns:
-        The rows, and whether they are the last ones, or what kept the next one from being read.
-    """
-    if n_left is not None:
+    """Read the next rows; also return whether they are the last ones, or what kept the next one from being read."""
+    if n_left is not None:  # a few may be rejected
         n_rows = min(n_rows, n_left + n_left // 16 + 64)
     block: list[tuple[int, Any]] = []
     n_chars = 0

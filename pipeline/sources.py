@@ -28,17 +28,12 @@ from ..storage.read.store import read_manifest
 from ..storage.schema import RUNS_NAME
 from ..text import Progress
 from .config import ExtractConfig
-from .dataset import DEFAULT_SPLIT, ChatSource
+from .dataset import ChatSource
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt",
+)  # fmt: skip
 
 Sources = Mapping[str, Mapping[str, str]]
 _MAIN = "main"
@@ -66,13 +61,7 @@ def stored_sources(store: StorePath) -> Sources | None:
 
 
 def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str | None) -> str | None:
-    """Return the recorded commit of what is asked for, else the revision that is asked for.
-
-    Args:
-        kind: model or dataset.
-        name: its path or Hub id.
-        revision: branch, tag or commit; None for main.
-    """
+    """Return the recorded commit of a model or dataset that is asked for, else the revision that is asked for."""
     entry = (sources or {}).get(kind)
     if entry and entry["id"] == name and (revision or _MAIN) in (entry["revision"], entry["commit"]):
         return entry["commit"]
@@ -107,31 +96,15 @@ def weight_identities(folder: Path, progress: Progress | None = None) -> dict[st
     return {f"target.{key}": value for key, value in hash_target(folder, progress).items()}
 
 
-def target_identities(
-    folder: Path, tokenizer: Any, with_weights: bool, progress: Progress | None = None
-) -> dict[str, str]:
-    """Hash everything that an extraction reads of a target.
-
-    Args:
-        with_weights: whether to hash the weights too, which takes a while for large targets.
-        progress: called with (bytes done, bytes of all weights, message).
-
-    Returns:
-        Dotted key -> sha256 in hex: tokenizer.sha256, template.sha256, and target.weights_sha256 and
-        target.config_sha256.
-    """
+def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
+    """Hash what tokens depend on of a target: tokenizer.sha256 and template.sha256."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             digest.update(f"{name}\0".encode())
             digest.update(hashlib.sha256((folder / name).read_bytes()).digest())
-    identities = {
-        "tokenizer.sha256": digest.hexdigest(),
-        "template.sha256": hashlib.sha256(template_text(tokenizer).encode()).hexdigest(),
-    }
-    if with_weights:
-        identities |= weight_identities(folder, progress)
-    return identities
+    template = hashlib.sha256(template_text(tokenizer).encode()).hexdigest()
+    return {"tokenizer.sha256": digest.hexdigest(), "template.sha256": template}
 
 
 def check_identities(
@@ -160,12 +133,6 @@ def check_weights(folder: Path, is_local: bool) -> None:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
 
 
-def known_split(settings: Mapping[str, Any]) -> str | None:
-    """Return the split of recorded settings; None where it may be the default, which some records spell out."""
-    split = settings.get("split")
-    return split if isinstance(split, str) and split != DEFAULT_SPLIT else None
-
-
 def recorded_arguments(extraction: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a store's chats were rendered with, beside the chat itself."""
     found = extraction.get("template_kwargs")
@@ -173,19 +140,13 @@ def recorded_arguments(extraction: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_config(store: StorePath) -> ExtractConfig:
-    """Return the settings of the store's last finished extraction.
-
-    Raises:
-        WorkerError: none is recorded, or no record can be used.
-        OSError: the records cannot be read.
-    """
+    """Return the settings of the store's last finished extraction; raises WorkerError where none can be used."""
     runs = store / RUNS_NAME
     names = {setting.name for setting in ExtractConfig.settings()}
     records = [name for name in names_in(runs) if name.endswith(".json")]
     for path in (runs / name for name in sorted(records, reverse=True)):
         try:
             settings = parse_object(read_file(path))["config"]
-            settings = settings | {"split": known_split(settings)}
             return ExtractConfig.of(**{name: value for name, value in settings.items() if name in names})
         except (KeyError, TypeError, ValueError, AttributeError):
             continue

@@ -162,7 +162,6 @@ def work_until_done(
 
     Args:
         folder: folder of the target.
-        timings: updated.
         tell: called with the timings after each batch.
     """
     n_layers = int(store.manifest.extraction["target_layers"])
@@ -347,9 +346,6 @@ def main(result: int) -> int:
 
     Args:
         result: descriptor of the file that takes what :func:`run_worker` returns or raises, pickled.
-
-    Returns:
-        The exit code.
     """
     # Signals of the terminal are for the command, which tells its workers to end.
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -425,10 +421,7 @@ def run_on_ray(
     """Run workers with Ray until all is done; see :func:`direct`.
 
     Each is a task of Ray, which waits until the cluster has room for it: so machines may join and leave meanwhile.
-
-    Args:
-        order: what each worker is told; its threads are left to the machine that it finds itself on.
-        encode_threads: threads that encode in each worker; None for its share of its machine's cores.
+    Threads are left to the machine that a task finds itself on.
     """
     gpus = 0.0 if order.device == "cpu" else scale.gpus_per_worker or 1.0
     needs = {"CPU": float(scale.cpus_per_worker), "GPU": gpus}
@@ -450,12 +443,7 @@ def run_on_ray(
 
 
 class RayWorker:
-    """A worker that is a task of Ray.
-
-    Args:
-        ray: the package, which is imported where it is used alone.
-        reference: the task.
-    """
+    """A worker that is a task of Ray; the package is imported where it is used alone."""
 
     def __init__(self, ray: Any, reference: Any) -> None:
         self._ray, self._reference = ray, reference

@@ -36,14 +36,7 @@ ReadSequence = Callable[[int], Mapping[str, np.ndarray]]
 
 
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
-    """Choose sequences spread evenly over the plan.
-
-    Args:
-        n_tokens: tokens wanted, roughly.
-
-    Returns:
-        Ascending rows; all of them where there are fewer tokens.
-    """
+    """Choose sequences of about so many tokens, spread evenly over the plan: ascending rows."""
     n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
     rows: list[int] = np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist()
     return rows
@@ -61,11 +54,7 @@ def learned_before(codec: StoreCodec, store: StorePath) -> StoreCodec | None:
 
 
 def learning_on(device: str | torch.device, folder: Path | None, progress: Progress | None) -> Learning:
-    """Return how codecs learn beside a target: on its GPU, or in NumPy, which uses all cores.
-
-    Args:
-        folder: where the sample waits on disk; None for the system's temporary folder.
-    """
+    """Return how codecs learn beside a target: on its GPU, or in NumPy; the sample waits in a folder on disk."""
     learning = Learning(folder, progress=progress) if progress else Learning(folder)
     if torch.device(device).type == "cpu":
         return learning
@@ -101,9 +90,7 @@ def calibrate(
 
     Args:
         lengths: tokens of each planned sequence.
-        read: gives the values of one of them.
-        lm_head: [vocab_size, width], any dtype and device.
-        embeddings: likewise.
+        lm_head, embeddings: [vocab_size, width], any dtype and device.
         learning: where the sample waits and products run.
     """
     rows = sample_rows(lengths)
@@ -155,12 +142,7 @@ def _joint_bits(
     offered: Mapping[str, Sequence[np.ndarray]],
     learning: Learning,
 ) -> dict[str, float]:
-    """Split the bits of joint hidden states: field -> bits per token.
-
-    Args:
-        joint: the fields, the lowest first.
-        offered: what the fields offer that are not joint and have learned, of each sequence.
-    """
+    """Split the bits of joint hidden states, given the lowest first: field -> bits per token."""
     learning.progress(0, 1, "learn: bits of joint hidden states")
     variances: list[np.ndarray] = []
     below: list[np.ndarray] = []
@@ -190,7 +172,6 @@ def learn_from_target(
     Args:
         tokens_of: row of the plan -> token ids, int32 [n_tokens].
         spec, dtype, uses_cache: as for ``capture``.
-        learning: see :func:`learning_on`.
     """
     model: Any = target.model
 

@@ -36,11 +36,7 @@ from ..config import ActivationSpec
 
 
 class HostSlots:
-    """Pinned host memory for the batches in flight, and copies to it on a stream of their own.
-
-    Args:
-        n_slots: batches that can be in flight at once; 0 where activations are in host memory already.
-    """
+    """Pinned host memory for ``n_slots`` batches in flight, and copies to it on a stream of their own."""
 
     def __init__(self, device: torch.device, n_slots: int) -> None:
         self._device = device
@@ -67,10 +63,7 @@ class HostSlots:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
-        """Start copies after all work queued so far.
-
-        Args:
-            copies: tensors on the device, and their targets in host memory.
+        """Start copies (source, target) after all work queued so far.
 
         Returns:
             What waits for the copies, and gives the seconds that the device copied.
@@ -168,9 +161,7 @@ class Capture:
     def to_host(self, slots: HostSlots | None = None) -> Capture:
         """Copy to host memory; what lies there already is not copied.
 
-        Args:
-            slots: pinned memory to copy to without waiting: :meth:`wait` waits, and :meth:`release` gives the memory
-                back. Without it the copies are complete when this returns.
+        To slots it is copied without waiting: :meth:`wait` waits, and :meth:`release` gives the memory back.
         """
         slot = slots.take() if slots is not None else None
         if slot is None:
