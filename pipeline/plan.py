@@ -254,7 +254,7 @@ class ExtractPlan(ForwardPlan):
         storage, target = self.config.storage, self.manifest.target
         n_response = int(self.table["n_response_tokens"].to_numpy().sum())
         lengths = np.sort(self.table["n_tokens"].to_numpy())
-        bits = {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
+        bits = {name: codec.expected_bits for name, codec in self.codec.fields.items() if codec.spec.token_shape}
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, "
             f"{target['n_kv_heads']} KV heads of {target['head_dim']}, width {target['hidden_size']})",
@@ -473,7 +473,7 @@ def _chat_settings(config: ExtractConfig) -> dict[str, Any]:
 
 def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:
     """Return the expected bytes of parts, with 3 % for alignment padding, indexes and metadata."""
-    bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
+    bits = sum(field.expected_bits * math.prod(field.spec.token_shape) for field in codec.fields.values())
     return int(1.03 * bits / 8 * n_tokens)
 
 

@@ -153,7 +153,7 @@ def _joint_bits(
         known = np.concatenate(features, axis=1) if features else None
         variances.append(left_variances(values, known, learning.place))
         below = [values]
-    bits = sum(len(own) * codec.fields[name].expected_bits() for name, own in zip(joint, variances, strict=True))
+    bits = sum(len(own) * codec.fields[name].expected_bits for name, own in zip(joint, variances, strict=True))
     return dict(zip(joint, split_bits(variances, bits), strict=True))
 
 

@@ -11,10 +11,12 @@ A group of 16 layers of an 8B target takes 2 GB of the 8 GB that 30,000 tokens a
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace, to_device
@@ -44,44 +46,10 @@ _VOCABULARY_BLOCK = 1 << 16
 
 
 class Kept(NamedTuple):
-    """Where an array lies in a :class:`Scratch`."""
+    """Where an array of float32 lies in the file of a :class:`Sample`."""
 
     offset_bytes: int
     shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-class Scratch:
-    """Arrays on disk, in a file without a name, which is gone when it is closed or the process ends.
-
-    Args:
-        folder: any folder of the file system that has the room; None for the system's temporary folder.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by close)
-        self._n_bytes = 0
-
-    def keep(self, array: np.ndarray) -> Kept:
-        """Write an array and return where it is."""
-        kept = Kept(self._n_bytes, array.shape, array.dtype)
-        self._file.seek(kept.offset_bytes)
-        self._file.write(np.ascontiguousarray(array).data.cast("B"))
-        self._n_bytes += array.nbytes
-        return kept
-
-    def read(self, kept: Kept, out: np.ndarray | None = None) -> np.ndarray:
-        """Read an array, into ``out`` if given (C-contiguous, of its shape and dtype)."""
-        found = np.empty(kept.shape, kept.dtype) if out is None else out
-        self._file.seek(kept.offset_bytes)
-        n_read = self._file.readinto(found.data.cast("B"))
-        if n_read != found.nbytes:
-            raise OSError(f"A temporary file ended after {n_read} of {found.nbytes} bytes; is its disk full?")
-        return found
-
-    def close(self) -> None:
-        """Free the disk space."""
-        self._file.close()
 
 
 class Rows(NamedTuple):
@@ -97,27 +65,26 @@ class Rows(NamedTuple):
 
 
 class Sample:
-    """Sequences of a field, cut into groups and parts (``TransformCodec.parts``).
+    """Sequences of a field, cut into groups and parts, in a file without a name, which is gone when it is closed.
 
     Args:
-        folder: see :class:`Scratch`.
+        folder: any folder of the file system that has the room; None for the system's temporary folder.
 
     Attributes:
-        scratch: also holds intermediate arrays of learning.
         lengths: tokens of each sequence.
         tokens: int [n_tokens] of each sequence; empty where they are not used.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.scratch = Scratch(folder)
         self.lengths: list[int] = []
         self.tokens: list[np.ndarray] = []
         self._kept: list[list[list[Kept]]] = []
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by close)
 
     def add(self, groups: Sequence[Sequence[np.ndarray]], tokens: np.ndarray | None) -> None:
         """Add a sequence: for each group, for each part, float32 [n_tokens, width]."""
         self.lengths.append(len(groups[0][0]))
-        self._kept.append([[self.scratch.keep(part) for part in parts] for parts in groups])
+        self._kept.append([[self.keep(part) for part in parts] for parts in groups])
         if tokens is not None:
             self.tokens.append(np.asarray(tokens))
 
@@ -126,9 +93,24 @@ class Sample:
         kept = [self._kept[i][group][part] for i in chosen]
         lengths = [self.lengths[i] for i in chosen]
         rows = Rows(np.empty((sum(lengths), kept[0].shape[1]), np.float32), lengths)
-        for at, out in zip(kept, rows.sequences, strict=True):
-            self.scratch.read(at, out)
+        for one, out in zip(kept, rows.sequences, strict=True):
+            out[...] = self.read(one)
         return rows
+
+    def keep(self, array: np.ndarray) -> Kept:
+        """Write an array of float32, which may also be an intermediate one of learning."""
+        kept = Kept(self._file.seek(0, os.SEEK_END), array.shape)
+        self._file.write(np.ascontiguousarray(array, np.float32).data.cast("B"))
+        return kept
+
+    def read(self, kept: Kept) -> np.ndarray:
+        """Read an array that was kept."""
+        self._file.seek(kept.offset_bytes)
+        return np.frombuffer(self._file.read(4 * math.prod(kept.shape)), np.float32).reshape(kept.shape)
+
+    def close(self) -> None:
+        """Free the disk space."""
+        self._file.close()
 
 
 def on_host(array: Array) -> np.ndarray:
@@ -187,23 +169,15 @@ def metric_scale(metric: np.ndarray) -> float:
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
 
-class Embeddings(Protocol):
-    """A table of vectors, e.g. a NumPy array: len, shape, and float32 rows by slices and by arrays of ids."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102  (as NumPy's)
-    def __len__(self) -> int: ...
-    def __getitem__(self, ids: slice | np.ndarray, /) -> np.ndarray: ...
-
-
-def token_features(embeddings: Embeddings, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
+def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
     """Return the features of each token from which its keys and values are predicted.
 
     The first layer's keys and values are a function of the normalised embedding of the token, and those of the other
     layers depend on it in part.
 
     Args:
-        embeddings: float32 [vocab_size, width], the target's input embeddings.
+        embeddings: float32 [vocab_size, width], the target's input embeddings, or what gives their rows by slices and
+            by arrays of ids.
         tokens: int [n], tokens of the sample; the features are those that differ most among them.
 
     Returns:

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
+from ...errors import StoreError
 from ...text import Progress
 from ..schema import Array, FieldSpec, StoredArray
+
+Codes = Mapping[str, Array]
+"""Name of a stored array -> rows of it."""
+Layers = list[int] | None
+"""The chosen layers in the order wanted; None for all."""
 
 
 class FieldCodec:
@@ -21,15 +26,17 @@ class FieldCodec:
 
     Attributes:
         arrays: what is stored for it, in the order in which it is written.
+        expected_bits: bits per value that the stored arrays take after the byte chain, an upper estimate.
         sources: the codecs of the fields that this one is predicted from, in the order of their features.
         is_identity: whether the one stored array is the field itself, bit for bit; such a field is read and written in
             its storage dtype without ``encode`` and ``decode``, at any positions.
     """
 
     is_identity = False
+    sources: Sequence[FieldCodec] = ()
 
-    def __init__(self, spec: FieldSpec, arrays: Sequence[StoredArray] = (), sources: Sequence[FieldCodec] = ()) -> None:
-        self.spec, self.arrays, self.sources = spec, tuple(arrays), tuple(sources)
+    def __init__(self, spec: FieldSpec, expected_bits: float, arrays: Sequence[StoredArray] = ()) -> None:
+        self.spec, self.expected_bits, self.arrays = spec, expected_bits, tuple(arrays)
 
     @property
     def needs_tokens(self) -> bool:
@@ -38,10 +45,6 @@ class FieldCodec:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that ``store.json`` records for this field; a change of any changes the bytes."""
-        raise NotImplementedError
-
-    def expected_bits(self) -> float:
-        """Return the bits per value that the stored arrays take after the byte chain, an upper estimate."""
         raise NotImplementedError
 
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
@@ -61,48 +64,30 @@ class FieldCodec:
         """
         raise NotImplementedError
 
-    def decode(
-        self,
-        codes: Mapping[str, Array],
-        first_position: int,
-        n_tokens: int,
-        layers: list[int] | None = None,
-        features: Array | None = None,
-    ) -> Array:
+    def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
         """Decode consecutive tokens of one sequence.
 
         Args:
-            codes: name -> the rows of ``arrays_of(layers)`` that cover the tokens, from ``first_position`` on, with the
-                indices of ``indices_of`` along axis 1; where the codec ``needs_tokens``, also ``"tokens"``, int
-                [at least n_tokens]. The rows of its ``sources`` are there too, unless ``features`` are given.
+            codes: the rows of ``arrays_of(layers)`` and of all arrays of its ``sources`` that cover the tokens, from
+                ``first_position`` on, with the indices of ``indices_of`` along axis 1; where a codec ``needs_tokens``,
+                also ``"tokens"``, int [at least n_tokens].
             first_position: position of the first token in its sequence, a multiple of 64.
             n_tokens: tokens wanted; the last block's row may cover more.
-            layers: the chosen layers in the order wanted, None for all.
-            features: those of these tokens, as for :meth:`encode`; None to decode the ``sources`` too.
 
         Returns:
             float32 [n_tokens, *token_shape], with ``len(layers)`` layers where some are chosen.
         """
         raise NotImplementedError
 
-    def as_features(
-        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, features: Array | None = None
-    ) -> Array:
-        """Decode what the fields that are predicted from this one see: float32 [n_tokens, n_features].
-
-        The arguments are those of :meth:`decode`.
-        """
-        raise NotImplementedError
-
-    def arrays_of(self, layers: list[int] | None) -> tuple[StoredArray, ...]:
-        """Return those of ``arrays`` that decoding these layers needs; None for all layers."""
+    def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
+        """Return those of ``arrays`` that decoding these layers needs."""
         return self.arrays
 
-    def indices_of(self, array: StoredArray, layers: list[int] | None) -> list[int] | None:
+    def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
         """Return the indices along axis 1 of an array that decoding these layers needs; None for whole rows."""
         return None if array.layer_axis is None else layers
 
-    def arrays_read(self, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
+    def arrays_read(self, layers: Layers = None) -> tuple[StoredArray, ...]:
         """Return the arrays that decoding these layers reads: its own, and those of its sources."""
         of_sources = (array for source in self.sources for array in source.arrays_read())
         return tuple(dict.fromkeys([*self.arrays_of(layers), *of_sources]))
@@ -110,6 +95,15 @@ class FieldCodec:
     def with_sources(self) -> list[FieldCodec]:
         """List the codecs that decoding the field takes: those of all that it is predicted from, then itself."""
         return list(dict.fromkeys([*(one for source in self.sources for one in source.with_sources()), self]))
+
+    def finite(self, xp: Any, values: Array) -> Array:
+        """Return values as float32; raises StoreError where one is NaN or infinite."""
+        if not bool(xp.all(xp.isfinite(values))):
+            raise StoreError(
+                f"Field {self.spec.name!r} has NaN or infinite values, which only codec lossless holds. Extract with "
+                "it, or drop the sequence."
+            )
+        return xp.astype(values, xp.float32)
 
 
 # Upper estimates of stored bits per raw bit: in bfloat16 KV measures 0.66 to 0.70 and hidden states up to 0.70.
@@ -122,14 +116,9 @@ class LosslessCodec(FieldCodec):
     is_identity = True
 
     def __init__(self, spec: FieldSpec) -> None:
-        dtype, layer_axis = spec.storage_dtype.name, 1 if spec.layer_axis == 1 else None
-        super().__init__(
-            spec, [StoredArray(spec.name, dtype, spec.token_shape, spec.axes, 1, layer_axis, logical_dtype=spec.dtype)]
-        )
-
-    @override
-    def expected_bits(self) -> float:
-        return 8.0 * self.spec.storage_dtype.itemsize * _STORED_FRACTION[self.spec.dtype]
+        dtype, layer_axis = spec.storage_dtype, 1 if spec.layer_axis == 1 else None
+        array = StoredArray(spec.name, dtype.name, spec.token_shape, spec.axes, 1, layer_axis, logical_dtype=spec.dtype)
+        super().__init__(spec, 8.0 * dtype.itemsize * _STORED_FRACTION[spec.dtype], [array])
 
 
 @dataclass(frozen=True)

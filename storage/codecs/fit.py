@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..chunk import encode_chunk
-from .calibration import Kept, Place, Sample, Scratch, learn_basis, learn_regression, metric_scale, on_host
+from .calibration import Kept, Place, Sample, learn_basis, learn_regression, metric_scale, on_host
 from .coding import (
     CODES_PER_BYTE,
     HIGH_LEVELS,
@@ -68,7 +69,7 @@ _SPLIT_ROUNDS = 60
 
 @dataclass(frozen=True)
 class Quantisers:
-    """One quantiser per component (or option); arrays of one shape.
+    """Quantisers of components, or options of them, and what they cost; arrays of one shape.
 
     Attributes:
         levels: int32; 1 where the component is dropped.
@@ -76,6 +77,8 @@ class Quantisers:
         rounding: float32, 0.5 for the nearest level.
         shift_one: float32, how far values of code 1 or -1 lie towards zero on average, in steps.
         shift_more: float32, likewise for all larger codes.
+        bits: float64, bits per token after packing and Huffman coding.
+        error: float64, mean squared error, times the component's weight.
     """
 
     levels: np.ndarray
@@ -83,25 +86,12 @@ class Quantisers:
     rounding: np.ndarray
     shift_one: np.ndarray
     shift_more: np.ndarray
+    bits: np.ndarray
+    error: np.ndarray
 
     def chosen(self, index: np.ndarray) -> Quantisers:
         """Take option ``index[c]`` of component ``c``: arrays [n_components, n_options] -> [n_components]."""
         return Quantisers(*(np.take_along_axis(own, index[:, None], axis=1)[:, 0] for own in vars(self).values()))
-
-
-@dataclass(frozen=True)
-class Options:
-    """The cost of each option of each component.
-
-    Attributes:
-        quantisers: arrays [n_components, n_options].
-        bits: float64 [n_components, n_options], bits per token after packing and Huffman coding.
-        error: float64 [n_components, n_options], mean squared error, times the component's weight.
-    """
-
-    quantisers: Quantisers
-    bits: np.ndarray
-    error: np.ndarray
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
@@ -119,8 +109,8 @@ def water_level(variances: np.ndarray, bits: float) -> float:
     return float(levels[kept])
 
 
-def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -> Options:
-    """Measure bits and error of every option of every component.
+def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -> Quantisers:
+    """Measure bits and error of every option of every component: arrays [n_components, n_options].
 
     Args:
         sample: float32 [n_tokens, n_components], components around their means.
@@ -130,9 +120,8 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
     scales = np.sqrt(weights)
     columns = [_measure_component(np.abs(sample[:, i]) * scale, base_step) for i, scale in enumerate(scales)]
     levels, step, rounding, bits, error, one, more = (np.stack(parts) for parts in zip(*columns, strict=True))
-    step = step / scales[:, None]
-    quantisers = Quantisers(levels.astype(np.int32), *(part.astype(np.float32) for part in (step, rounding, one, more)))
-    return Options(quantisers, bits, error)
+    step, rounding, one, more = (part.astype(np.float32) for part in (step / scales[:, None], rounding, one, more))
+    return Quantisers(levels.astype(np.int32), step, rounding, one, more, bits, error)
 
 
 def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
@@ -200,14 +189,11 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     return np.asarray(loss / per_byte)
 
 
-def allocate(options: Options, budget_bits: float) -> np.ndarray:
-    """Choose one option per component.
+def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
+    """Choose one option per component: int64 [n_components], whose bits are at most the budget.
 
     Args:
         budget_bits: bits per token over all components.
-
-    Returns:
-        int64 [n_components], index of the chosen option. The bits spent are at most the budget.
     """
     # More bits never cost error, so the bits spent fall with the multiplier: bisection, on a logarithmic scale.
     low, high = 1e-30, 1e30
@@ -258,8 +244,7 @@ def _code_bits(counts: np.ndarray) -> np.ndarray:
     return np.asarray(totals * np.minimum(entropy + loss + _HUFFMAN_REDUNDANCY_BITS, 8.0))
 
 
-@dataclass(frozen=True)
-class _FittedPart:
+class _FittedPart(NamedTuple):
     """One part of one group with its basis, and components [n_tokens, n_components] of sequences not learned from."""
 
     regression: np.ndarray | None
@@ -304,21 +289,25 @@ def fit_groups(
             metric = None if metrics is None else metrics[group][part]
             fitted[-1].append(_fit_part(sample, group, part, metric, features, learning))
     learning.progress(sum(groups), n_steps, "learn: quantisers")
-    part_weights = _part_weights(fitted, metrics)
+    if metrics is None:  # the error of a part is relative to its energy over all groups
+        energies = [max(sum(part.energy for part in parts), 1e-30) for parts in zip(*fitted, strict=True)]
+        of_parts = [[1 / energy for energy in energies]] * len(fitted)
+    else:
+        of_parts = [[metric_scale(metric) for metric in parts] for parts in metrics]  # which is not in the basis
     weights = [
         np.concatenate([np.full(len(p.variances), weight) for p, weight in zip(parts, own, strict=True)])
-        for parts, own in zip(fitted, part_weights, strict=True)
+        for parts, own in zip(fitted, of_parts, strict=True)
     ]
     variances = [np.concatenate([p.variances for p in parts]) * w for parts, w in zip(fitted, weights, strict=True)]
     # Reverse water-filling says which components can be worth bits; only their options are measured.
     level = water_level(np.concatenate(variances), bits_per_token)
     hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
-    kept = [_hopeful_components(sample.scratch, parts, h) for parts, h in zip(fitted, hopeful, strict=True)]
+    kept = [_hopeful_components(sample, parts, h) for parts, h in zip(fitted, hopeful, strict=True)]
     measured = [
-        measure_options(sample.scratch.read(k), w[h], float(np.sqrt(12 * level)))
+        measure_options(sample.read(k), w[h], float(np.sqrt(12 * level)))
         for k, w, h in zip(kept, weights, hopeful, strict=True)
     ]
-    options = _concatenated(measured)
+    options = Quantisers(*map(np.concatenate, zip(*(vars(m).values() for m in measured), strict=True)))
     ends = np.cumsum([len(h) for h in hopeful])[:-1]
     # Estimated bits differ from stored ones by some percent, so the budget is scaled until the stored ones fit.
     budget = bits_per_token
@@ -326,7 +315,7 @@ def fit_groups(
         learning.progress(sum(groups) + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
         index = np.split(allocate(options, budget), ends)
         placed = [
-            _place_codes(sample.scratch.read(k), m.quantisers.chosen(i), h, [len(p.variances) for p in parts])
+            _place_codes(sample.read(k), m.chosen(i), h, [len(p.variances) for p in parts])
             for k, m, i, h, parts in zip(kept, measured, index, hopeful, fitted, strict=True)
         ]
         stored = sum(bits for _, bits in placed)
@@ -334,19 +323,6 @@ def fit_groups(
             break
         budget *= bits_per_token / stored
     return [_compact(parts, columns) for parts, (columns, _) in zip(fitted, placed, strict=True)]
-
-
-def _part_weights(
-    fitted: Sequence[Sequence[_FittedPart]], metrics: Sequence[Sequence[np.ndarray]] | None
-) -> list[list[float]]:
-    """Weigh the squared errors of the components of each part of each group.
-
-    One over the sum of squares; with metrics the scale of each, which is not in its basis.
-    """
-    if metrics is not None:
-        return [[metric_scale(metric) for metric in parts] for parts in metrics]
-    energies = [max(sum(part.energy for part in parts), 1e-30) for parts in zip(*fitted, strict=True)]
-    return [[1 / energy for energy in energies]] * len(fitted)
 
 
 def _fit_part(
@@ -377,23 +353,17 @@ def _fit_part(
         values -= basis.mean[mean_rows(0, len(values))]
     components = on_host(place(rows.values) @ place(np.ascontiguousarray(basis.analysis)))
     variances = (components.astype(np.float64) ** 2).mean(0)
-    return _FittedPart(regression, basis, sample.scratch.keep(components), variances, energy)
+    return _FittedPart(regression, basis, sample.keep(components), variances, energy)
 
 
-def _hopeful_components(scratch: Scratch, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
+def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
     """Keep on disk the components that may get bits: float32 [n_tokens, len(hopeful)], part after part."""
     first, chosen = 0, []
     for part in parts:
         own = hopeful[(hopeful >= first) & (hopeful < first + len(part.variances))] - first
-        chosen.append(scratch.read(part.components)[:, own])
+        chosen.append(sample.read(part.components)[:, own])
         first += len(part.variances)
-    return scratch.keep(np.concatenate(chosen, axis=1))
-
-
-def _concatenated(parts: Sequence[Options]) -> Options:
-    join = np.concatenate
-    columns = zip(*(vars(p.quantisers).values() for p in parts), strict=True)
-    return Options(Quantisers(*map(join, columns)), join([p.bits for p in parts]), join([p.error for p in parts]))
+    return sample.keep(np.concatenate(chosen, axis=1))
 
 
 def quantise(scaled: np.ndarray, rounding: np.ndarray, limit: np.ndarray) -> np.ndarray:

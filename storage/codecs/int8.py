@@ -18,15 +18,14 @@ NumPy and torch share one definition, with operations that round alike everywher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
 from typing_extensions import override
 
-from ...errors import CodecUnknown, StoreError
+from ...errors import CodecUnknown
 from ..schema import ALIGNMENT_TOKENS, BLOCK_AXIS, KV_AXES, TOKEN_AXIS, Array, FieldSpec, StoredArray
-from .field import FieldCodec
+from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
 LARGEST_CODE = 127.0
@@ -51,14 +50,7 @@ class _Part(NamedTuple):
 
 
 class Int8Codec(FieldCodec):
-    """Quantises one field.
-
-    Args:
-        spec: ``kv`` [token, layer, kv_head, key_value, head_dim], or a field [token, width].
-
-    Raises:
-        CodecUnknown: another kind of field.
-    """
+    """Quantises one field: ``kv`` [token, layer, kv_head, key_value, head_dim], or another [token, width]."""
 
     def __init__(self, spec: FieldSpec) -> None:
         self._is_kv = spec.axes[1:] == KV_AXES
@@ -70,7 +62,7 @@ class Int8Codec(FieldCodec):
             shape, axes = (*shape[:2], shape[3]), (*axes[:2], axes[3])
             prefixes = {f"{spec.name}/key_": True, f"{spec.name}/value_": False}
         self._parts = [_part(prefix, shape, axes, per_channel) for prefix, per_channel in prefixes.items()]
-        super().__init__(spec, [array for part in self._parts for array in part])
+        super().__init__(spec, _BITS, [array for part in self._parts for array in part])
 
     @override
     def describe(self) -> dict[str, Any]:
@@ -82,18 +74,9 @@ class Int8Codec(FieldCodec):
         }
 
     @override
-    def expected_bits(self) -> float:
-        return _BITS
-
-    @override
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         xp = array_namespace(values)
-        if not bool(xp.all(xp.isfinite(values))):
-            raise StoreError(
-                f"Field {self.spec.name!r} has NaN or infinite values, which codec {INT8!r} cannot hold. "
-                "Extract with codec lossless, or drop the sequence."
-            )
-        values = xp.astype(values, xp.float32)
+        values = self.finite(xp, values)
         parts = [values[:, :, :, 0, :], values[:, :, :, 1, :]] if self._is_kv else [values]
         encoded: dict[str, Array] = {}
         for part, own in zip(self._parts, parts, strict=True):
@@ -101,14 +84,7 @@ class Int8Codec(FieldCodec):
         return encoded
 
     @override
-    def decode(
-        self,
-        codes: Mapping[str, Array],
-        first_position: int,
-        n_tokens: int,
-        layers: list[int] | None = None,
-        features: Array | None = None,
-    ) -> Array:
+    def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
         decoded = [
             _decode(codes[part.codes.name][:n_tokens, ...], codes[part.scale.name], part) for part in self._parts
         ]

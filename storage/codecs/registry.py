@@ -66,13 +66,7 @@ class StoreCodec:
 
     @classmethod
     def open(cls, manifest: StoreManifest, store: StorePath) -> StoreCodec:
-        """Return the codec of a store, with what it has learned.
-
-        Raises:
-            CodecUnknown: the manifest names a codec that this release does not have.
-            StoreDamaged: the learned basis is missing.
-            StoreDamaged: the basis is not the one that the parts were written with.
-        """
+        """Return the codec of a store, with what it has learned."""
         try:
             codec = cls(str(manifest.codec.get("name")), manifest.fields, _recorded_sources(manifest))
         except CodecUnknown as error:
@@ -112,9 +106,6 @@ class StoreCodec:
 
         Returns:
             Field -> array name -> rows.
-
-        Raises:
-            StoreError: a value is NaN or infinite.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
@@ -245,11 +236,9 @@ def read_basis(path: StorePath) -> bytes:
 def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     """Read which fields of a store are predicted from which."""
     settings = manifest.codec.get("transform")
-    if not isinstance(settings, Mapping):
-        return {}
     found = {
         str(name): of["predicted_from"]
-        for name, of in settings.items()
+        for name, of in (settings.items() if isinstance(settings, Mapping) else ())
         if isinstance(of, Mapping) and "predicted_from" in of
     }
     return {name: list(map(str, of)) if isinstance(of, list) else [str(of)] for name, of in found.items()}

@@ -48,7 +48,7 @@ from typing_extensions import override
 
 from ...errors import StoreError
 from ..schema import KV_AXES, TOKENS, Array, FieldSpec, StoredArray
-from .calibration import MAX_FEATURES, Embeddings, Sample, on_host, token_features
+from .calibration import MAX_FEATURES, Sample, on_host, token_features
 from .coding import (
     CODES_PER_BYTE,
     EARLY_POSITIONS,
@@ -59,7 +59,7 @@ from .coding import (
     Pieces,
     piece_bytes,
 )
-from .field import FieldCodec, Learning
+from .field import Codes, FieldCodec, Layers, Learning
 from .fit import fit_groups
 
 AUTO_GROUP_WIDTH = 4_096
@@ -122,12 +122,7 @@ class TransformSettings:
         return cls(kv_bits, hidden_bits, group_layers, *words)
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
-        """Return the layers that share a basis, given the width of one layer's keys.
-
-        Raises:
-            ValueError: one layer, or the group that the name asks for, is above ``MAX_BASIS_WIDTH``.
-        """
-        check_width(layer_width, "the keys of one layer")
+        """Return the layers that share a basis, given the width of one layer's keys."""
         max_layers = MAX_BASIS_WIDTH // layer_width
         if self.group_layers is None:
             return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
@@ -141,14 +136,6 @@ class TransformSettings:
                 f"{MAX_BASIS_WIDTH:,}; the widest scope is @group{max_layers}."
             )
         return size
-
-
-def check_width(width: int, what: str) -> None:
-    """Raise ValueError if a part is too wide for any basis."""
-    if width > MAX_BASIS_WIDTH:
-        raise ValueError(
-            f"{what}: {width:,} numbers a token, above {MAX_BASIS_WIDTH:,}, the widest basis. Use lossless or int8."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,43 +156,34 @@ class Rope:
     scaling: np.ndarray
 
     def __post_init__(self) -> None:
-        """Convert to float32 and check."""
         object.__setattr__(self, "inv_freq", np.asarray(self.inv_freq, np.float32))
         object.__setattr__(self, "scaling", np.asarray(self.scaling, np.float32))
-        if self.inv_freq.ndim not in (1, 2) or self.scaling.ndim > 1:
-            raise ValueError(
-                f"inv_freq must be [rotary_dim / 2] or [n_layers, rotary_dim / 2] and scaling [] or [n_layers], got "
-                f"{list(self.inv_freq.shape)} and {list(self.scaling.shape)}."
-            )
         if not np.isfinite(self.inv_freq).all() or not (np.isfinite(self.scaling) & (self.scaling > 0)).all():
             raise ValueError("inv_freq must be finite, and scaling finite and positive. Read both from the target.")
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
         """Raise ValueError if this is no rotation of keys of ``head_dim`` in so many layers."""
-        half = self.inv_freq.shape[-1]
-        if 2 * half > head_dim or self.inv_freq.shape not in ((half,), (n_layers, half)):
+        half = self.inv_freq.shape[-1:]
+        if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
             raise ValueError(f"inv_freq has shape {self.inv_freq.shape}, keys of {head_dim} in {n_layers} layers")
         if self.scaling.shape not in ((), (n_layers,)):
             raise ValueError(f"scaling has shape {self.scaling.shape}, there are {n_layers} layers")
 
-    def unrotate(self, keys: Array, first_position: int = 0, layers: list[int] | None = None) -> Array:
+    def unrotate(self, keys: Array, first_position: int = 0, layers: Layers = None) -> Array:
         """Undo the rotation of keys.
 
         Args:
             keys: [n_tokens, n_layers, n_kv_heads, head_dim], rotated, at consecutive positions.
             first_position: position of the first token in its sequence.
             layers: the target's layer of each index of axis 1; None for all in order.
-
-        Returns:
-            Array of the same shape, dtype and device.
         """
         return self._turn(keys, first_position, layers, -1.0)
 
-    def rotate(self, keys: Array, first_position: int = 0, layers: list[int] | None = None) -> Array:
+    def rotate(self, keys: Array, first_position: int = 0, layers: Layers = None) -> Array:
         """Rotate keys: the inverse of :meth:`unrotate`."""
         return self._turn(keys, first_position, layers, 1.0)
 
-    def _turn(self, keys: Array, first_position: int, layers: list[int] | None, sign: float) -> Array:
+    def _turn(self, keys: Array, first_position: int, layers: Layers, sign: float) -> Array:
         frequencies, scaling = self.inv_freq, self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
@@ -235,6 +213,8 @@ class TransformCodec(FieldCodec):
     Attributes:
         arrays: the stored arrays; empty until the codec has learned.
         groups: the layers of each group; of a hidden state one group of one layer.
+        n_parts: parts that each group is cut into: keys and values, or the hidden state.
+        layer_width: numbers of one token in one part of one layer.
         metrics: metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each: of a hidden
             state one, e.g. ``calibration.logit_metric`` for ``hidden/last``, of ``kv`` one of the keys before RoPE and
             one of the values. None for relative error.
@@ -244,43 +224,31 @@ class TransformCodec(FieldCodec):
         ValueError: another kind of field, or a basis would be too wide.
     """
 
+    sources: Sequence[TransformCodec]
+
     def __init__(self, spec: FieldSpec, settings: TransformSettings, rope: Rope | None = None) -> None:
-        super().__init__(spec)
-        self.settings = settings
         self.is_kv = spec.axes[1:] == KV_AXES
+        super().__init__(spec, settings.kv_bits if self.is_kv else settings.hidden_bits)
         if not self.is_kv and len(spec.token_shape) != 1:
             raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
+        self.settings = settings
         self.rope = rope if self.is_kv else None
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
-        self.embeddings: Embeddings | None = None
-        self.sources: tuple[TransformCodec, ...] = ()
+        self.embeddings: Array | None = None
         self._pieces: Pieces | None = None
         self._features: np.ndarray | None = None
         self._feature_tables: dict[str, Array] = {}
         self._groups: list[GroupTransform] = []
-        self._n_layers, size = 1, 1
-        if self.is_kv:
-            self._n_layers, n_heads, _, head_dim = spec.token_shape
-            size = settings.group_size(self._n_layers, n_heads * head_dim)
-        else:
-            check_width(spec.token_shape[0], f"field {spec.name!r}")
+        self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
+        self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
+        if self.layer_width > MAX_BASIS_WIDTH:
+            raise ValueError(
+                f"field {spec.name!r} has {self.layer_width:,} numbers a token in a layer, above {MAX_BASIS_WIDTH:,}, "
+                "the widest basis. Use lossless or int8."
+            )
+        size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
         self.groups = [list(layers[first : first + size]) for first in range(0, self._n_layers, size)]
-
-    @property
-    def n_parts(self) -> int:
-        """Parts that each group is cut into: keys and values, or the hidden state."""
-        return 2 if self.is_kv else 1
-
-    @property
-    def layer_width(self) -> int:
-        """Numbers of one token in one part of one layer."""
-        return math.prod(self.spec.token_shape) // self.n_parts // self._n_layers
-
-    @property
-    def bits(self) -> float:
-        """Stored bits per value."""
-        return self.settings.kv_bits if self.is_kv else self.settings.hidden_bits
 
     @property
     def needs_tokens(self) -> bool:
@@ -310,17 +278,13 @@ class TransformCodec(FieldCodec):
         predicted = {"predicted_from": names[0] if len(names) == 1 else names} if names else {}
         return predicted | {
             "transform": "principal components",
-            "bits_per_value": self.bits,
+            "bits_per_value": self.expected_bits,
             "group_layers": len(self.groups[0]),
             "unrotated_keys": self.rope is not None,
             "error_metric": "given" if in_metric else "plain",
             "early_positions": EARLY_POSITIONS,
             "token_features": 0 if self._features is None else self._features.shape[1],
         }
-
-    @override
-    def expected_bits(self) -> float:
-        return self.bits
 
     def observing(self, learning: Learning) -> Observation:
         """Return an empty sample to learn from."""
@@ -329,14 +293,7 @@ class TransformCodec(FieldCodec):
     def calibrate(
         self, sample: Iterable[np.ndarray], tokens: Sequence[np.ndarray] | None = None, learning: Learning | None = None
     ) -> None:
-        """Learn from sequences at hand.
-
-        Args:
-            sample: float32 [n_tokens, *token_shape], whole sequences; 20,000 tokens and more make a good basis, and at
-                least as many as a group's keys are wide are needed for one.
-            tokens: int [n_tokens] of each sequence; needed where the codec ``needs_tokens``.
-            learning: where the sample waits and products run.
-        """
+        """Learn from sequences at hand, as :class:`Observation` does; 20,000 tokens and more make a good basis."""
         with contextlib.closing(self.observing(learning or Learning())) as observation:
             for i, values in enumerate(sample):
                 observation.observe(values, None if tokens is None else tokens[i])
@@ -429,13 +386,8 @@ class TransformCodec(FieldCodec):
 
     @override
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
-        xp = array_namespace(values)
-        if not bool(xp.all(xp.isfinite(values))):
-            raise StoreError(
-                f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
-                "whole token. Extract with codec lossless, or drop the sequence."
-            )
-        return self.encode_parts(self.parts(xp.astype(values, xp.float32)), tokens, features)
+        values = self.finite(array_namespace(values), values)
+        return self.encode_parts(self.parts(values), tokens, features)
 
     def encode_parts(
         self, groups: Sequence[Sequence[Array]], tokens: Array | None = None, features: Array | None = None
@@ -455,14 +407,13 @@ class TransformCodec(FieldCodec):
         return codes if self._pieces is None else {self._pieces.array.name: self._pieces.join(codes)}
 
     @override
-    def decode(
-        self,
-        codes: Mapping[str, Array],
-        first_position: int,
-        n_tokens: int,
-        layers: list[int] | None = None,
-        features: Array | None = None,
+    def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
+        return self._decode(codes, first_position, n_tokens, layers, None)
+
+    def _decode(
+        self, codes: Codes, first_position: int, n_tokens: int, layers: Layers, features: Array | None
     ) -> Array:
+        """Decode as :meth:`decode` does, with the features of the ``sources`` where they are known."""
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
@@ -489,31 +440,32 @@ class TransformCodec(FieldCodec):
             return joined
         return xp.take(joined, xp.asarray(np.argsort(order).astype(np.int32), device=device(joined)), axis=1)
 
-    def as_features(
-        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, features: Array | None = None
-    ) -> Array:
+    def as_features(self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None) -> Array:
         """Decode what the fields that are predicted from this one see: float32 [n_tokens, n_features].
 
         A hidden state as it decodes. Of keys and values the leading components (:data:`KV_FEATURES`), and the features
-        of the tokens that they are themselves predicted from: keys and values before RoPE are linear in these. The
-        arguments are those of :meth:`decode`.
+        of the tokens that they are themselves predicted from: keys and values before RoPE are linear in these.
+
+        Args:
+            codes, first_position, n_tokens: as for :meth:`decode`.
+            features: of the ``sources``, as for :meth:`encode`; None to decode these too.
         """
         if not self.is_kv:
-            return self.decode(codes, first_position, n_tokens, features=features)
+            return self._decode(codes, first_position, n_tokens, None, features)
         of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         codes = self._split(codes, None)
         found = [transform.leading(codes, n_tokens, self._n_leading) for transform in self._learned()]
         return side_by_side(found if of_tokens is None else [*found, of_tokens])
 
     @override
-    def arrays_of(self, layers: list[int] | None) -> tuple[StoredArray, ...]:
+    def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
         groups = self._learned()
         if self._pieces is not None:
             return self.arrays
         return tuple(array for group in self._groups_of(layers) for array in groups[group].arrays)
 
     @override
-    def indices_of(self, array: StoredArray, layers: list[int] | None) -> list[int] | None:
+    def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
         if self._pieces is None or array != self._pieces.array or layers is None:
             return None
         return self._pieces.of_groups(self._groups_of(layers))
@@ -566,7 +518,7 @@ class TransformCodec(FieldCodec):
         ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
-    def _split(self, codes: Mapping[str, Array], layers: list[int] | None) -> Mapping[str, Array]:
+    def _split(self, codes: Codes, layers: Layers) -> Codes:
         """Return the rows of each run of the groups that hold these layers."""
         if self._pieces is None:
             return codes
@@ -575,7 +527,7 @@ class TransformCodec(FieldCodec):
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
-    def _groups_of(self, layers: list[int] | None) -> list[int]:
+    def _groups_of(self, layers: Layers) -> list[int]:
         """Return the groups that hold these layers; None for all."""
         wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
         return [group for group, members in enumerate(self.groups) if any(layer in members for layer in wanted)]
@@ -595,27 +547,13 @@ class Observation:
         self._features: Sequence[np.ndarray] | None = None
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
-        """Add a sequence.
-
-        Args:
-            values: float32 [n_tokens, *token_shape], from position 0 on.
-            tokens: int [n_tokens], needed where the codec ``needs_tokens``.
-
-        Raises:
-            StoreError: a value is NaN or infinite.
-            ValueError: tokens or embeddings are missing.
-        """
+        """Add a sequence: float32 [n_tokens, *token_shape], with its token ids where the codec ``needs_tokens``."""
         codec = self._codec
         if codec.needs_tokens and (tokens is None or codec.embeddings is None):
             raise ValueError(
                 f"Codec {codec.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens."
             )
-        values = np.asarray(values, np.float32)
-        if not np.isfinite(values).all():
-            raise StoreError(
-                f"Field {codec.spec.name!r}: a transform codec learns from finite values only. Choose another codec, "
-                "or drop the sequences with NaN or infinity."
-            )
+        values = codec.finite(np, np.asarray(values, np.float32))
         if len(values):
             self._sample.add(codec.parts(values), tokens if codec.needs_tokens else None)
 
@@ -638,7 +576,7 @@ class Observation:
         if codec.needs_tokens and codec.embeddings is not None:
             table = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
             given = [table[ids].astype(np.float32) for ids in sample.tokens]
-        bits = codec.bits * math.prod(codec.spec.token_shape) if bits is None else bits
+        bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
         n_parts = [codec.n_parts] * len(codec.groups)
         codec.take_over(fit_groups(sample, n_parts, bits, codec.metrics, given, self._learning), table)
         self._features = features
@@ -661,7 +599,7 @@ class Observation:
 
     def close(self) -> None:
         """Drop the sample."""
-        self._sample.scratch.close()
+        self._sample.close()
 
 
 def side_by_side(arrays: Sequence[Array]) -> Array:

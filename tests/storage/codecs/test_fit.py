@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from moa_data.storage.codecs.fit import (
-    Options,
     Quantisers,
     allocate,
     measure_options,
@@ -40,7 +39,7 @@ def test_allocation_is_the_optimum_of_an_exact_search() -> None:
     bits[:, 0] = 0
     error = rng.uniform(1, 50, (n_components, 1)) * 4.0**-bits * rng.uniform(0.9, 1.1, bits.shape)
     filler = np.zeros_like(bits)
-    options = Options(Quantisers(filler, filler, filler, filler, filler), bits, error)
+    options = Quantisers(filler, filler, filler, filler, filler, bits, error)
     for budget in range(0, 40, 3):
         chosen = allocate(options, budget)
         spent, got = (np.take_along_axis(x, chosen[:, None], 1).sum() for x in (bits, error))
@@ -64,7 +63,7 @@ def test_measured_bits_and_errors_are_those_of_the_codes() -> None:
     options = measure_options(sample, weights, 0.9)
     for component in range(3):
         for option in np.flatnonzero(np.isfinite(options.bits[component]))[::17]:
-            q = options.quantisers.chosen(np.full(3, option))
+            q = options.chosen(np.full(3, option))
             one = Quantisers(*(getattr(q, name)[component : component + 1] for name in q.__dataclass_fields__))
             if one.levels[0] == 1:
                 continue
@@ -103,6 +102,6 @@ def test_a_component_far_above_the_others_is_not_clipped() -> None:
     rng = np.random.default_rng(3)
     sample = (rng.standard_normal((2000, 2)) * np.array([1e5, 1.0])).astype(np.float32)
     options = measure_options(sample, np.ones(2), 0.1)
-    chosen = options.quantisers.chosen(allocate(options, 18.0))
+    chosen = options.chosen(allocate(options, 18.0))
     assert chosen.step[0] * (chosen.levels[0] // 2) > np.abs(sample[:, 0]).max()
     assert options.error[0].min() < 1e-6 * (sample[:, 0] ** 2).mean()

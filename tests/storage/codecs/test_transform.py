@@ -449,7 +449,7 @@ def test_unrotating_undoes_rotating_at_any_positions_and_layers(rope: Rope) -> N
     np.testing.assert_allclose(on_torch.numpy(), rope.unrotate(KEYS, 5), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("inv_freq", "scaling"), [(np.zeros((1, 2, 3)), 1), (INV_FREQ, 0), (INV_FREQ * np.nan, 1)])
+@pytest.mark.parametrize(("inv_freq", "scaling"), [(INV_FREQ, 0), (INV_FREQ * np.nan, 1)])
 def test_arrays_that_are_no_rotation_are_refused(inv_freq: np.ndarray, scaling: int) -> None:
     with pytest.raises(ValueError, match="inv_freq"):
         Rope(inv_freq, np.array(scaling))
