@@ -9,7 +9,7 @@ import pytest
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch, TemplateError
+from moa_data.errors import OptionInvalid, StoreMismatch, TemplateError
 from moa_data.moa.targets import template as template_module
 from moa_data.moa.targets.chat import Rejection, RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
@@ -112,22 +112,6 @@ def test_a_store_whose_template_does_not_ask_records_no_time(
     (model / "chat_template.jinja").write_text(template)
     plan = build_plan(extraction(model, chats_file, tmp_path / "store"))
     assert "template_time" not in plan.manifest.extraction
-
-
-def test_the_default_split_that_early_runs_recorded_is_the_only_one(
-    target_folder: Path, chats_file: Path, tmp_path: Path
-) -> None:
-    """Early releases wrote `train_sft` into runs/ where none was given, and read folders of one split with it."""
-    chats, store = tmp_path / "chats", tmp_path / "store"
-    chats.mkdir()
-    chats_file.rename(chats / "train.jsonl")
-    extract(extraction(target_folder, chats, store))
-    (record,) = (store / "runs").glob("*.json")
-    run = json.loads(record.read_text())
-    record.write_text(json.dumps(run | {"config": run["config"] | {"split": "train_sft"}}))
-    assert "tokenised again" in audit(store, str(target_folder), 1, 0, "cpu").worst()["tokens"].detail
-    with pytest.raises(DatasetError, match="holds the split train"):
-        build_plan(extraction(target_folder, chats, store, split="train_sft"))
 
 
 # The end of Qwen3's template.
