@@ -160,7 +160,11 @@ class Guard:
         if foreign:
             message = f"this server is not {foreign[0][:120]!r}; address it as 127.0.0.1, or start it with "
             return ApiError(403, message + "--allowed-host NAME or a token file.", None, "foreign_host")
-        foreign = [origin for origin in origins if not self._is_same_site(origin, hosts)]
+        authorities = {origin: origin.partition("://")[2] for origin in origins}
+        foreign = [
+            origin for origin, authority in authorities.items()
+            if authority not in hosts and not (authority and _name_of(authority) in self._names)
+        ]  # fmt: skip
         if foreign:
             message = f"web pages of {foreign[0][:120]!r} may not use this server; start it with --allowed-host NAME "
             return ApiError(403, message + "or a token file.", None, "foreign_origin")
@@ -177,10 +181,6 @@ class Guard:
         except ValueError:
             return False
         return True
-
-    def _is_same_site(self, origin: str, hosts: list[str]) -> bool:
-        authority = origin.partition("://")[2]
-        return authority in hosts or (bool(authority) and _name_of(authority) in self._names)
 
 
 class Connection(H11Protocol):
@@ -257,7 +257,7 @@ class Connection(H11Protocol):
     def forget(self) -> None:
         """Note that it has ended."""
         self._set_deadline(None)
-        self.book.remove(self)
+        self.book.open.discard(self)
 
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
@@ -281,10 +281,6 @@ class Connections:
         connection.is_surplus = not (has_room and self.make_room(self.open, self.limits.most_connections))
         self.open.add(connection)
         connection.wait()
-
-    def remove(self, connection: Connection) -> None:
-        """Forget a connection."""
-        self.open.discard(connection)
 
     def make_room(self, crowd: set[Connection], most: int) -> bool:
         """Break off connections that have waited longest, those that never sent a request first.

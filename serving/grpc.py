@@ -206,7 +206,10 @@ class DraftingServer:
             raise asyncio.CancelledError from error  # for grpc the stream has been broken off
         finally:
             reader.cancel()
-            self._leave(stream)
+            self._streams.discard(stream)
+            self.counts.n_streams = len(self._streams)
+            if stream.session is not None and stream.session.outbox is stream.outbox:
+                stream.session.detach()
         if (failure := stream.outbox.failure) is not None:
             self.counts.n_failures[failure.code] += 1
             await context.abort(STATUSES[failure.code], failure.message)
@@ -224,7 +227,13 @@ class DraftingServer:
     # Reading
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
-        late = asyncio.get_running_loop().call_later(self._settings.open_s, self._end_unopened, stream)
+        open_s = self._settings.open_s
+
+        def end_unopened() -> None:
+            if stream.session is None:
+                stream.outbox.fail("idle", f"no session was opened within {open_s:g} s.", ends=True)
+
+        late = asyncio.get_running_loop().call_later(open_s, end_unopened)
         try:
             metadata = context.invocation_metadata() or ()
             stream.owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
@@ -257,10 +266,6 @@ class DraftingServer:
             stream.outbox.close()
         elif stream.session.outbox is stream.outbox:
             stream.session.end_when_idle()
-
-    def _end_unopened(self, stream: _Stream) -> None:
-        if stream.session is None:
-            stream.outbox.fail("idle", f"no session was opened within {self._settings.open_s:g} s.", ends=True)
 
     async def _take(self, stream: _Stream, message: pb.ClientMessage) -> None:
         if message.sequence <= stream.last_sequence:
@@ -390,13 +395,6 @@ class DraftingServer:
         session.close()
         self._sessions.pop(session.id, None)
         self.counts.n_sessions = len(self._sessions)
-
-    def _leave(self, stream: _Stream) -> None:
-        self._streams.discard(stream)
-        self.counts.n_streams = len(self._streams)
-        session = stream.session
-        if session is not None and session.outbox is stream.outbox:
-            session.detach()
 
 
 def _code(error: MoaDataError) -> str:

@@ -273,8 +273,7 @@ class _Tokenizer:
     """A tokenizer in a thread of its own: it is not safe to use from several threads."""
 
     def __init__(self, template: ChatTemplate, max_waiting: int) -> None:
-        self._original, self._max_waiting, self._n_waiting = template, max_waiting, 0
-        self._own: ChatTemplate | None = None
+        self._template, self._max_waiting, self._n_waiting = copy.deepcopy(template), max_waiting, 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def run(self, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
@@ -283,14 +282,9 @@ class _Tokenizer:
             raise ApiError(503, "too many prompts wait to be read; try again later.", None, "overloaded", 1)
         self._n_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, partial(self._encode, encode))
+            return await asyncio.get_running_loop().run_in_executor(self._thread, encode, self._template)
         finally:
             self._n_waiting -= 1
-
-    def _encode(self, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
-        if self._own is None:
-            self._own = copy.deepcopy(self._original)
-        return encode(self._own)
 
 
 def _chat_tokens(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[int]:

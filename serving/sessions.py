@@ -302,58 +302,47 @@ class DraftingSession:
 class ContextLog:
     """The contexts of one text, in order: those that wait to be sent, and the newest of those that were.
 
-    Args:
-        start: position of the first one to come.
-
     Attributes:
         first: position of the first that is here.
-        stop: position after the last one.
         released: position after the last one that may be sent.
     """
 
     def __init__(self, start: int) -> None:
-        self.first = self.stop = self.released = start
-        self._rows: Tensor | None = None  # [capacity, W] bfloat16 on the host; row i is of position first + i
+        self.first = self.released = start
+        self._rows: list[Tensor] = []  # of each position from the first on [W], bfloat16 on the host
+
+    @property
+    def stop(self) -> int:
+        """The position after the last one."""
+        return self.first + len(self._rows)
 
     def append(self, start: int, context: Tensor) -> None:
         """Add contexts [n, W] of the positions from ``start`` on; those that are here already are skipped."""
         assert start <= self.stop
-        fresh = context[self.stop - start :]
-        n_here, n_rows = self.stop - self.first, self.stop - self.first + len(fresh)
-        if self._rows is None or n_rows > len(self._rows):
-            grown = torch.empty(2 * n_rows, fresh.shape[1], dtype=torch.bfloat16)
-            if self._rows is not None:
-                grown[:n_here] = self._rows[:n_here]
-            self._rows = grown
-        self._rows[n_here:n_rows] = fresh
-        self.stop += len(fresh)
+        self._rows += context[self.stop - start :].unbind()
 
     def release(self) -> None:
-        """Let all that is here be sent.
-
-        The contexts of a prompt come before the first token of its answer, and would fill a slow network by then.
-        """
+        """Let all that is here be sent."""
+        # Not at once: those of a prompt come before the first token of its answer, and would fill a slow network.
         self.released = self.stop
 
     def n_unsent_bytes(self, sent: int) -> int:
         """Count the bytes of the released positions from ``sent`` on."""
         return max(0, self.released - sent) * self._row_bytes
 
-    def read(self, start: int, most: int) -> Tensor:
+    def read(self, start: int, n: int) -> Tensor:
         """Return up to so many released contexts from a position on, which must be here: [n, W]."""
-        assert self._rows is not None
-        return self._rows[start - self.first : min(start + most, self.released) - self.first]
+        return torch.stack(self._rows[start - self.first : min(start + n, self.released) - self.first])
 
     def drop_sent(self, sent: int) -> None:
         """Forget the oldest of the contexts before a position, but not the newest of them."""
-        n_useless = sent - self.first - _MAX_KEPT // max(1, self._row_bytes)
-        if self._rows is not None and n_useless > (self.stop - self.first) // 2:  # seldom, for the rest is copied
-            self._rows = self._rows[n_useless : self.stop - self.first].clone()
-            self.first += n_useless
+        n_useless = max(0, sent - self.first - _MAX_KEPT // max(1, self._row_bytes))
+        del self._rows[:n_useless]
+        self.first += n_useless
 
     @property
     def _row_bytes(self) -> int:
-        return 0 if self._rows is None else 2 * self._rows.shape[1]
+        return 2 * len(self._rows[0]) if self._rows else 0
 
 
 class Outbox:
@@ -389,7 +378,7 @@ class Outbox:
         self.wake()
 
     def fail(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
-        """Say what went wrong; ``ends`` closes the outbox, once."""
+        """Say what went wrong; with ``ends`` it is closed."""
         if self._is_closed:
             return
         failure = pb.Failure(code=code, message=message, ends=ends, answers=answers)
@@ -417,7 +406,7 @@ class Outbox:
         return len(self._answers) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def wait_for_room(self) -> None:
-        """Wait until it is not full."""
+        """Wait while it is full."""
         await self._has_room.wait()
 
     async def next(self) -> pb.ServerMessage | None:

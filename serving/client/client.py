@@ -36,10 +36,9 @@ from ..detokenizer import Detokenizer
 from ..wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
 from .drafting import DraftingModel, TextDrafter
 from .link import Down, Link, LinkEvent, Received, Up
-from .session import AnswerSettings, ChainShape, ChosenMode, Done, OnEvent, Session, Stats
+from .session import GREEDY_SHAPE, SAMPLED_SHAPE, AnswerSettings, ChosenMode, Done, OnEvent, Session, Stats
 
 MODES: tuple[str, ...] = get_args(ChosenMode)
-_GREEDY_SHAPE, _SAMPLED_SHAPE = ChainShape(10, 0.2), ChainShape(5)
 _SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
 # How long to wait for the network before looking at the time again.
@@ -222,7 +221,7 @@ class DraftingClient:
         session = Session(
             saved.tokens, saved.n_prompt, settings, Detokenizer(self.text_of), self._identities, saved.session,
             self._drafter.begin(saved.tokens, saved.sampling, saved.seed), self.mode,
-            _SAMPLED_SHAPE if saved.sampling.temperature else _GREEDY_SHAPE,
+            SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE,
         )  # fmt: skip
         turn = _Turn(session, self._drafter, self.link, self._timeouts, on_event, saved, self.session_file)
         turn.run()
@@ -403,11 +402,10 @@ class _Turn:
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:
-        return self._session.wants_draft and not self._waits_for_contexts()
-
-    def _waits_for_contexts(self) -> bool:
-        is_fresh = not self._session.is_offline and not self._session.drafts
-        return is_fresh and 0 < self._n_lacking <= _FAR and time.monotonic() < self._contexts_due_s
+        session = self._session
+        is_fresh = not session.is_offline and not session.drafts
+        waits = is_fresh and 0 < self._n_lacking <= _FAR and time.monotonic() < self._contexts_due_s
+        return session.wants_draft and not waits
 
     def _draft(self) -> None:
         """Draft one token, or make the drafter ready for it."""

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
+from ...moa.decoding.tree import TreeShape
 from ...text import counted
 from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
@@ -123,6 +124,10 @@ def as_json(event: Event) -> dict[str, Any]:
     return {"type": type(event).__name__} | asdict(event)
 
 
+GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
+"""Of the chains that a client drafts."""
+
+
 @dataclass(frozen=True)
 class AnswerSettings:
     """How an answer is made, and how much of it the client writes offline."""
@@ -136,14 +141,6 @@ class AnswerSettings:
     # below this: what followed would be taken back almost surely.
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class ChainShape:
-    """A chain of drafts: its levels at most, and the probability of the whole below which it ends."""
-
-    depth: int
-    stop_below: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -185,7 +182,7 @@ class Session:
         session: str = "",
         n_context: int = 0,
         mode: Mode = "server",
-        shape: ChainShape = ChainShape(10, 0.2),
+        shape: TreeShape = GREEDY_SHAPE,
     ) -> None:
         self.tokens, self.n_prompt, self.settings, self.session = list(tokens), n_prompt, settings, session
         self.mode, self.shape = mode, shape

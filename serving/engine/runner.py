@@ -99,7 +99,10 @@ class Runner:
     """
 
     def __init__(self, target: Target, min_s: float = 0.0) -> None:
-        self._model = _with_own_attention(target.model)
+        # A copy of the model's modules, not of its weights.
+        weights = {id(tensor): tensor for tensor in itertools.chain(target.model.parameters(), target.model.buffers())}
+        self._model = copy.deepcopy(target.model, weights)
+        self._model.set_attn_implementation(_ATTENTION)
         self._device, self._min_s = target.device, min_s
         self._windows = layer_windows(target.config)
 
@@ -175,11 +178,3 @@ def _parts_attention(
 
 
 AttentionInterface.register(_ATTENTION, _parts_attention)
-
-
-def _with_own_attention(model: Any) -> Any:
-    """Copy a model's modules, not its weights, for another attention function."""
-    weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-    own = copy.deepcopy(model, weights)
-    own.set_attn_implementation(_ATTENTION)
-    return own

@@ -54,9 +54,9 @@ def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int
                     assert torch.equal(part.float(), rows(sent, sent + len(part)))
                     sent += len(part)
                     log.drop_sent(sent)
-            assert log.first <= max(first, sent - most_kept // (2 * WIDTH))
-            assert log.stop - log.first <= 2 * (log.stop - sent) + most_kept // WIDTH + 2
-            assert torch.equal(log.read(log.first, 1000).float(), rows(log.first, log.stop))
+            assert log.first == max(first, sent - most_kept // (2 * WIDTH))
+            if log.stop > log.first:
+                assert torch.equal(log.read(log.first, 1000).float(), rows(log.first, log.stop))
 
 
 def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:

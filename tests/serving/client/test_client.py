@@ -121,7 +121,7 @@ def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
         again = connected.complete(longer, max_new_tokens=4)
         assert list(again.tokens) == plain(longer, 4)
         with client(server.address, mode="client") as other:
-            assert other.complete(longer, max_new_tokens=4).stats.bytes_down > 2 * again.stats.bytes_down
+            assert other.complete(longer, max_new_tokens=4).stats.bytes_down > 1.2 * again.stats.bytes_down
 
 
 # Without a network

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid
+from moa_data.moa.decoding.tree import TreeShape
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.session import (
     AnswerSettings,
-    ChainShape,
     ChosenMode,
     Done,
     LinkChanged,
@@ -75,7 +75,7 @@ def texts() -> Detokenizer:
 def opened(mode: ChosenMode = "client", **changes: object) -> Session:
     """A session with prompt 1, 2, whose server takes four drafts, after the first token, 3."""
     settings = AnswerSettings(20, **changes)  # type: ignore[arg-type]
-    session = Session([1, 2], 2, settings, texts(), mode=mode, shape=ChainShape(3))
+    session = Session([1, 2], 2, settings, texts(), mode=mode, shape=TreeShape(3))
     session.link_up()
     session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4, most_positions=100)))
     session.no_draft()

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moa_data.errors import Disconnected
+from moa_data.moa.decoding.tree import TreeShape
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.session import (
     AnswerSettings,
-    ChainShape,
     ChosenMode,
     Done,
     Event,
@@ -220,7 +220,7 @@ class World:
 
     def _session(self, tokens: list[int], name: str, mode: ChosenMode) -> Session:
         texts = Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
-        shape = ChainShape(self.chance.randint(1, 6), self.chance.choice((0.0, 0.3)))
+        shape = TreeShape(self.chance.randint(1, 6), stop_below=self.chance.choice((0.0, 0.3)))
         return Session(tokens, len(PROMPT), self.settings, texts, session=name, mode=mode, shape=shape)
 
     # What may happen
