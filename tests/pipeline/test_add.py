@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -107,19 +106,17 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(conf
     begun(config)
     (Path(config.out) / "commits/part-00001.json").unlink()  # a part that is still to be extracted
     before, wanted = read_tree(config.out), config.replaced(activations=NEW, target_layers=1)
-    lacking = "hidden/layer_0, hidden/layer_1, 1 decoder layers in target/; what it has is whole"
     command = f"moa-data add {config.out} --model MODEL --activations hidden:layer:0,hidden:layer:1 --target-layers 1"
-    with pytest.raises(OptionInvalid, match=f"lacks {lacking}. Add with `{command}`"):
+    with pytest.raises(OptionInvalid, match=command):
         extract(wanted)
     assert read_tree(config.out) == before
-    added = add(addition(config))
-    assert "pending      1 part to be extracted" in added.describe()
+    assert "pending      1 part to be extracted" in add(addition(config)).describe()
     assert extract(wanted).n_parts_done == 1
     expected = fresh(config)
     assert read_tree(config.out) == expected
-    assert "nothing to do" in extract(wanted).describe()
-    with pytest.raises(StoreMismatch, match=r"fields\.hidden/layer_0\.axes: store has"):
+    with pytest.raises(StoreMismatch) as caught:
         extract(config)
+    assert "fields.hidden/layer_0.axes" in caught.value.changes
     assert read_tree(config.out) == expected
 
 
@@ -129,74 +126,55 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
         add(AddConfig(store=config.out, model=config.model))
     add(AddConfig(store=config.out, model=config.model, activations=("hidden:layer:1", "hidden:layer:0")))
     before = read_tree(config.out)
-    report = add(AddConfig(store=config.out, model=config.model, target_layers=1))
-    assert "wrote target/ with 1 decoder layers" in report.describe()
+    bundle = AddConfig(store=config.out, model=config.model, target_layers=1)
+    assert "wrote target/ with 1 decoder layers" in add(bundle).describe()
     assert FrozenTarget.load(Path(config.out) / "target", 1).n_layers == 1
     after = read_tree(config.out)
     assert {name for name in after if after[name] != before[name]} == {
         "README.md", "commits/store.json", "commits/target.json", "store.json", "target/frozen.safetensors",
     }  # fmt: skip
     assert after == fresh(config)
-    assert add(AddConfig(store=config.out, model=config.model, target_layers=1)).n_parts_done == 0
+    assert add(bundle).n_parts_done == 0
     assert read_tree(config.out) == after
 
 
 def test_what_a_plan_shows(config: ExtractConfig) -> None:
     begun(config)
-    report = extract(config)
     plan = plan_addition(addition(config))
     assert plan.fields == ("hidden/layer_0", "hidden/layer_1")
-    assert plan.n_raw_bytes == report.n_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
-    assert plan.n_left_tokens == plan.n_tokens == report.n_tokens
-    for text in (
-        "kv, hidden/last in bfloat16, codec lossless; all of it is kept",
-        "adds         hidden/layer_0, hidden/layer_1; target/ keeps 1 decoder layers",
-        f"tokens       {report.n_tokens:,} of {report.n_tokens:,}, in {report.n_parts} of {report.n_parts} parts",
-        "(128 bytes per token)",
-        "on disk      about",
-    ):
-        assert text in plan.describe()
-    with pytest.raises(StorageUnavailable, match="has 10 B free"):
+    assert plan.n_raw_bytes == plan.n_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
+    assert plan.n_left_tokens == plan.n_tokens
+    assert "(128 bytes per token)" in plan.describe()
+    with pytest.raises(StorageUnavailable):
         dataclasses.replace(plan, free_bytes=10).check_disk()
 
 
-def n_parts_added(message: str) -> int:
-    """Parts that a message of progress calls committed, -1 before the first batch; not every number is shown."""
-    return int(message.removeprefix("add ").split("/")[0]) if message.startswith("add ") else -1
+def interrupt_at(phase: str, n_parts: int = -1) -> Callable[[int, int, str], None]:
+    """Press Ctrl-C in a phase, in the one of adding once so many parts are committed."""
 
-
-@pytest.mark.parametrize("n_parts_before", [0, 1])
-def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractConfig, n_parts_before: int) -> None:
-    begun(config)
-
-    def interrupt(_done: int, _total: int, message: str) -> None:
-        if n_parts_added(message) >= n_parts_before:
+    def progress(_done: int, _total: int, message: str) -> None:
+        if message.startswith(phase) and (n_parts < 0 or int(message.split("/")[0].split()[-1]) >= n_parts):
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="is as it was"):
-        add(addition(config), progress=interrupt)
+    return progress
+
+
+@pytest.mark.parametrize(("phase", "n_parts"), [("hash", -1), ("add", 0), ("add", 1)])
+def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractConfig, phase: str, n_parts: int) -> None:
+    before = begun(config)
+    with pytest.raises(Interrupted):
+        add(addition(config), progress=interrupt_at(phase, n_parts))
+    if phase == "hash":
+        assert read_tree(config.out) == before
+        return
     assert not list(Path(config.out).rglob("*.partial"))
     with ActivationStore(config.out) as store:
         assert "hidden/layer_0" not in store.fields
     assert verify_store(config.out).ok
     plan = plan_addition(addition(config))
-    assert (plan.n_left_parts < plan.n_parts) == (n_parts_before > 0)
-    report = add(addition(config))
-    assert report.n_parts_done == plan.n_left_parts
+    assert (plan.n_left_parts < plan.n_parts) == (n_parts > 0)
+    assert add(addition(config)).n_parts_done == plan.n_left_parts
     assert read_tree(config.out) == fresh(config)
-
-
-def test_ctrl_c_while_planning_leaves_the_store_as_it_was(config: ExtractConfig) -> None:
-    begun(config)
-    before = read_tree(config.out)
-
-    def interrupt(_done: int, _total: int, message: str) -> None:
-        if message.startswith("hash"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted, match="nothing was written"):
-        add(addition(config), progress=interrupt)
-    assert read_tree(config.out) == before
 
 
 KILL_SCRIPT = """
@@ -257,17 +235,12 @@ def test_kill_9_leaves_the_old_store_or_the_new_one_and_the_next_run_ends_in_the
 def test_another_addition_drops_what_an_unfinished_one_had_learned(config: ExtractConfig) -> None:
     config = config.replaced(codec="transform:3")
     begun(config)
-
-    def interrupt(_done: int, _total: int, message: str) -> None:
-        if n_parts_added(message) >= 1:
-            raise KeyboardInterrupt
-
     with pytest.raises(Interrupted):
-        add(addition(config, activations=("hidden:layer:2",), target_layers=0), progress=interrupt)
+        add(addition(config, activations=("hidden:layer:2",), target_layers=0), progress=interrupt_at("add", 1))
     add(addition(config))
     assert read_tree(config.out) == fresh(config)
     (Path(config.out) / "commits/part-00000.json").unlink()
-    with pytest.raises(OptionInvalid, match="must learn from all sequences, but 1 parts are still to be extracted"):
+    with pytest.raises(OptionInvalid, match="must learn from all sequences"):
         add(addition(config, activations=("hidden:layer:2",)))
 
 
@@ -299,34 +272,25 @@ def test_keys_and_values_can_be_added(config: ExtractConfig) -> None:
     assert read_tree(config.out) == fresh(config, codec="int8")
 
 
-def test_another_target_and_another_device_are_refused(
-    config: ExtractConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_target_and_another_device_are_refused(config: ExtractConfig, tmp_path: Path) -> None:
     before = begun(config)
-    other = write_target(tmp_path / "other", seed=1)
-    with pytest.raises(StoreMismatch, match=r"identities\.target\.weights_sha256: store has"):
-        add(addition(config, model=str(other)))
-    with pytest.raises(StoreMismatch, match=r"extraction\.device: store has 'cpu', given 'meta'"):
-        add(addition(config, device="meta"))
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"activations": ("hidden:middle",)}, "Unknown activation 'hidden:middle'"),
-        ({"activations": ("hidden:layer:3",)}, "the target has 3 decoder layers, 0 to 2"),
-        ({"target_layers": 9}, "target_layers is 9, but the target has 3"),
-        ({"target_layers": -1}, "target_layers is -1"),
-    )
-    for changes, message in refused:
-        with pytest.raises(OptionInvalid, match=message):
-            add(addition(config, **changes))
-    different: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"dtype": "float32"}, r"extraction\.dtype"),
-        ({"codec": "int8"}, r"codec\.name"),
-        ({"max_length": 64}, r"extraction\.max_length"),
-        ({"model": str(other)}, r"weights_sha256"),
-    )
-    for changes, key in different:
-        wanted = config.replaced(activations=NEW, **changes)
-        with pytest.raises(StoreMismatch, match=key):
-            extract(wanted)
+    other = str(write_target(tmp_path / "other", seed=1))
+    refused: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
+        (add, {"model": other}, "identities.target.weights_sha256"),
+        (add, {"device": "meta"}, "extraction.device"),
+        (add, {"activations": ("hidden:middle",)}, ""),
+        (add, {"activations": ("hidden:layer:3",)}, ""),
+        (add, {"target_layers": 9}, ""),
+        (extract, {"dtype": "float32"}, "extraction.dtype"),
+        (extract, {"codec": "int8"}, "codec.name"),
+        (extract, {"max_length": 64}, "extraction.max_length"),
+        (extract, {"model": other}, "identities.target.weights_sha256"),
+    ]
+    for command, changes, key in refused:
+        given = addition(config, **changes) if command is add else config.replaced(activations=NEW, **changes)
+        with pytest.raises(StoreMismatch if key else OptionInvalid) as caught:
+            command(given)
+        assert not key or (isinstance(caught.value, StoreMismatch) and key in caught.value.changes)
     assert read_tree(config.out) == before
 
 
@@ -334,18 +298,17 @@ def test_a_target_that_computes_something_else_is_refused(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = begun(config)
-    real = capture
 
     def scaled(factor: float) -> Callable[..., Any]:
         def changed(*arguments: Any) -> Any:
-            found = real(*arguments)
+            found = capture(*arguments)
             return dataclasses.replace(found, fields={name: x * factor for name, x in found.fields.items()})
 
         return changed
 
     with monkeypatch.context() as patch:
         patch.setattr(add_module, "capture", scaled(1.1))
-        with pytest.raises(OptionInvalid, match=r"hidden/last that differs by 9.\d% from the stored one"):
+        with pytest.raises(OptionInvalid, match=r"differs by 9.\d%"):
             add(addition(config, target_layers=0))
         assert read_tree(config.out) == before
         patch.setattr(add_module, "capture", scaled(1.004))
@@ -359,24 +322,17 @@ def test_a_store_whose_forwards_are_unknown_is_refused(config: ExtractConfig) ->
     (store / "commits/store.json").unlink()
     document = json.loads((store / "store.json").read_text())
     del document["extraction"]["batch_tokens"]
-    (store / "store.json").write_text(json.dumps(document))
-    with pytest.raises(
-        OptionInvalid, match=r"does not say its batch_tokens, so the forwards .* Extract to a new store"
-    ):
-        add(addition(config))
-    document["extraction"]["imported_from"] = "eagle"
-    (store / "store.json").write_text(json.dumps(document))
-    with pytest.raises(OptionInvalid, match="was imported from eagle"):
-        add(addition(config))
+    for origin, text in (({}, "does not say its batch_tokens"), ({"imported_from": "eagle"}, "imported from eagle")):
+        document["extraction"] |= origin
+        (store / "store.json").write_text(json.dumps(document))
+        with pytest.raises(OptionInvalid, match=text):
+            add(addition(config))
 
 
 def test_training_reads_the_new_field(config: ExtractConfig) -> None:
     begun(config)
     settings = TrainConfig.of(store=config.out, out="", batch_size=2, target_layer_inference=1, reader_threads=1)
-    how = (
-        f"lacks hidden/layer_1; add with `moa-data add {config.out} --model MODEL --activations hidden:layer:1 --target"
-    )
-    with ActivationStore(config.out) as store, pytest.raises(SelectionInvalid, match=re.escape(how)):
+    with ActivationStore(config.out) as store, pytest.raises(SelectionInvalid, match="moa-data add"):
         needed_fields(store, settings)
     add(addition(config, activations=("hidden:layer:1",)))
     with ActivationStore(config.out) as store:
@@ -385,4 +341,3 @@ def test_training_reads_the_new_field(config: ExtractConfig) -> None:
         for i in range(2):
             stored = torch.from_numpy(store.read(i, "hidden/layer_1")).view(torch.bfloat16)
             assert torch.equal(batch.entering_hidden[i, : len(stored)], stored)
-        assert FrozenTarget.load(store.target_path, 1).n_layers == 1
