@@ -218,7 +218,6 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> An
     Raises:
         DatasetError: the dataset asks nothing, or more rows are rejected than allowed.
         OutputOccupied: the output holds something else, or answers that were begun with other settings.
-        ServingError: the server is out of reach, or cannot answer chats in this way.
     """
     out, folder = Path(config.out).expanduser(), Path(config.dataset).expanduser()
     out = out if out.suffix == ".jsonl" else out / _FILE
@@ -241,8 +240,12 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> An
     with Answers(out, json.loads(json.dumps(settings)), work.n_rows) as answers:
         counts = answers.counts
 
-        def check() -> None:
-            """Stop as soon as it is certain that more rows are rejected than allowed."""
+        def commit(rows: Sequence[Row]) -> None:
+            if rows:
+                answers.append(rows)
+            if progress:
+                progress(counts.n_rows, work.n_rows, "regenerate")
+            # As soon as it is certain that more rows are rejected than allowed.
             if counts.rejected.total() > limit * work.n_rows:
                 raise DatasetError(
                     f"{counts.rejected.total():,} of the first {counts.n_rows:,} rows ({work.n_rows:,} in all) gave no "
@@ -251,13 +254,7 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> An
                     "the data."
                 )
 
-        def commit(rows: Sequence[Row]) -> None:
-            answers.append(rows)
-            if progress:
-                progress(counts.n_rows, work.n_rows, "regenerate")
-            check()
-
-        check()  # an earlier run may have rejected too many already
+        commit([])  # an earlier run may have rejected too many already
         answering.answer(islice(_rows(config, _source(config)), counts.n_rows, None), commit)
     return answers
 
@@ -478,12 +475,7 @@ class Server:
 
     async def _answer_all(self, rows: Iterable[Row], commit: Callable[[Sequence[Row]], None]) -> None:
         n_together = self._config.n_together
-        free = asyncio.Semaphore(n_together)
         waiting: deque[asyncio.Task[Row]] = deque()
-
-        async def ask(client: httpx.AsyncClient, row: Row) -> Row:
-            async with free:
-                return await self._converse(client, row)
 
         async def commit_finished() -> None:
             await asyncio.wait({waiting[0]})
@@ -496,7 +488,7 @@ class Server:
         async with self._client() as client:
             try:
                 for row in rows:
-                    waiting.append(asyncio.create_task(ask(client, row)))
+                    waiting.append(asyncio.create_task(self._converse(client, row)))
                     # Some rows ahead of the requests, so that one long answer does not hold up those after it.
                     while len(waiting) >= 4 * n_together:
                         await commit_finished()
@@ -589,7 +581,7 @@ class Server:
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
     ) -> httpx.Response:
         """Send a request, again for `patience_s` while the server is overloaded or out of reach."""
-        wait_s, last_s = _FIRST_WAIT_S, time.monotonic() + self._config.serving.patience_s
+        wait_s, last_s = _FIRST_WAIT_S, float("inf")
         while True:
             try:
                 answer = await client.request(method, self._url + path, json=body)
@@ -600,6 +592,8 @@ class Server:
                 raise  # it is working on the request, and would begin anew
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"cannot be reached ({first_line(error)})"
+            # From the first failure on: a request may have waited for one of the connections.
+            last_s = min(last_s, time.monotonic() + self._config.serving.patience_s)
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(
                     f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start it, and run the same "
