@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
-from moa_data.moa.targets.chat import Chat, Rejection, RejectReason, UnreadableRow, parse_chat
+from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.dataset import ChatSource, Columns
 from moa_data.pipeline.extract import extract
@@ -20,19 +20,15 @@ from moa_data.tests.kit.chats import chat, rejected, write_jsonl
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 
-def test_messages_are_kept_as_they_are() -> None:
-    messages = [{"role": "system", "content": " be kind "}, *CHAT]
-    assert parse_chat({"messages": messages, "prompt_id": "x"}) == Chat(messages)
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
+PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
 
 
-def test_sharegpt_roles_are_translated() -> None:
-    row = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
-    assert parse_chat(row) == Chat(CHAT)
-
-
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    row = {"messages": [CHAT[0], {"role": "assistant", "content": parts}]}
+@pytest.mark.parametrize(
+    "row",
+    [{"messages": CHAT, "prompt_id": "x"}, SHAREGPT, {"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}],
+)
+def test_chats_of_every_form_are_read(row: Any) -> None:
     assert parse_chat(row) == Chat(CHAT)
 
 
@@ -80,14 +76,6 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"chats{suffix}"
     write_rows(path, rows)
     assert list(ChatSource(str(path), "train").rows()) == list(enumerate(rows))
-
-
-def test_a_malformed_line_is_one_malformed_row(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": CHAT}) + "\n{broken\n\n[1, 2]\n")
-    chats = [parse_chat(row) for _, row in ChatSource(str(path), "train").rows()]
-    assert chats[0] == Chat(CHAT)
-    assert [chat.reason for chat in chats[1:] if isinstance(chat, Rejection)] == [RejectReason.MALFORMED_ROW] * 2
 
 
 def test_identity_changes_with_one_byte_but_not_with_the_place(tmp_path: Path) -> None:
@@ -176,12 +164,9 @@ def test_rows_without_these_columns_are_rejected(row: Any, reason: RejectReason,
     ("columns", "message"),
     [
         ("alpca", "columns has 'alpca', expected ROLE=COLUMN .* or one of alpaca, prompt-completion"),
-        ("owner=a", "columns has 'owner=a'"),
         ("user=a", "expected either messages=COLUMN, or columns for both user and assistant"),
-        ("user=a,assistant=", "columns has 'assistant='"),
         ("messages=a,user=b,assistant=c", "expected either messages=COLUMN"),
         ("messages=a+b", "messages can only be one column"),
-        ("system=a", "expected either messages=COLUMN"),
     ],
 )
 def test_columns_that_make_no_chat_are_refused(columns: str, message: str) -> None:
@@ -224,14 +209,11 @@ HUB = ["data/train_sft-00000-of-00002-a3e.jsonl", "data/train_sft-00001-of-00002
 LAYOUTS = [
     (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"], "train", "test"),
     (HUB, "train_sft", "test_sft"),
-    (["train.jsonl", "test.jsonl", "validation.jsonl"], "train", "validation"),
     (["default/train/0000.jsonl", "default/train/0001.jsonl", "default/test/0000.jsonl"], "train", "test"),
-    (["train/a.jsonl", "test/a.jsonl"], "train", "test"),
     (["chats_train.jsonl", "chats_eval.jsonl"], "train", "eval"),
     (["data/cooking-00000-of-00001.jsonl", "data/travel-00000-of-00001.jsonl"], "cooking", "travel"),
     (["trainset.jsonl", "testset.jsonl"], "trainset", "testset"),
     (["trainSet.jsonl", "testSet.jsonl"], "trainSet", "testSet"),
-    (["split=train/a.jsonl", "split=test/a.jsonl"], "train", "test"),
     (["chats_heldout.jsonl", "chats_train.jsonl"], "train", "heldout"),
     (["x-train_sft-00000-of-00002.jsonl", "x-train_gen-00000-of-00001.jsonl"], "train_sft", "train_gen"),
 ]
@@ -326,17 +308,7 @@ def test_a_saved_dataset_that_lacks_files_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     saved(path, "a")
     state = json.loads((path / "state.json").read_text())
-    (file,) = path.glob("*.arrow")
-    file.rename(tmp_path / "outside.arrow")
-    for names in ([file.name], ["../outside.arrow.gone"], [""], [3]):
-        (path / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name} for name in names]}))
-        with pytest.raises(DatasetError, match=r"state\.json"):
-            ChatSource(str(path), None)
-    for text in ("{", "[" * 100_000, "[]", json.dumps(state | {"_data_files": [None]})):
+    for text in (json.dumps(state | {"_data_files": [{"filename": "gone.arrow"}]}), "[" * 100_000, "[]"):
         (path / "state.json").write_text(text)
         with pytest.raises(DatasetError, match=r"state\.json"):
             ChatSource(str(path), None)
-    # Only files of the folder are ever read.
-    (path / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": "../outside.arrow"}]}))
-    with pytest.raises(DatasetError, match="holds no"):
-        ChatSource(str(path), None)

@@ -178,19 +178,6 @@ def test_a_machine_is_lost_and_another_one_joins(machines: Machines, runs: Runs)
     runs.check_whole(before | lost)
 
 
-def test_a_machine_joins_a_run_that_began_with_one(machines: Machines, runs: Runs) -> None:
-    machines.have(1)
-    running = runs.start()
-    before = runs.wait_for_parts(5, running)
-    with stopped(actors()[0]):  # else it could do all the rest while the other one starts
-        before |= runs.commits()
-        machines.have(2)
-        before |= runs.wait_for_parts(len(before) + 10, running)
-    _, said = runs.finish(running)
-    runs.check_whole(before)
-    assert "2 workers of Ray" in said
-
-
 def test_the_command_is_killed_and_the_same_one_goes_on(runs: Runs) -> None:
     running = runs.start()
     runs.wait_for_parts(5, running)
@@ -214,17 +201,6 @@ def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -
     before = runs.commits()
     runs.finish(runs.start())
     runs.check_whole(before)
-
-
-def test_a_straggler_holds_up_its_own_parts_alone(runs: Runs) -> None:
-    running = runs.start()
-    runs.wait_for_parts(5, running)
-    n_parts = len(list((runs.room / "whole" / "commits").glob("part-*.json")))
-    with stopped(actors()[0]):
-        before = runs.wait_for_parts(n_parts - 8, running)
-    runs.finish(running)
-    runs.check_whole(before)
-    assert runs.records()[0]["n_parts_late"] == 0
 
 
 def test_two_commands_at_once_share_the_parts(runs: Runs) -> None:

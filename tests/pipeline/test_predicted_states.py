@@ -102,18 +102,6 @@ def test_training_reads_what_the_store_gives(joint: ExtractConfig, fields: tuple
     assert len(encoded) == 1 + len(fields)
 
 
-def test_training_shares_the_codes_of_keys_and_values(joint: ExtractConfig) -> None:
-    settings = TrainConfig.of(store=joint.out, out="", batch_size=2, reader_threads=1, drafter="moa")
-    with ActivationStore(joint.out) as store:
-        reader = BatchReader(store, settings, torch.device("cpu"))
-        inputs, encoded = reader.read(np.array([2]), store.lengths[[2]])
-        for field in encoded.values():
-            name, layers = field.codec.spec.name, field.layers
-            stored = torch.from_numpy(store.read(2, name, layers)).view(torch.bfloat16)
-            torch.testing.assert_close(field.decode(inputs.tokens)[0], stored, rtol=2**-6, atol=1e-3, msg=name)
-    assert {field.codec.spec.name for field in encoded.values()} == {"kv", "hidden/last"}
-
-
 def test_a_store_without_keys_and_values_is_refused(config: ExtractConfig) -> None:
     with pytest.raises(OptionInvalid, match=r"the store has no field 'kv' that is transform coded\. Leave out"):
         extract(config.replaced(activations=("hidden:last",), codec="transform:4,from-kv"))

@@ -90,11 +90,6 @@ def test_a_row_that_cannot_be_read_comes_after_those_before_it() -> None:
         next(results)
 
 
-def test_few_rows_start_no_process(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a process was started"))
-    assert plan_with(2, config).n_sequences == 24
-
-
 def die(_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -103,17 +98,6 @@ def die(_: Any) -> Any:
 def test_a_process_that_is_killed_is_one_line() -> None:
     with pytest.raises(WorkerError, match="tokenize_processes"):
         list(tokenise_rows(iter(enumerate(range(16))), die, 2, lambda: None))
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_what_a_row_raises_in_a_process_is_raised_here() -> None:
-    def divide(row: Any) -> Any:
-        return row // (row - 11), False
-
-    results = tokenise_rows(iter(enumerate(range(16))), divide, 2, lambda: None)
-    assert len([next(results) for _ in range(11)]) == 11
-    with pytest.raises(ZeroDivisionError):
-        next(results)
 
 
 STARTS = """

@@ -105,19 +105,6 @@ def test_another_commit_is_another_input(hub: Hub, config: ExtractConfig, target
     assert extract(config.replaced(dataset_revision="old", model=str(target_folder))).n_parts_done == 0
 
 
-def test_a_revision_is_used_and_recorded(hub: Hub, config: ExtractConfig, target_folder: Path) -> None:
-    first = hub.commit(f"models/{MODEL}", files_of(target_folder), branch="v1")
-    old = hub.commit(f"datasets/{DATASET}", chats_of(0), branch="v1")
-    move(hub)
-    config = config.replaced(revision="v1", dataset_revision=old, max_sequences=5)
-    extract(config)
-    sources = recorded_sources(read_manifest(Path(config.out)).extraction)
-    assert sources["model"] == {"id": MODEL, "revision": "v1", "commit": first}
-    assert sources["dataset"] == {"id": DATASET, "revision": old, "commit": old}
-    (run,) = (Path(config.out) / "runs").iterdir()
-    assert json.loads(run.read_text())["config"]["revision"] == "v1"
-
-
 def test_a_configuration_is_chosen(hub: Hub) -> None:
     card = "---\nconfigs:\n" + "".join(f"- config_name: {c}\n  data_files: {c}/*.jsonl\n" for c in "ab") + "---\n"
     rows = {f"{name}/train.jsonl": json.dumps({"at": name}).encode() + b"\n" for name in "ab"}

@@ -87,21 +87,6 @@ def test_a_store_is_resumed_and_audited_on_another_day(
     assert "tokenised again" in report.worst()["tokens"].detail
 
 
-def test_an_early_store_of_such_a_template_is_audited_by_its_hashes(
-    model: Path, chats_file: Path, tmp_path: Path
-) -> None:
-    """It does not say which day it was rendered on."""
-    store = tmp_path / "store"
-    extract(extraction(model, chats_file, store))
-    manifest = json.loads((store / "store.json").read_text())
-    del manifest["extraction"]["template_time"]
-    (store / "store.json").write_text(json.dumps(manifest))
-    (store / "commits" / "store.json").unlink()
-    report = audit(store, str(model), 2, 0, "cpu")
-    assert report.ok
-    assert "on the day of the extraction" in report.notes[0]
-
-
 DATED = "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}{{ date_string }}"
 
 
@@ -144,14 +129,6 @@ def test_qwen3_writes_its_empty_thoughts_as_prompt_or_as_answer() -> None:
     text, begun = tokenizer.decode(found.tokens), tokenizer.decode(prompt)
     assert text.startswith(begun)
     assert text.removeprefix(begun) == "second answer<|im_end|>\n"
-
-
-def test_what_is_known_of_a_template_is_known_for_its_arguments() -> None:
-    template = "{{ marker }}" + LLAMA3_TEMPLATE
-    tokenizer = build_tokenizer(template)
-    tokenizer.add_tokens(["<|odd|>"])
-    assert not ChatTemplate(tokenizer).control_tokens.everywhere.search("<|odd|>")
-    assert ChatTemplate(tokenizer, {"marker": "<|odd|>"}).control_tokens.everywhere.search("<|odd|>")
 
 
 @pytest.mark.parametrize(

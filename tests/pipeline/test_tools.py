@@ -157,12 +157,6 @@ def test_every_way_of_writing_the_same_call_gives_the_same_tokens(name: str, req
         assert found.response_mask.tolist() == expected.response_mask.tolist()
 
 
-def test_a_null_that_json_spells_out_stays_an_argument(qwen25: Any) -> None:
-    call = {"function": {"name": "get_weather", "arguments": {"city": None}}}
-    row = {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [call]}], "tools": [WEATHER]}
-    assert '"arguments": {"city": null}' in responses(qwen25, row)[0]
-
-
 def test_a_template_that_ignores_tools_calls_or_results_is_named(llama: Any) -> None:
     plain = build_tokenizer(LLAMA3_TEMPLATE)
     rejected(plain, {"messages": [CHAT[0], CHAT[3]], "tools": [WEATHER]}, RejectReason.NOT_SHOWN, "tool get_weather")

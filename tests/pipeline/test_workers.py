@@ -1,25 +1,43 @@
-"""Workers on one store: whatever becomes of them, it gets the bytes of one process, and each part is computed once."""
+"""Workers on one store: whatever becomes of them, it gets the bytes of one process, and each part is computed once.
 
+Ray is stood in for here; test_extract_ray.py has the real one.
+"""
+
+import importlib.util
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from moa_data.errors import OptionInvalid, StoreMismatch, WorkerError
 from moa_data.pipeline import workers
-from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.config import ExtractConfig, ScaleSettings, core_share
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.report import PartProgress, Timings
 from moa_data.pipeline.texts import keep_texts
-from moa_data.pipeline.workers import device_orders, pending_in_turn, portable, run_processes, run_worker
+from moa_data.pipeline.workers import (
+    WorkOrder,
+    device_orders,
+    pending_in_turn,
+    portable,
+    ray_task,
+    run_on_ray,
+    run_processes,
+    run_worker,
+    workers_that_fit,
+)
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.kills import die
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 from moa_data.tests.kit.workers import Script, order_for, write_bundle
@@ -95,19 +113,6 @@ def test_any_number_of_workers_writes_the_bytes_of_one(crew: Crew, whole: dict[s
     assert crew.told[-1][:2] == (n_tokens, n_tokens)
 
 
-def test_a_slow_worker_does_less_and_holds_nobody_up(crew: Crew, whole: dict[str, bytes]) -> None:
-    """The first one waits in its part until the others have done all the rest."""
-
-    def wait(number: int, part: int) -> None:
-        commits = crew.path / "commits"
-        while number == 0 and len(list(commits.glob("part-*.json"))) < 8:
-            time.sleep(0.005)
-
-    timings, _ = crew.run(3, wait)
-    assert read_tree(crew.path) == whole
-    assert timings.n_tokens == crew.recipe.manifest.n_tokens
-
-
 @pytest.mark.parametrize("n_killed", [1, 2])
 def test_parts_of_killed_workers_are_done_by_the_others(crew: Crew, whole: dict[str, bytes], n_killed: int) -> None:
     _, lost = crew.run(3, lambda number, part: die() if number < n_killed else None)
@@ -173,19 +178,6 @@ def test_parts_of_another_run_are_left_to_it_unless_it_stands_still(
         stuck.discard()
 
 
-def test_workers_begin_with_shares_of_their_own(crew: Crew) -> None:
-    with crew.opened() as first:
-        assert list(pending_in_turn(first)) == list(range(9))
-        for index in range(2):
-            with StoreWriter.join(crew.path) as worker:
-                turns = [part for part in pending_in_turn(worker, index, 2) if part is not None]
-                own = set(range(9)[index::2])
-                assert set(turns[: len(own)]) == own
-                assert sorted(turns) == list(range(9))
-        with crew.opened() as second:
-            assert list(pending_in_turn(second)) != list(range(9))
-
-
 def test_a_worker_writes_what_one_process_does(config: ExtractConfig, tmp_path: Path) -> None:
     whole = config.replaced(out=str(tmp_path / "whole"))
     n_parts = extract(whole).n_parts
@@ -216,3 +208,200 @@ def test_an_error_crosses_processes_as_it_was() -> None:
     for error in (ValueError("x"), StoreMismatch("store", {"a": (1, 2)})):
         copied = pickle.loads(pickle.dumps(portable(error)))
         assert str(error) in str(copied)
+
+
+class RayError(Exception):
+    """Stands for what Ray raises where a worker is lost."""
+
+
+class FakeTask:
+    """A function as Ray calls it: a reference runs it when it is waited for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def options(self, **_: Any) -> "FakeTask":
+        return self
+
+    def remote(self, *arguments: Any) -> Callable[[], Any]:
+        return lambda: self._function(*arguments)
+
+
+class FakeRay:
+    """Runs each task in this process when it is waited for."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+    remote = FakeTask
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_: Any) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "other", "Resources": {}}, {"NodeID": "node", "Resources": {"CPU": 2.0, "GPU": 4.0}}]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "node")
+
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return references, []
+
+    def get(self, reference: Any) -> Any:
+        return reference()
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(workers, "_RAY_LOOK_EVERY_S", 0.0)
+    return fake
+
+
+class Cluster:
+    """A store that tasks of Ray write."""
+
+    def __init__(self, path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.recipe, self.patch = path, recipe, monkeypatch
+        self.started: list[str] = []
+
+    def run(self, at_part: Callable[[int, int], None] = lambda number, part: None) -> tuple[Timings, list[str]]:
+        script = Script(self.recipe, at_part)
+
+        def work(order: WorkOrder) -> Timings:
+            self.started.append(order.attempt)
+            return script.work(order)
+
+        self.patch.setattr(workers, "run_worker", work)
+        with StoreWriter.create_or_resume(self.path, self.recipe.manifest, self.recipe.plan, shares=True) as store:
+            scale = ScaleSettings(engine="ray", workers=2)
+            found = run_on_ray(order_for(self.path, store.attempt), store, scale, None, PartProgress(store, None))
+            store.sweep()
+        return found
+
+    def n_commits(self) -> int:
+        return len(list((self.path / "commits").glob("part-*.json")))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, recipe: Recipe, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(tmp_path / "store", recipe, monkeypatch)
+
+
+@pytest.fixture
+def raises_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what a worker raises look as if Ray had raised it."""
+
+    def through(error: Exception) -> Exception:
+        raise error
+
+    monkeypatch.setattr(workers, "portable", through)
+
+
+def test_tasks_write_the_bytes_of_one_process(cluster: Cluster, whole: dict[str, bytes]) -> None:
+    timings, lost = cluster.run()
+    assert (timings.n_parts, timings.n_tokens, lost) == (9, cluster.recipe.manifest.n_tokens, [])
+    assert read_tree(cluster.path) == whole
+
+
+@pytest.mark.usefixtures("raises_through")
+def test_a_lost_task_is_started_anew(cluster: Cluster, whole: dict[str, bytes]) -> None:
+    def lose(number: int, part: int) -> None:
+        if cluster.n_commits() == 4 and len(cluster.started) == 1:
+            (cluster.path / "parts" / "kv" / f"c.0.{cluster.started[0]}.partial").touch()
+            raise RayError("The worker died because of:\nSIGKILL\n")
+
+    _, lost = cluster.run(lose)
+    assert lost == ["SIGKILL; started anew"]
+    assert read_tree(cluster.path) == whole
+    assert not list(cluster.path.rglob("*.partial"))
+
+
+@pytest.mark.usefixtures("raises_through")
+def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(cluster: Cluster, whole: dict[str, bytes]) -> None:
+    def lose(number: int, part: int) -> None:
+        if part == 4:
+            raise RayError("The worker died because of:\nModuleNotFoundError: No module named 'moa_data'\n")
+
+    with pytest.raises(WorkerError, match="ModuleNotFoundError") as caught:
+        cluster.run(lose)
+    assert "\n" not in str(caught.value)
+    assert cluster.n_commits() == 8  # the survivors' parts
+    cluster.run()
+    assert read_tree(cluster.path) == whole
+
+
+@pytest.mark.parametrize(
+    ("needs", "n"),
+    [
+        ({"CPU": 1.0, "GPU": 1.0}, 8),
+        ({"CPU": 4.0, "GPU": 0.5}, 4),
+        ({"CPU": 1.0, "GPU": 1.0, "TPU": 1.0}, 1),
+    ],
+)
+def test_workers_share_a_machine_by_what_they_need(needs: dict[str, float], n: int) -> None:
+    assert workers_that_fit({"CPU": 16.0, "GPU": 8.0}, needs) == n
+
+
+@pytest.mark.usefixtures("ray")
+def test_a_worker_computes_on_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[WorkOrder]()
+
+    def work(order: WorkOrder) -> Timings:
+        told.append(order)
+        return Timings()
+
+    monkeypatch.setattr(workers, "run_worker", work)
+    for needs, encode_threads in (({"CPU": 1.0}, None), ({"CPU": 2.0}, 3)):
+        ray_task(order_for(Path("store")), needs, encode_threads)
+    assert [(item.n_threads, item.n_encode_threads) for item in told] == [
+        (core_share(2), core_share(2)), (core_share(1), 3)
+    ]  # fmt: skip
+
+
+def test_ray_that_is_missing_or_taken_is_said_in_one_line(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
+    arguments = ["--model", config.model, "--dataset", config.dataset, "--out", config.out, "--engine", "ray"]
+    for command in ("extract", "plan"):
+        refused(run(command, *arguments), "pip install 'moa-data[ray]'")
+    assert not Path(config.out).exists()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    with pytest.raises(OptionInvalid), workers._connected(ScaleSettings(engine="ray"), 1):
+        pass
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"address": "auto"},
+        {"gpus_per_worker": 0},
+        {"engine": "ray", "address": "ray://head:10001"},
+    ],
+)
+def test_options_that_are_refused(config: ExtractConfig, changes: dict[str, Any]) -> None:
+    with pytest.raises(OptionInvalid):
+        config.replaced(**changes)
+
+
+def test_options_of_ray(config: ExtractConfig) -> None:
+    scale = config.replaced(engine="ray", workers=64, address="auto", gpus_per_worker=0.5).scale
+    assert (scale.workers, scale.n_local_workers, scale.is_alone) == (64, 1, False)
+    assert not config.replaced(engine="ray").scale.is_alone
+
+
+def test_gpus_of_workers_need_not_be_on_this_machine(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    on_gpus = config.replaced(engine="ray", device="auto", gpus_per_worker=1)
+    plan = build_plan(on_gpus)
+    assert (plan.device, plan.compute_dtype, plan.manifest.extraction["device"]) == ("cuda", "bfloat16", "cuda")
+    assert build_plan(on_gpus.replaced(gpus_per_worker=0)).device == "cpu"
+    with pytest.raises(OptionInvalid, match="disagree"):
+        build_plan(on_gpus.replaced(device="cpu"))
+    with pytest.raises(OptionInvalid, match="learns from forwards on this machine"):
+        build_plan(on_gpus.replaced(codec="transform:1"))

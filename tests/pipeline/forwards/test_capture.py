@@ -56,19 +56,6 @@ def test_a_batch_equals_single_forwards(architecture: str) -> None:
         np.testing.assert_allclose(logits, expected.logits[0], atol=2e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_kv_is_bit_equal_to_the_cache_of_a_single_forward(architecture: str) -> None:
-    model = build_text_model(architecture)
-    tokens = draw_sequences()[0]
-    with torch.inference_mode():
-        cache = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=True).past_key_values
-    kv = capture(model, [tokens], SPEC, torch.float32).fields["kv"][0]  # [T, L, H_kv, 2, d]
-    assert tuple(kv.shape) == (31, 3, 2, 2, 8)
-    for layer in range(3):
-        assert torch.equal(kv[:, layer, :, 0], cache.layers[layer].keys[0].transpose(0, 1))
-        assert torch.equal(kv[:, layer, :, 1], cache.layers[layer].values[0].transpose(0, 1))
-
-
 def test_keys_beyond_a_sliding_window_are_kept() -> None:
     """The first layer's keys depend on the token and its position only, so a wide window must give the same ones."""
     tokens = draw_sequences()[0]
@@ -91,13 +78,6 @@ def test_sequences_of_one_batch_do_not_see_each_other_or_a_shared_prefix() -> No
         np.testing.assert_allclose(rows(host, "kv", index), rows(alone, "kv", 0), atol=2e-5)
 
 
-def test_bfloat16_comes_as_its_bits() -> None:
-    captured = capture(build_text_model("llama"), draw_sequences(), SPEC, torch.bfloat16)
-    bits = rows(captured.to_host(), "hidden/last", 1)
-    assert bits.dtype == np.uint16
-    assert torch.equal(torch.from_numpy(bits.copy()).view(torch.bfloat16), captured.fields["hidden/last"][1, :17])
-
-
 def test_only_what_was_asked_for_is_captured() -> None:
     captured = capture(build_text_model("llama"), draw_sequences(), ActivationSpec(False, False, (1,)), torch.float32)
     assert list(captured.fields) == ["hidden/layer_1"]
@@ -111,16 +91,6 @@ def test_values_that_are_not_finite_are_named_by_sequence_and_layer(value: float
         model.model.layers[1].self_attn.v_proj.weight[0] = value
     host = capture(model, tokens, ActivationSpec(True, False, ()), dtype).to_host()
     with pytest.raises(TargetError, match=r"Sequence first: kv of layer 1 holds NaN or infinity.*--dtype"):
-        host.check_finite(["first", "second"])
-
-
-def test_a_bad_sequence_is_named_and_its_neighbours_and_padding_are_not() -> None:
-    model = build_text_model("llama")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[7] = float("inf")
-    tokens = [np.array([1, 2, 3, 4], np.int32), np.array([5, 7], np.int32)]
-    host = capture(model, tokens, SPEC, torch.float32).to_host()
-    with pytest.raises(TargetError, match="Sequence second: kv of layer 0"):
         host.check_finite(["first", "second"])
 
 
