@@ -28,28 +28,33 @@ MAX_DEFAULT_ENCODE_THREADS = 16
 """With more, the one thread that writes is the slowest stage."""
 
 
-class DataSettings(Config):
-    """Which chats are read, and how they become sequences."""
+class RowSettings(Config):
+    """Which rows of a dataset are read, and how."""
 
     split: Common[str | None] = None
     """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
     split. A folder with several others is refused."""
+    columns: tuple[str, ...] = ()
+    """Columns of rows that are no chats: user, assistant, system, messages or tools, as in user=instruction+input; or
+    alpaca, or prompt-completion. Default: messages or conversations."""
+    dataset_config: str | None = None
+    """Configuration of a Hub dataset that has several."""
+    dataset_revision: str | None = None
+    """Branch, tag or commit of a Hub dataset; default: main. A store records its commit, and later starts use that."""
+    max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Fail when more than this fraction of the rows cannot be used."""
+
+
+class DataSettings(RowSettings):
+    """Which chats are read, and how they become sequences."""
+
     max_sequences: Common[Count | None] = None
     """Stop after this many usable sequences, in the dataset's order; default: all."""
     max_length: Common[Count | None] = None
     """Longest sequence in tokens; longer ones are cut, tokens and mask together; default: 2048, or the target's
     positions where it has fewer."""
-    max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Fail when more than this fraction of the rows cannot be used."""
-    columns: tuple[str, ...] = ()
-    """Columns of rows that are no chats: user, assistant, system, messages or tools, as in user=instruction+input; or
-    alpaca, or prompt-completion. Default: messages or conversations."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE or a JSON object, such as enable_thinking=false of Qwen3."""
-    dataset_config: str | None = None
-    """Configuration of a Hub dataset that has several."""
-    dataset_revision: str | None = None
-    """Branch, tag or commit of a Hub dataset; default: main. Its commit is recorded, and used by every later start."""
     tokenize_processes: Count | None = None
     """Processes that tokenise the chats; default: one for each core."""
 
@@ -188,23 +193,13 @@ class AddConfig(Config):
         return ["There is nothing to add. Give --activations, for example hidden:layer:3"]
 
 
-class QuestionSettings(Config):
+class QuestionSettings(RowSettings):
     """Which rows are answered, and what keeps a chat out."""
 
-    split: Common[str | None] = None
-    """Split of the dataset, chosen as `extract` does."""
-    columns: tuple[str, ...] = ()
-    """Columns of rows that are no chats, as ROLE=COLUMN; or alpaca, or prompt-completion. As in `extract`."""
-    dataset_config: str | None = None
-    """Configuration of a Hub dataset that has several."""
-    dataset_revision: str | None = None
-    """Branch, tag or commit of a Hub dataset; default: main."""
     max_rows: Common[Count | None] = None
     """Read this many rows, the first ones; default: all."""
     max_length: Count = 2048
     """Longest chat in tokens, answers included; as the --max-length of the extraction to come."""
-    max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Fail when more than this fraction of the rows gives no chat."""
 
 
 class ServerSettings(Config):
@@ -326,7 +321,7 @@ class ActivationSpec:
         return ActivationSpec(self.kv or other.kv, self.last or other.last, layers)
 
 
-def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int) -> ActivationSpec:
+def parse_activations(names: Iterable[str], target_layers: int, n_layers: int) -> ActivationSpec:
     """Read names of activations of a target with `n_layers` decoder layers.
 
     Args:
@@ -336,26 +331,26 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
     Raises:
         OptionInvalid: unknown name, or a layer that the target does not have.
     """
-    kv = last = False
-    layers: set[int] = set()
-    for name in (name.strip() for name in names):
-        if name == "kv":
-            kv = True
-        elif name == "hidden:last":
-            last = True
-        elif name.startswith("hidden:layer:"):
-            layers.add(_layer_index(name, n_layers))
-        else:
+    names, layers = tuple(name.strip() for name in names), set[int]()
+    for name in names:
+        number = re.fullmatch(r"hidden:layer:(-?\d+)", name)
+        if not number and name not in ("kv", "hidden:last"):
             raise OptionInvalid(
                 f"Unknown activation {name!r}: expected kv, hidden:last or hidden:layer:K. Change --activations."
             )
+        if number and not -n_layers <= int(number[1]) < n_layers:
+            raise OptionInvalid(
+                f"Activation {name!r}: the target has {n_layers} decoder layers, 0 to {n_layers - 1}. Choose one of "
+                "them."
+            )
+        layers |= {int(number[1]) % n_layers} if number else set()
     if target_layers > n_layers:
         raise OptionInvalid(
             f"target_layers is {target_layers}, but the target has {n_layers} decoder layers. Lower --target-layers."
         )
     if 0 < target_layers < n_layers:
         layers.add(n_layers - 1 - target_layers)
-    return ActivationSpec(kv=kv, last=last, layers=tuple(sorted(layers)))
+    return ActivationSpec("kv" in names, "hidden:last" in names, tuple(sorted(layers)))
 
 
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
@@ -366,18 +361,3 @@ def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     if unknown:
         raise OptionInvalid(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
     return ActivationSpec("kv" in names, "hidden/last" in names, tuple(sorted(int(m[1]) for m in layers if m)))
-
-
-def _layer_index(name: str, n_layers: int) -> int:
-    text = name.removeprefix("hidden:layer:")
-    try:
-        layer = int(text)
-    except ValueError:
-        raise OptionInvalid(
-            f"Activation {name!r}: {text!r} is no layer number. Write for example hidden:layer:6."
-        ) from None
-    if not -n_layers <= layer < n_layers:
-        raise OptionInvalid(
-            f"Activation {name!r}: the target has {n_layers} decoder layers, 0 to {n_layers - 1}. Choose one of them."
-        )
-    return layer % n_layers

@@ -32,8 +32,6 @@ DEFAULT_SPLIT = "train_sft"
 """Split that is read where none is given: that of chats in UltraChat and its relatives."""
 RECORD_SUFFIX = ".regeneration.json"
 """Suffix of what `regenerate` writes beside its chats."""
-MAX_ROW_BYTES = 1 << 28
-"""Longest line of a jsonl file that is read into memory."""
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
 _NO_CHATS = re.compile(
@@ -56,12 +54,7 @@ _CHAT_COLUMNS = ("messages", "conversations", "tools", "functions")
 
 @dataclass(frozen=True)
 class ChosenFiles:
-    """The files of a dataset, in the order in which they are read.
-
-    Attributes:
-        split: their split; None where nothing in the folder looks like one.
-        n_others: files beside them that are not read.
-    """
+    """The files of a dataset in the order in which they are read, their split if one is known, and how many are not."""
 
     files: tuple[Path, ...]
     split: str | None = None
@@ -88,21 +81,21 @@ def choose_files(path: Path, split: str | None) -> ChosenFiles:
             )
         return ChosenFiles((path,))
     found = _files_by_split(path)
+    if not found:
+        raise DatasetError(
+            f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one of these formats."
+        )
     splits = Counter(name for name in found.values() if name is not None)
     wanted = split or DEFAULT_SPLIT
     named = [file for file, name in found.items() if name == wanted]
     named = named or [file for file in found if _is_named(file.relative_to(path), wanted)]
     if named and len({found[file] for file in named} - {None}) < 2:
         return ChosenFiles(tuple(named), wanted, len(found) - len(named))
-    if not splits and found:
+    if not splits:
         return ChosenFiles(tuple(found))
     n_without = len(found) - splits.total()
     if split is None and len(splits) == 1 and not n_without:
         return ChosenFiles(tuple(found), next(iter(splits)))
-    if not found:
-        raise DatasetError(
-            f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one of these formats."
-        )
     shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items()))
     beside = f", beside {counted(n_without, 'file')} of no split" if n_without else ""
     example = min(splits, key=lambda name: ("train" not in name, name))
@@ -153,7 +146,7 @@ def _split_of(relative: Path) -> str | None:
 
 
 def _read_state(path: Path) -> tuple[set[str] | None, str | None]:
-    """Read the files, all there, and the split of a state.json of `save_to_disk`; None and None of another program."""
+    """Read the files and the split of a state.json of `save_to_disk`; None and None of another program's."""
     try:
         state = json.loads(path.read_bytes())
         items = state.get("_data_files")
@@ -174,9 +167,8 @@ class ChatSource:
 
     Args:
         dataset: a file, a folder of files, or a hub id.
-        split: split of a hub dataset or of a folder; None for DEFAULT_SPLIT, or the only split of a folder.
-        config_name: configuration of a hub dataset; None for its default.
-        revision: branch, tag or commit of a hub dataset; None for its main branch.
+        split: None for DEFAULT_SPLIT, or the only split of a folder.
+        config_name, revision: configuration, and branch, tag or commit of a hub dataset; None for its defaults.
 
     Attributes:
         commit: the commit of a hub dataset that is read; None for files, and where `datasets` does not say.
@@ -239,14 +231,8 @@ class ChatSource:
         """Return what identifies the dataset without reading its rows; None where nothing does."""
         if self._hub_rows is None:
             return {"sha256": self._files_sha256}
-        if self.commit is None:
-            return None
-        return {
-            "id": self.name,
-            "config": self.config_name or "",
-            "split": str(self.chosen.split),
-            "commit": self.commit,
-        }
+        named = {"id": self.name, "config": self.config_name or "", "split": str(self.chosen.split)}
+        return None if self.commit is None else named | {"commit": self.commit}
 
     def identity(self) -> str:
         """Return the sha256 of the files' names and bytes, or of the hub rows counted so far."""
@@ -394,13 +380,7 @@ def _read_json(path: Path) -> Iterator[Any]:
 def read_jsonl(path: Path) -> Iterator[Any]:
     """Yield the values of a file of JSON lines, empty ones left out; an UnreadableRow for a line that is no JSON."""
     with path.open("rb") as stream:
-        while line := stream.readline(MAX_ROW_BYTES):
-            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-                while (rest := stream.readline(_HASH_BYTES)) and not rest.endswith(b"\n"):
-                    pass
-                yield UnreadableRow(f"a line of more than {MAX_ROW_BYTES:,} bytes")
-            elif line.strip():
-                yield parse_json(line)
+        yield from (parse_json(line) for line in stream if line.strip())
 
 
 FORMATS = {

@@ -103,7 +103,7 @@ def test_names_of_activations() -> None:
         parse_activations(("hidden",), 0, 8)
     with pytest.raises(OptionInvalid, match="the target has 8 decoder layers, 0 to 7"):
         parse_activations(("hidden:layer:8",), 0, 8)
-    with pytest.raises(OptionInvalid, match="'x' is no layer number"):
+    with pytest.raises(OptionInvalid, match="'hidden:layer:x'"):
         parse_activations(("hidden:layer:x",), 0, 8)
     with pytest.raises(OptionInvalid, match="target_layers is 9, but the target has 8"):
         parse_activations(("kv",), 9, 8)
