@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,14 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import hidden_field, response_mask_field, to_float32, tokens_field
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe, make_recipe
+from moa_data.tests.kit.stores import make_recipe
 
 ORIGIN = CardOrigin("owner/tiny", "owner/chats")
 
 
 @pytest.fixture
-def recipe_of() -> Callable[..., Recipe]:
-    return make_recipe
-
-
-@pytest.fixture
-def recipe(recipe_of: Callable[..., Recipe]) -> Recipe:
-    return recipe_of()
-
-
-@pytest.fixture
-def store(recipe: Recipe, tmp_path: Path) -> Path:
-    return recipe.write(tmp_path / "store")
+def store(tmp_path: Path) -> Path:
+    return make_recipe().write(tmp_path / "store")
 
 
 def front_matter(text: str) -> dict[str, Any]:
@@ -54,17 +43,19 @@ def test_front_matter_is_the_hubs(store: Path) -> None:
     assert '| target | a "b" | llama3 |' in card
 
 
-def test_licences_are_left_to_fill_in_or_taken_from_the_options(store: Path) -> None:
-    assert front_matter(card_text(store, ORIGIN))["license"] == "unknown"
-    assert card_text(store, ORIGIN).count("**fill in**") == 2
-    both = CardOrigin("m", "d", target_license="apache-2.0", dataset_license="apache-2.0")
-    assert front_matter(card_text(store, both))["license"] == "apache-2.0"
-    one = CardOrigin("m", "d", target_license="apache-2.0")
-    assert front_matter(card_text(store, one))["license"] == "unknown"
+@pytest.mark.parametrize(
+    ("licences", "found", "n_left"), [((), "unknown", 2), (("mit", "mit"), "mit", 0), (("mit",), "unknown", 1)]
+)
+def test_licences_are_left_to_fill_in_or_taken_from_the_options(
+    store: Path, licences: tuple[str, ...], found: str, n_left: int
+) -> None:
+    card = card_text(store, CardOrigin("m", "d", "moa-data extract", *licences))
+    assert front_matter(card)["license"] == found
+    assert card.count("**fill in**") == n_left
 
 
-def test_equal_stores_have_equal_cards_without_times_or_paths(recipe: Recipe, tmp_path: Path) -> None:
-    cards = [write_card(recipe.write(tmp_path / name), ORIGIN).read_text() for name in ("one", "two")]
+def test_equal_stores_have_equal_cards_without_times_or_paths(tmp_path: Path) -> None:
+    cards = [write_card(make_recipe().write(tmp_path / name), ORIGIN).read_text() for name in ("one", "two")]
     assert cards[0] == cards[1]
     assert str(tmp_path) not in cards[0]
     assert not re.search(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d", cards[0])
@@ -84,14 +75,13 @@ def test_the_card_says_what_is_there(store: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_snippet_runs(
-    recipe_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    recipe = recipe_of(lengths=(70, 3, 33), fields=(tokens_field(), response_mask_field(), hidden_field("last", 16)))
-    recipe = recipe.with_manifest(fields=(*recipe.manifest.fields[:2], hidden_field("last", 16, dtype)))
-    if dtype == "float32":
-        monkeypatch.setattr(type(recipe), "values", float32_values(type(recipe).values))
-    store = recipe.write(tmp_path / "STORE")
+def test_every_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    fields = (tokens_field(), response_mask_field(), hidden_field("last", 16, dtype))
+
+    def in_dtype(name: str, row: dict[str, Any], values: np.ndarray) -> Any:
+        return to_float32(values, "bfloat16") if (name, dtype) == ("hidden/last", "float32") else values
+
+    store = make_recipe(lengths=(70, 3, 33), fields=fields).write(tmp_path / "STORE", in_dtype)
     snippets = re.findall(r"```python\n(.*?)```", write_card(store, ORIGIN).read_text(), re.DOTALL)
     assert len(snippets) == 3
     reader = ActivationStore(store)
@@ -108,20 +98,11 @@ def test_every_snippet_runs(
         np.testing.assert_array_equal(plain["values"], expected)
 
 
-def float32_values(original: Callable[..., np.ndarray]) -> Callable[..., Any]:
-    def values(self: Any, field: Any, row: Any) -> np.ndarray:
-        if field.dtype != "float32":
-            return original(self, field, row)
-        return np.random.default_rng(row["source_row"]).normal(size=(row["n_tokens"], 16)).astype(np.float32)
-
-    return values
-
-
-def test_reader_verify_and_resume_do_not_mind_the_card(recipe: Recipe, store: Path) -> None:
+def test_reader_verify_and_resume_do_not_mind_the_card(store: Path) -> None:
     write_card(store, ORIGIN)
     assert verify_store(store).ok
-    ActivationStore(store).read(0, "tokens")
     (store / "README.md.partial").write_text("left by a kill")
+    recipe = make_recipe()
     with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
         assert writer.pending_parts() == []
     assert (store / "README.md").is_file()

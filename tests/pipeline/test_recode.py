@@ -18,6 +18,7 @@ from moa_data.storage.codecs import coding
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
+from moa_data.tests.kit.stores import read_tree
 
 
 @pytest.fixture
@@ -27,14 +28,9 @@ def lossless(config: ExtractConfig, tmp_path: Path) -> Path:
 
 
 def data(store: Path) -> dict[str, bytes]:
-    names = ("parts", "commits", "codec")
-    files = {
-        path.relative_to(store).as_posix(): path.read_bytes()
-        for name in names
-        for path in sorted((store / name).rglob("*"))
-        if path.is_file()
-    }
-    return files | {"store.json": (store / "store.json").read_bytes()}
+    """What the codec shapes: not the card, the texts and the bundle."""
+    kept = ("parts/", "commits/", "codec/", "store.json")
+    return {name: content for name, content in read_tree(store).items() if name.startswith(kept)}
 
 
 def test_recoding_gives_the_bytes_of_extracting(lossless: Path, config: ExtractConfig, tmp_path: Path) -> None:
@@ -63,18 +59,13 @@ def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: P
     assert again.stored_bytes == report.stored_bytes
 
 
-def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    n_calls = 0
-
+def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path) -> None:
     def interrupt(done: int, total: int, message: str) -> None:
-        nonlocal n_calls
-        n_calls += 1
         if "part 2" in message:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match=r"1 of \d parts are committed"):
         recode(lossless, "int8", tmp_path / "stopped", progress=interrupt)
-    assert n_calls > 1
     report = recode(lossless, "int8", tmp_path / "stopped")
     assert report.n_parts_done == report.n_parts - 1
     recode(lossless, "int8", tmp_path / "whole")
@@ -82,13 +73,14 @@ def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypat
 
 
 def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionInvalid, match="Unknown codec 'zip'"):
-        recode(lossless, "zip", tmp_path / "out")
-    with pytest.raises(OptionInvalid, match="is the store itself"):
-        recode(lossless, "int8", lossless)
     recode(lossless, "int8", tmp_path / "int8")
-    with pytest.raises(OptionInvalid, match="only a lossless store can be recoded"):
-        recode(tmp_path / "int8", "transform:2", tmp_path / "small")
+    for source, codec, out in (
+        (lossless, "zip", tmp_path / "out"),
+        (lossless, "int8", lossless),
+        (tmp_path / "int8", "transform:2", tmp_path / "out"),
+    ):
+        with pytest.raises(OptionInvalid):
+            recode(source, codec, out)
     assert not (tmp_path / "out").exists()
 
 

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moa_data.errors import OptionInvalid, SelectionInvalid
+from moa_data.errors import OptionInvalid
 from moa_data.pipeline.exchange.config import ExportConfig, Format
-from moa_data.pipeline.exchange.formats import default_layers, require_fields
+from moa_data.pipeline.exchange.formats import default_layers
 from moa_data.pipeline.exchange.transfer import export_store
 
 BFLOAT16: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-2}
@@ -60,14 +60,7 @@ def test_specforge_and_eagle_hold_the_last_state_after_the_norm(store: Path, mod
 
 
 def test_default_layers_are_those_of_eagle_3() -> None:
-    assert default_layers(32) == (1, 15, 28)
-    assert default_layers(7) == (1, 2, 3)
+    assert (default_layers(32), default_layers(7)) == ((1, 15, 28), (1, 2, 3))
     for n_layers in (1, 3, 6):
         with pytest.raises(OptionInvalid, match="--layers"):
             default_layers(n_layers)
-
-
-def test_a_missing_field_names_the_command_that_adds_it() -> None:
-    with pytest.raises(SelectionInvalid, match="`moa-data add store --model MODEL --activations hidden:layer:7`,"):
-        require_fields(("hidden/layer_7",), ("tokens", "kv", "hidden/last"), "store", "speculators")
-    require_fields(("hidden/last",), ("tokens", "hidden/last"), "store", "eagle")
