@@ -179,16 +179,6 @@ array = zarr.open_group(store / "parts", mode="r")["{name}"]
 start = row["part"] * array.attrs["part_rows"] + row["first_token"]
 bits = array[start : start + row["n_tokens"]]
 {values}
-```
-
-The same with tensorstore:
-
-```python
-import tensorstore as ts
-
-spec = {{"driver": "zarr3", "kvstore": {{"driver": "file", "path": str(store / "parts" / "{name}")}}}}
-bits = ts.open(spec).result()[start : start + row["n_tokens"]].read().result()
-{values}
 ```"""
 
 

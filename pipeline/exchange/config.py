@@ -22,8 +22,6 @@ class ExportConfig(Config):
     """Write only the first sequences of the store; default: all."""
     layers: tuple[int, ...] = ()
     """Decoder layers, from 0, whose outputs go in beside the last one; default: the three that the project takes."""
-    compress: bool = False
-    """Gzip each file (specforge only, .ckpt.gz)."""
     kv: bool = False
     """Write keys and values too (speculators only): of the target's last layer with a sliding window, kv_last_local_k
     and _v, and of its last one without, kv_last_global_k and _v, of those that it has."""
@@ -33,8 +31,6 @@ class ExportConfig(Config):
         found = _layer_problems(self.format, self.layers)
         if self.kv and self.format != "speculators":
             found.append("kv is for the format speculators only, the others have no place for keys and values")
-        if self.compress and self.format != "specforge":
-            found.append("compress is for the format specforge only")
         return found
 
 

@@ -179,26 +179,19 @@ class EagleFormat(FileFormat):
 
 
 class SpecForgeFormat(EagleFormat):
-    """SpecForge's offline features for EAGLE-3, EAGLE's file with more in it; with ``compress`` in ``.ckpt.gz``."""
+    """SpecForge's offline features for EAGLE-3: EAGLE's file with more in it; ``.ckpt.gz`` is read, too."""
 
     name = "specforge"
     pattern = "data_*.ckpt*"
 
-    def __init__(self, layers: tuple[int, ...], compress: bool = False) -> None:
+    def __init__(self, layers: tuple[int, ...]) -> None:
         super().__init__(layers)
         self.fields = (HIDDEN_LAST, *map(layer_field, layers))
-        self._compress = compress
 
     @override
     def file(self, folder: Path, i: int) -> Path:
         first = i // ROWS_PER_FOLDER * ROWS_PER_FOLDER
-        name = f"data_{i}.ckpt{'.gz' * self._compress}"
-        return folder / f"rows_{first}-{first + ROWS_PER_FOLDER}" / name
-
-    @override
-    def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        data = super().encode(tokens, mask, hidden)
-        return gzip.compress(data, compresslevel=1, mtime=0) if self._compress else data
+        return folder / f"rows_{first}-{first + ROWS_PER_FOLDER}" / f"data_{i}.ckpt"
 
     @override
     def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -298,17 +291,12 @@ class SpeculatorsFormat(FileFormat):
 
 
 def make_format(
-    name: str,
-    layers: tuple[int, ...],
-    n_layers: int,
-    compress: bool = False,
-    last_layers: Mapping[str, int] | None = None,
+    name: str, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None
 ) -> FileFormat:
     """Make a file format; raises OptionInvalid for layers that the target does not have.
 
     Args:
         layers: those beside the last one; empty for the default.
-        compress: of specforge.
         last_layers: see :class:`SpeculatorsFormat`.
     """
     if name == "eagle":
@@ -317,7 +305,7 @@ def make_format(
     if wrong := [layer for layer in layers if not 0 <= layer < n_layers]:
         raise OptionInvalid(f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose others.")
     if name == "specforge":
-        return SpecForgeFormat(layers, compress)
+        return SpecForgeFormat(layers)
     return SpeculatorsFormat(layers, n_layers, last_layers)
 
 

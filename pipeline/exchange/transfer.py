@@ -94,7 +94,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         n_layers = int(store.manifest.target["n_layers"])
         windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
         last_layers = {"global" if window is None else "local": layer for layer, window in enumerate(windows)}
-        file_format = make_format(config.format, config.layers, n_layers, config.compress, last_layers)
+        file_format = make_format(config.format, config.layers, n_layers, last_layers)
         require_fields(file_format.fields, store.fields, str(store.path), file_format.name)
         n = min(config.max_sequences or len(store), len(store))
         _claim(folder, _record(config, file_format, store), n)
@@ -138,7 +138,6 @@ def _record(config: ExportConfig, file_format: FileFormat, store: ActivationStor
     return {
         "format": file_format.name,
         "fields": list(file_format.fields),
-        "compress": config.compress,
         "store_sha256": hashlib.sha256(store.manifest.to_json().encode()).hexdigest(),
         "target": dict(store.manifest.target),
         "identities": dict(store.manifest.identities),
