@@ -2,7 +2,7 @@
 
 Of a folder one split is read, as on the Hub: a file belongs to the split that its sub-folder or its name spells, such
 as ``train-00000-of-00002.parquet``, ``data/train_sft-00000-of-00001.parquet``, ``default/train/0000.parquet``,
-``test.jsonl``, ``chats_validation.jsonl``; in a folder of `save_to_disk` its state.json says which files it has.
+``test.jsonl``, ``chats_validation.jsonl``.
 
 Files are read here and not by `datasets`, which refuses a whole file for one line that is no JSON, adds nulls to rows
 that lack a key of another row, and copies everything into its cache.
@@ -33,9 +33,9 @@ DEFAULT_SPLIT = "train_sft"
 RECORD_SUFFIX = ".regeneration.json"
 """Suffix of what `regenerate` writes beside its chats."""
 
-_STATE, _DICT = "state.json", "dataset_dict.json"
+_DICT = "dataset_dict.json"
 _NO_CHATS = re.compile(
-    rf"\..*|dataset_infos?\.json|{re.escape(_STATE)}|{re.escape(_DICT)}|.*{re.escape(RECORD_SUFFIX)}|cache-.*\.arrow"
+    rf"\..*|dataset_infos?\.json|state\.json|{re.escape(_DICT)}|.*{re.escape(RECORD_SUFFIX)}|cache-.*\.arrow"
 )
 """Hidden files and folders, what describes a dataset, and the caches that `Dataset.map` leaves beside it."""
 _KEYWORD = re.compile(
@@ -114,20 +114,13 @@ def _is_named(relative: Path, split: str) -> bool:
 
 def _files_by_split(folder: Path) -> dict[Path, str | None]:
     """Map every file of a folder that may hold chats to its split, in the order of the paths."""
-    states = {state.parent: _read_state(state) for state in folder.rglob(_STATE)}
     is_dict = (folder / _DICT).is_file()  # `DatasetDict.save_to_disk` makes a folder a split
     found: dict[Path, str | None] = {}
-    is_saved = states.get(folder, (None, None))[0] is not None
-    for file in sorted(folder.glob("*") if is_saved else folder.rglob("*")):
+    for file in sorted(folder.rglob("*")):
         relative = file.relative_to(folder)
-        listed, split = states.get(file.parent, (None, None))
-        if (
-            file.suffix.lower() in SUFFIXES
-            and file.is_file()
-            and not any(map(_NO_CHATS.fullmatch, relative.parts))
-            and (listed is None or file.name in listed)
-        ):
-            found[file] = split or (relative.parts[0] if is_dict else _split_of(relative))
+        is_named = file.suffix.lower() in SUFFIXES and not any(map(_NO_CHATS.fullmatch, relative.parts))
+        if is_named and file.is_file():
+            found[file] = relative.parts[0] if is_dict else _split_of(relative)
     return found
 
 
@@ -143,20 +136,6 @@ def _split_of(relative: Path) -> str | None:
     if match := _KEYWORD.search(stem):
         return _SHARD_NUMBER.sub("", match[0]) or match[0]
     return None
-
-
-def _read_state(path: Path) -> tuple[set[str] | None, str | None]:
-    """Read the files and the split of a state.json of `save_to_disk`; None and None of another program's."""
-    try:
-        state = json.loads(path.read_bytes())
-        items = state.get("_data_files")
-        names = None if items is None else {str(item["filename"]) for item in items}
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-        raise DatasetError(f"{path} lists no files ({first_line(error)}). Save the dataset again.") from error
-    if missing := [name for name in names or () if not (path.parent / name).is_file()]:
-        raise DatasetError(f"{path} lists {missing[0]!r}, which is missing. Restore it, or save the dataset again.")
-    split = state.get("_split")
-    return names, split if isinstance(split, str) else None
 
 
 class ChatSource:

@@ -81,11 +81,8 @@ class WorkOrder:
     Attributes:
         store: folder or URL of the store, which was begun.
         texts: Arrow file of its sequences; None for the store's own.
-        model: the target, a folder or a Hub id, as this worker's machine sees it.
-        revision: commit of a Hub id.
-        device: device of the forward.
+        model, revision: the target, a folder, or a Hub id and a commit, as this worker's machine sees it.
         n_threads: threads that torch may use on the CPU; None for its own choice.
-        n_encode_threads: threads that encode.
         attempt: name of its unfinished files.
         index: number of this worker among ``n_workers``, which decides the parts it begins with.
     """
@@ -353,10 +350,10 @@ def main(result: int) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     order: WorkOrder = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_input, daemon=True).start()
-    return report(result, lambda: run_worker(order))
+    return write_outcome(result, lambda: run_worker(order))
 
 
-def report(result: int, work: Callable[[], Timings]) -> int:
+def write_outcome(result: int, work: Callable[[], Timings]) -> int:
     """Write what ``work`` returns or raises to a descriptor; returns the exit code of the process."""
     found: Timings | Exception
     try:

@@ -40,7 +40,7 @@ class HostSlots:
 
     def __init__(self, device: torch.device, n_slots: int) -> None:
         self._device = device
-        self._free = deque(HostSlot(self) for _ in range(n_slots))
+        self.free = deque(HostSlot(self) for _ in range(n_slots))
         self._is_needed = n_slots > 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._clock = DeviceClock(device)
@@ -52,11 +52,7 @@ class HostSlots:
 
     def take(self) -> HostSlot | None:
         """Take a free slot, until it is released; None where none is needed. Raises IndexError if there is none."""
-        return self._free.popleft() if self._is_needed else None
-
-    def give_back(self, slot: HostSlot) -> None:
-        """Let another batch take a slot."""
-        self._free.append(slot)
+        return self.free.popleft() if self._is_needed else None
 
     def allocate(self, n_bytes: int) -> Tensor:
         """Return pinned host memory, uint8 [n_bytes]."""
@@ -112,7 +108,7 @@ class HostSlot:
         self.wait()  # else the device would write over the values of the next batch
         self._copies.clear()
         self._arrival = None
-        self._slots.give_back(self)
+        self._slots.free.append(self)
 
 
 @dataclass(frozen=True)

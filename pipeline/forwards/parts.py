@@ -12,10 +12,10 @@ A stage that is slower than those before it makes them wait: at most ``_BATCHES_
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,14 +45,11 @@ class Forwards:
     """How the target is run over sequences, and which activations are kept.
 
     Attributes:
-        spec: the activations that are kept.
-        codec: codec of their fields.
-        dtype: dtype in which they are kept.
+        spec, codec, dtype: of the activations that are kept.
         batch_tokens: tokens per forward, padding included.
         uses_cache: whether the forward fills a key/value cache, whatever is kept; a forward of equal batches with an
             equal cache gives equal bits.
         text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
-        n_encode_threads: threads that encode activations.
         engine: runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target itself.
     """
 
@@ -188,57 +185,46 @@ class BackgroundWriter:
     """
 
     def __init__(self, depth: int = 2) -> None:
-        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=depth)
+        self._pool = ThreadPoolExecutor(1, "activation-writer")
+        self._room = threading.Semaphore(depth + 1)
         self._error: BaseException | None = None
-        self.busy_s = 0.0
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="activation-writer", daemon=True)
-        self._thread.start()
+        self.busy_s = 0.0
 
     def submit(self, task: Callable[[], object]) -> None:
         """Queue a task, waiting for room; raises what an earlier task raised."""
         self.check()
-        self._queue.put(task)
+        self._room.acquire()
+        self._pool.submit(self._run, task)
 
     def finish(self) -> None:
         """Wait for all tasks and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
+        self._pool.shutdown()
         self.check()
 
     def abort(self) -> None:
         """Let the running task end, skip the others and end the thread."""
         self._stopping = True
-        while self._thread.is_alive():
-            try:
-                self._queue.put(None, timeout=0.1)
-                self._thread.join()
-            except queue.Full:
-                continue
+        self._pool.shutdown(cancel_futures=True)
 
     def check(self) -> None:
         """Raise what a task has raised."""
         if self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            if self._stopping or self._error is not None:
-                continue  # so that `submit` never waits for a thread that has given up
-            try:
+    def _run(self, task: Callable[[], object]) -> None:
+        try:
+            if not self._stopping and self._error is None:  # a part with a hole must not be committed
                 task()
-            except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
-                self._error = error
+        except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
+            self._error = error
+        finally:
             self.busy_s = time.thread_time()
+            self._room.release()
 
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
-    """Cut the sequences of a part, longest first, into batches.
-
-    Args:
-        sequences: rows of the plan in its order.
-        batch_tokens: most tokens per batch, padding included; a longer sequence makes a batch of its own.
-    """
+    """Cut the sequences of a part, longest first, into batches; a sequence that is longer makes one of its own."""
     lengths = sequences["n_tokens"].to_numpy()
     start = 0
     while start < len(lengths):

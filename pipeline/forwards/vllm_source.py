@@ -8,17 +8,17 @@ final norm, still come from transformers, on the host.
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import WorkerError
 from ...moa.targets.bundle import layer_windows
@@ -37,11 +37,7 @@ _MEMORY_FOLDER = Path("/dev/shm")
 
 
 def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
-    """Refuse targets and settings that vLLM cannot serve as a source; returns what the store records of the engine.
-
-    Args:
-        max_length: tokens of the longest sequence.
-    """
+    """Refuse targets and settings that vLLM cannot serve as a source; returns what the store records of the engine."""
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError as error:
@@ -69,9 +65,7 @@ class VllmSource:
     """A target that vLLM runs; use it as a context.
 
     Args:
-        folder: folder of the target.
         target: the same target on the host, for its final norm.
-        spec: the activations that are wanted.
         dtype: dtype of the values; the forward computes in that of the target.
         max_length: tokens of the longest sequence.
     """
@@ -79,24 +73,23 @@ class VllmSource:
     def __init__(self, folder: Path, target: Target, spec: ActivationSpec, dtype: torch.dtype, max_length: int) -> None:
         self._folder, self._target, self._spec, self._dtype = folder, target, spec, dtype
         self._max_length, self._n_read = max_length, 0
-        n_layers = int(target.sizes["n_layers"])
+        self._n_layers = int(target.sizes["n_layers"])
         # vLLM counts what enters layer i, so that i + 1 is the output of layer i, and n_layers what the norm reads.
-        self._states = sorted({layer + 1 for layer in spec.layers} | ({n_layers} if spec.last else set()))
-        self._n_layers = n_layers
+        self._states = sorted({layer + 1 for layer in spec.layers} | ({self._n_layers} if spec.last else set()))
+        place = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
+        self._folder_of_values = TemporaryDirectory(prefix="moa-data-", dir=place, ignore_cleanup_errors=True)
 
     def __enter__(self) -> Self:
-        place = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
-        self._exchange = Path(tempfile.mkdtemp(prefix="moa-data-", dir=place))
         try:
             self._engine = self._start()
         except BaseException:
-            shutil.rmtree(self._exchange, ignore_errors=True)
+            self._folder_of_values.cleanup()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         del self._engine
-        shutil.rmtree(self._exchange, ignore_errors=True)
+        self._folder_of_values.cleanup()
 
     def _start(self) -> Any:
         from vllm import LLM
@@ -132,7 +125,8 @@ class VllmSource:
         """Run a batch of sequences, B arrays of token ids (int32 [n_tokens]); gives what ``forwards.capture`` gives."""
         from vllm import SamplingParams
 
-        files = [self._exchange / f"{self._n_read + index}.safetensors" for index in range(len(sequences))]
+        folder = Path(self._folder_of_values.name)
+        files = [folder / f"{self._n_read + index}.safetensors" for index in range(len(sequences))]
         self._n_read += len(sequences)
         parameters = [
             SamplingParams(
@@ -156,26 +150,19 @@ class VllmSource:
                 raise WorkerError(f"vLLM gave values of {wrong[0]} tokens for {len(tokens)}. Its log may say more.")
         width = max(n_tokens)
         padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
-        fields: dict[str, Tensor] = {}
-        if self._spec.kv:
-            fields["kv"] = _padded([found["kv"].to(self._dtype) for found in values], width)
+        states = {layer: [found["hidden"][:, i] for found in values] for i, layer in enumerate(self._states)}
+        kept = {"kv": [found["kv"] for found in values]} if self._spec.kv else {}
         if self._spec.last:
-            at, norm = self._states.index(self._n_layers), self._target.model.model.norm
+            norm = self._target.model.model.norm
             with torch.inference_mode():
-                last = [norm(found["hidden"][:, at].to(norm.weight.dtype)).to(self._dtype) for found in values]
-            fields["hidden/last"] = _padded(last, width)
-        for layer in self._spec.layers:
-            at = self._states.index(layer + 1)
-            fields[f"hidden/layer_{layer}"] = _padded(
-                [found["hidden"][:, at].to(self._dtype) for found in values], width
-            )
+                kept["hidden/last"] = [norm(each.to(norm.weight.dtype)) for each in states[self._n_layers]]
+        kept |= {f"hidden/layer_{layer}": states[layer + 1] for layer in self._spec.layers}
+        fields = {
+            name: pad_sequence([each.to(self._dtype) for each in rows], batch_first=True) for name, rows in kept.items()
+        }
         valid = torch.arange(width) < torch.tensor(n_tokens)[:, None]
         finite = {name: finite_rows(each, valid) for name, each in fields.items()}
         return Capture(n_tokens, torch.from_numpy(padded.astype(np.int64)), finite, fields)
-
-
-def _padded(rows: Sequence[Tensor], width: int) -> Tensor:
-    return torch.stack([torch.cat((row, row.new_zeros(width - len(row), *row.shape[1:]))) for row in rows])
 
 
 def _read(file: Path) -> dict[str, Tensor]:

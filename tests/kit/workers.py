@@ -77,7 +77,7 @@ class Script:
 
         def run() -> int:
             os.dup2(log.fileno(), 2)
-            return workers.report(result.fileno(), lambda: self.work(order))
+            return workers.write_outcome(result.fileno(), lambda: self.work(order))
 
         process = Forked(run)
         self.pids.append(process.pid)

@@ -278,18 +278,6 @@ def test_a_cache_of_map_in_a_saved_dataset_is_not_read(tmp_path: Path) -> None:
     loaded.map(lambda row: {"at": row["at"].upper()})
     assert list((tmp_path / "saved").glob("cache-*.arrow"))
     assert read(str(tmp_path / "saved"), None) == ["a", "b"]
-    # Also where saved datasets lie side by side, and where the list is lost.
-    saved(tmp_path / "saved" / "more", "c")
-    assert read(str(tmp_path / "saved"), None) == ["a", "b"]
-    (tmp_path / "saved" / "state.json").unlink()
-    assert read(str(tmp_path / "saved"), None) == ["a", "b", "c"]
-
-
-def test_a_saved_split_is_not_read_under_another_name(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"at": "a"}], split="train").save_to_disk(tmp_path / "saved")
-    assert read(str(tmp_path / "saved"), None) == read(str(tmp_path / "saved"), "train") == ["a"]
-    with pytest.raises(DatasetError, match=r"holds the split train .* none that is called 'test'"):
-        ChatSource(str(tmp_path / "saved"), "test")
 
 
 def test_a_saved_dictionary_of_splits_is_read_by_split(tmp_path: Path) -> None:
@@ -302,13 +290,3 @@ def test_a_saved_dictionary_of_splits_is_read_by_split(tmp_path: Path) -> None:
     for split in (None, "nope"):
         with pytest.raises(DatasetError, match=r"splits cooking \(1 file\), travel \(1 file\)"):
             ChatSource(str(path), split)
-
-
-def test_a_saved_dataset_that_lacks_files_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "saved"
-    saved(path, "a")
-    state = json.loads((path / "state.json").read_text())
-    for text in (json.dumps(state | {"_data_files": [{"filename": "gone.arrow"}]}), "[" * 100_000, "[]"):
-        (path / "state.json").write_text(text)
-        with pytest.raises(DatasetError, match=r"state\.json"):
-            ChatSource(str(path), None)
