@@ -7,6 +7,7 @@ Readers see the new fields once every part has them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -39,7 +40,7 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
 from .card import CardOrigin, write_card
-from .config import ActivationSpec, AddConfig, ExtractConfig, parse_activations, parse_fields, resolve_encode_threads
+from .config import ActivationSpec, AddConfig, parse_activations, parse_fields, resolve_encode_threads
 from .forwards.calibrate import learn_from_target, learning_on
 from .forwards.capture import capture
 from .forwards.parts import Forwards, batches, load_target, run_parts, save_bundle
@@ -131,12 +132,7 @@ class AddPlan(ForwardPlan):
 def add(
     config: AddConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> WriteReport:
-    """Add activations to every committed part of a store, or continue where an earlier run stopped.
-
-    Raises:
-        OptionInvalid: nothing can be added to this store, or the target gives other values than the store holds.
-        StoreMismatch: the store was made with another target.
-    """
+    """Add activations to every committed part of a store, or continue where an earlier run stopped."""
     fix_sums()
     start = time.perf_counter()
     with interruptible("while planning; nothing was written"):
@@ -150,27 +146,19 @@ def add(
             ActivationStore(plan.store) as reader,
         ):
             agreement = _write_fields(plan, writer, reader, timings, progress)
-        recorded = _recorded(plan)
-        if recorded is not None:
+        named: dict[str, Any] = {}
+        with contextlib.suppress(WorkerError):  # no extraction is recorded
+            names = tuple(map(activation_name, plan.manifest.extraction["activations"]))
+            recorded = recorded_config(plan.store)
+            recorded = recorded.replaced(model=config.model, activations=names, target_layers=plan.n_layers_kept)
             write_card(plan.store, CardOrigin.of(recorded))
+            named = {"config": recorded.named()}  # would make the whole store, for a repair
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, writer, timings, agreement)
         if plan.fields or plan.grows_bundle:
             what = {"added": config.named() | {"fields": plan.fields, "agreement": agreement}}
-            # These settings would make the whole store, for a repair.
-            named = {} if recorded is None else {"config": recorded.named()}
             writer.record_run(report.record(provenance) | what | named)
     return report
-
-
-def _recorded(plan: AddPlan) -> ExtractConfig | None:
-    """Return the settings of the store's last extraction, with what is added; None where none is recorded."""
-    try:
-        recorded = recorded_config(plan.store)
-    except WorkerError:
-        return None
-    names = tuple(map(activation_name, plan.manifest.extraction["activations"]))
-    return recorded.replaced(model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)
 
 
 def _write_fields(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,14 @@ from ..storage.read.summary import FieldSummary, StoreSummary, summarize_store
 from ..storage.schema import CARD_NAME, below
 from .config import ExtractConfig
 
-_SIZE_CATEGORIES = (
-    (10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"),
-    (10**8, "10M<n<100M"), (10**9, "100M<n<1B"), (10**10, "1B<n<10B"), (10**11, "10B<n<100B"), (10**12, "100B<n<1T"),
-)  # fmt: skip
+_SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
+"""Bounds of the Hub's size categories: 1K, 10K, ..."""
 _TAGS = ("activations", "hidden-states", "kv-cache", "speculative-decoding", "distillation", "zarr", "moa-data")
 
 
 @dataclass(frozen=True)
 class CardOrigin:
-    """What a card says beyond the store's own files.
-
-    Attributes:
-        command: the command that made the store, without paths.
-        target_license: licence of the target, as the Hub names licences; None for the user to fill in.
-        dataset_license: licence of the dataset, likewise.
-    """
+    """What a card says beyond the store's own files: the command without paths, licences as the Hub names them."""
 
     model: str
     dataset: str
@@ -80,20 +73,20 @@ def public_name(path_or_id: str) -> str:
 
 def size_category(n_sequences: int) -> str:
     """Return the Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
-    return next((name for limit, name in _SIZE_CATEGORIES if n_sequences < limit), "n>1T")
+    power = len(str(n_sequences)) - 3  # 1 from a thousand on
+    names = [f"n<{_SIZES[0]}", *(f"{low}<n<{high}" for low, high in pairwise(_SIZES)), f"n>{_SIZES[-1]}"]
+    return names[min(max(power, 0), len(names) - 1)]
 
 
 def _front_matter(summary: StoreSummary, origin: CardOrigin) -> str:
-    licences = {name for name in (origin.target_license, origin.dataset_license) if name}
-    lines = ["---"]
-    if len(licences) == 1 and origin.target_license and origin.dataset_license:
-        lines.append(f"license: {json.dumps(licences.pop())}")
-    elif origin.target_license and origin.dataset_license:
-        name = f"{origin.target_license}-and-{origin.dataset_license}"
-        lines += ["license: other", f"license_name: {json.dumps(name)}"]
-    else:
-        lines.append("license: unknown  # fill in: the licences of target and dataset both apply")
-    lines += [
+    one, other = origin.target_license, origin.dataset_license
+    licence = ["license: unknown  # fill in: the licences of target and dataset both apply"]
+    if one and other:
+        both = ["license: other", f"license_name: {json.dumps(f'{one}-and-{other}')}"]
+        licence = [f"license: {json.dumps(one)}"] if one == other else both
+    lines = [
+        "---",
+        *licence,
         f"pretty_name: {json.dumps(f'Activations of {origin.model} on {origin.dataset}', ensure_ascii=False)}",
         "task_categories:",
         "- text-generation",
@@ -189,10 +182,8 @@ def _example_field(fields: list[FieldSummary]) -> FieldSummary | None:
 
 
 def _made(summary: StoreSummary, origin: CardOrigin) -> str:
-    rows = [
-        (key, f"`{value}`")
-        for key, value in sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
-    ]
+    settings = {**summary.manifest.extraction, **summary.manifest.identities}
+    rows = [(key, f"`{value}`") for key, value in sorted(settings.items())]
     return _table("How it was made", ("What", "Value"), rows) + f"\n\nMade with `{origin.command}`."
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InteropError, OutputOccupied
-from ...files import write_atomic
+from ...files import parse_object, whole_number, write_atomic
 from ...moa.targets.bundle import (
     FrozenTarget,
     hash_target,
@@ -57,14 +57,7 @@ RECORD_NAME = "export.json"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did.
-
-    Attributes:
-        format: its name, e.g. ``"specforge"``.
-        fields: fields of the store that went into it.
-        n_written: files written by this run; the others were there already.
-        written_bytes: bytes of the files that this run wrote.
-    """
+    """An exported folder, the fields of the store that went into it, and the files that this run wrote."""
 
     folder: Path
     format: str
@@ -97,7 +90,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         file_format = make_format(config.format, config.layers, n_layers, last_layers)
         require_fields(file_format.fields, store.fields, str(store.path), file_format.name)
         n = min(config.max_sequences or len(store), len(store))
-        _claim(folder, _record(config, file_format, store), n)
+        _claim(folder, file_format, store, n)
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
         sizes, pending = list[int](), deque[Future[None]]()
         # In threads, as a disk syncs many small files at once in the time of one.
@@ -105,7 +98,9 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
             for i in range(n):
                 data = _encode_sequence(folder, file_format, dataset, i)
                 if data is not None:
-                    pending.append(threads.submit(_write, file_format.file(folder, i), data))
+                    path = file_format.file(folder, i)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    pending.append(threads.submit(write_atomic, path, data))
                     sizes.append(len(data))
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
@@ -116,11 +111,6 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         if file_format.name == "speculators" and count_rows(folder) != n:
             write_rows(folder, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
     return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, data)
 
 
 def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationDataset, i: int) -> bytes | None:
@@ -134,39 +124,32 @@ def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationD
     return None
 
 
-def _record(config: ExportConfig, file_format: FileFormat, store: ActivationStore) -> dict[str, Any]:
-    return {
+def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequences: int) -> None:
+    """Take an empty folder, or one that the same export began; write the record."""
+    path = folder / RECORD_NAME
+    record = {
         "format": file_format.name,
         "fields": list(file_format.fields),
         "store_sha256": hashlib.sha256(store.manifest.to_json().encode()).hexdigest(),
         "target": dict(store.manifest.target),
         "identities": dict(store.manifest.identities),
+        "n_sequences": n_sequences,
     }
-
-
-def _claim(folder: Path, record: dict[str, Any], n_sequences: int) -> None:
-    """Take an empty folder, or one that the same export began; write the record."""
-    path = folder / RECORD_NAME
     if path.is_file():
         try:
-            old = json.loads(path.read_bytes())
-            n_before = int(old.pop("n_sequences"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OutputOccupied(f"{path} is no record of an export ({error!r}). Choose another --out.") from error
-        if changed := [key for key in record if old.get(key) != record[key]]:
+            old = parse_object(path.read_bytes())
+            is_longer = whole_number(old.get("n_sequences"), "n_sequences") <= n_sequences
+        except ValueError as error:
+            raise OutputOccupied(f"{path} is no record of an export ({error}). Choose another --out.") from error
+        changed = [key for key in record if old.get(key) != record[key] and not (key == "n_sequences" and is_longer)]
+        if changed:
             raise OutputOccupied(
                 f"{folder} holds another export: {', '.join(changed)} differ, see {RECORD_NAME}. Choose another --out."
-            )
-        if n_before > n_sequences:
-            raise OutputOccupied(
-                f"{folder} was begun with {n_before:,} sequences, {n_sequences:,} are asked for now. Choose another "
-                "--out or a larger --max-sequences."
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputOccupied(f"{folder} is not an empty folder and no export of this program. Choose another --out.")
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record | {"n_sequences": n_sequences}, indent=2, sort_keys=True) + "\n"
-    write_atomic(path, text.encode())
+    write_atomic(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
 
 
 def import_folder(
@@ -185,7 +168,8 @@ def import_folder(
     if not folder.is_dir():
         raise InteropError(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
     target_folder = resolve_model_folder(config.model)
-    sizes = target_sizes(load_target_config(target_folder))
+    target_config = load_target_config(target_folder)
+    sizes = target_sizes(target_config)
     file_format = make_format(config.format, config.layers, sizes["n_layers"])
     paths = file_format.files(folder)[: config.max_sequences]
     texts = _read_texts(file_format, paths, sizes["vocab_size"], progress)
@@ -194,7 +178,9 @@ def import_folder(
     manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
     with StoreWriter.create_or_resume(config.out, manifest, plan) as store:
         if not store.has_target:
-            _save_bundle(config, store, target_folder)
+            model = load_target_model(target_folder, getattr(target_config, "dtype", None) or torch.float32, "cpu")
+            with store.target() as bundle:
+                save_target_bundle(model, load_target_tokenizer(target_folder), bundle, config.target_layers)
         norm = None if file_format.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
         timings = write_parts(
             store,
@@ -287,13 +273,6 @@ def _manifest(
     )
 
 
-def _save_bundle(config: ImportConfig, store: StoreWriter, folder: Path) -> None:
-    dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
-    model = load_target_model(folder, dtype, "cpu")
-    with store.target() as bundle:
-        save_target_bundle(model, load_target_tokenizer(folder), bundle, config.target_layers)
-
-
 def _read_sequence(
     file_format: FileFormat,
     path: Path,
@@ -301,7 +280,6 @@ def _read_sequence(
     specs: tuple[FieldSpec, ...],
     norm: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, np.ndarray]:
-    """Return the store's fields of one file."""
     tokens, mask, hidden = file_format.read_tokens(path), file_format.read_mask(path), file_format.read_hidden(path)
     if norm is not None:
         last = hidden[file_format.fields[-1]]
