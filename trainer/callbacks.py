@@ -14,17 +14,16 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import Interrupted, RunWarning
 from ..files import write_atomic
 from ..machine import free_memory
 from ..text import Progress
-from .batches import Batch
 from .checkpoints import write_drafter
-from .data import StoreDataModule, TrainingStream, device_share
+from .data import Batch, StoreDataModule, TrainingStream, device_share
 from .sharding import ShardedStrategy
-from .step import DrafterModule
-from .trial import WHAT_HELPS, Trial
+from .step import WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 1.0
@@ -49,14 +48,14 @@ class Throughput(L.Callback):
         self._interval = (0, 0.0, 0.0)
         self._wait_before_s = 0.0
 
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave out the wait for what was read during the setup."""
-        self._wait_before_s = _stream_of(trainer).wait_s
+        self._wait_before_s = _stream_of(trainer).wait_s  # for what was read during the setup
 
+    @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Count the batch; log at the logging interval."""
         stream = _stream_of(trainer)
         # Whatever is done between two batches ends before the trainer asks for the next one.
         self.step_s += time.perf_counter() - stream.asked_s
@@ -77,13 +76,14 @@ class Throughput(L.Callback):
             pl_module.log("train/data_wait_share", (self.wait_s - wait_s) / spent, batch_size=1)
             self._interval = (self.n_tokens, self.step_s, self.wait_s)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals for resuming, without micro-batches of an unfinished step, which come again."""
+        # Without micro-batches of an unfinished step, which come again.
         n_tokens_total, n_bytes_read = self._at_step
         return {"n_tokens_total": n_tokens_total, "n_bytes_read": n_bytes_read}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the totals."""
         self._at_step = (state_dict["n_tokens_total"], state_dict["n_bytes_read"])
         self.n_tokens_total, self.n_bytes_read = self._at_step
 
@@ -118,8 +118,8 @@ class ExportBest(L.Callback):
         self.folder, self.file = folder, file
         self.best = float("-inf")
 
+    @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Export when better."""
         assert isinstance(pl_module, DrafterModule)
         value = trainer.callback_metrics.get("val/expected_acceptance_length")
         if trainer.sanity_checking or value is None or not float(value) > self.best:
@@ -130,12 +130,12 @@ class ExportBest(L.Callback):
             write_drafter(pl_module.drafter, self.folder, weights)
         trainer.save_checkpoint(self.file)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, for resuming."""
         return {"best": self.best}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best value."""
         self.best = state_dict["best"]
 
 
@@ -146,30 +146,30 @@ class ShowSteps(L.Callback):
         self.progress, self.max_steps = progress, max_steps
         self._figures = "train"
 
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Report the step that the run begins with."""
         self._report(trainer)
 
+    @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Report a step, or which micro-batch of it is done: on a CPU a step can take minutes."""
         n_done = batch_idx % trainer.accumulate_grad_batches + 1
-        if n_done < trainer.accumulate_grad_batches:
+        if n_done < trainer.accumulate_grad_batches:  # on a CPU a step can take minutes
             self._report(trainer, f", micro-batch {n_done} of {trainer.accumulate_grad_batches}")
             return
         self._read_figures(trainer)  # once a step, as it waits for the device
         self._report(trainer)
 
+    @override
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *args: Any
     ) -> None:
-        """Report how far a validation is."""
         [n_batches] = trainer.num_val_batches
         self._report(trainer, f", validation {batch_idx + 1} of {n_batches}")
 
+    @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Report what the validation gave."""
         self._read_figures(trainer)
         self._report(trainer)
 
@@ -189,36 +189,17 @@ class KeepLast(L.Callback):
         self.every_n_steps, self.file = every_n_steps, file
         self._saved_step = 0
 
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave out the step that a resumed run begins with."""
-        self._saved_step = trainer.global_step
+        self._saved_step = trainer.global_step  # a resumed run begins with it
 
+    @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save once at each of these steps; this is called for each of its micro-batches."""
         step = trainer.global_step
+        # This is called for each micro-batch of a step.
         if step % self.every_n_steps == 0 and step != self._saved_step:
             trainer.save_checkpoint(self.file)
             self._saved_step = step
-
-
-class WholeSteps(L.Callback):
-    """Lets a resumed run begin at a whole step, counted in its own micro-batches.
-
-    Lightning counts micro-batches, and a step where their number divides. The stream begins at the first micro-batch of
-    a step, so after a checkpoint from the middle of a step, or of an invocation with other devices or another size of
-    micro-batches, each step would mix two batches.
-    """
-
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Set Lightning's counts to those at the end of the checkpoint's step."""
-        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
-        n_batches = step * trainer.accumulate_grad_batches
-        progress = loops["epoch_loop.batch_progress"]
-        for part in ("total", "current"):
-            progress[part] = dict.fromkeys(progress[part], n_batches)
-        # Where a validation is due, Lightning passes its end once more, done or not, and counts the step only there.
-        is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
 
 class MicroBatches(L.Callback):
@@ -232,10 +213,10 @@ class MicroBatches(L.Callback):
         self.data, self.file = data, file
         self._has_chosen = False
 
+    @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Set the micro-batch, and what Lightning counts in micro-batches; all devices are connected by now."""
         assert isinstance(pl_module, DrafterModule)
-        share = device_share(self.data.config, trainer.world_size)
+        share = device_share(self.data.config, trainer.world_size)  # all devices are connected by now
         if not self._has_chosen:  # it is asked again for a validation after the last step
             self._choose(trainer, pl_module, share)
             self._has_chosen = True
@@ -243,6 +224,20 @@ class MicroBatches(L.Callback):
         if trainer.enable_validation:
             every = self.data.config.validation.validate_every
             trainer.val_check_interval = every * trainer.accumulate_grad_batches
+
+    @override
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning counts micro-batches, and a step where their number divides; the stream begins at the first one of a
+        # step. After a checkpoint from the middle of a step, or of an invocation with other micro-batches, each step
+        # would mix two batches: so its counts are set to those at the end of the checkpoint's step.
+        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+        n_batches = step * trainer.accumulate_grad_batches
+        progress = loops["epoch_loop.batch_progress"]
+        for part in ("total", "current"):
+            progress[part] = dict.fromkeys(progress[part], n_batches)
+        # Where a validation is due, Lightning passes its end once more, done or not, and counts the step only there.
+        is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
     def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
         device, n_devices = trainer.strategy.root_device, trainer.world_size
@@ -280,34 +275,32 @@ class Validations(L.Callback):
 
     Args:
         max_steps: steps of the run; an invocation that is to end earlier does not validate where it ends.
-
-    Attributes:
-        validated_step: None before the first validation.
     """
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
         self.validated_step: int | None = None
 
+    @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Tell Lightning to stop after the last step: it then validates once more."""
         if trainer.global_step >= self.max_steps:
-            trainer.should_stop = True
+            trainer.should_stop = True  # Lightning then validates once more
 
+    @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the step."""
         self.validated_step = trainer.global_step
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, for resuming."""
         return {"validated_step": self.validated_step}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step."""
         self.validated_step = state_dict["validated_step"]
 
+    @override
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Make Lightning run the validation of the checkpoint's step from its first batch, unless it had ended."""
+        # Lightning runs the validation of the checkpoint's step from its first batch, unless it had ended.
         step = checkpoint["global_step"]
         is_open = step > 0 and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
         # Lightning runs one that has started a batch and not processed it.
@@ -319,14 +312,9 @@ class Validations(L.Callback):
 class StoppedAtOnce(KeyboardInterrupt):
     """Ctrl-C was pressed again before the state could be saved."""
 
-    signum = signal.SIGINT
-
 
 class StopGuard(L.Callback):
     """Notes SIGINT, SIGTERM and SIGHUP while it is entered, and stops training at the next micro-batch, state saved.
-
-    An exception out of a signal's handler could tear an optimizer's step in half, or leave one process of several in a
-    collective operation for ever. So the handlers only note the signal, and each micro-batch looks for one.
 
     Signals that are ignored stay ignored. SIGUSR1 is left to Lightning, which on SLURM saves and queues the job again.
 
@@ -334,6 +322,9 @@ class StopGuard(L.Callback):
         signum: number of the first signal noted; 0 before.
         has_started: whether training has, so that a checkpoint is restored.
     """
+
+    # An exception out of a signal's handler could tear an optimizer's step in half, or leave one process of several in
+    # a collective operation for ever. So the handlers only note the signal, and each micro-batch looks for one.
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
@@ -376,23 +367,21 @@ class StopGuard(L.Callback):
         if not self.signum:
             self.signum, self._noted_s = signum, now
 
+    @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Unblock signals: all processes have been started and are connected."""
-        self._let_signals_in()
+        self._let_signals_in()  # all processes have been started and are connected
 
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note that whatever was to be restored is."""
         self.has_started = True
 
+    @override
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Stop between two micro-batches."""
-        self._stop_if_asked(trainer)
+        self.on_validation_batch_start(trainer)
 
+    @override
     def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Stop between two batches of a validation, which is then done again."""
-        self._stop_if_asked(trainer)
-
-    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+        # Between two batches of a validation too, which is then done again.
         signum = self.signum
         if trainer.world_size > 1:
             noted = torch.tensor(signum, device=trainer.strategy.root_device)

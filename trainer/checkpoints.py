@@ -7,11 +7,10 @@ Writing one leaves the file that it replaces whole until the end.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 from lightning.fabric.plugins import CheckpointIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,10 +21,8 @@ from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ..moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, build_drafter, load_drafter, save_drafter
 from ..moa.targets.model_files import write_tensors
-from ..text import first_line
-from .batches import map_tensors
 from .config import CHECKPOINTS, DrafterSettings
-from .step import DrafterModule
+from .data import map_tensors
 
 FULL_DISK_ADVICE = (
     "A checkpoint that was there before is whole. Free some space and run the same command again, with --resume if "
@@ -43,21 +40,10 @@ def damaged_checkpoint(path: Path, reason: str) -> CheckpointError:
 
 
 class CheckpointFiles(CheckpointIO):
-    """Lightning's plugin for reading and writing checkpoints of one run.
-
-    Attributes:
-        check: called with each checkpoint that is read and its file, before Lightning uses it.
-    """
-
-    def __init__(self) -> None:
-        self.check: Callable[[dict[str, Any], Path], None] | None = None
+    """Lightning's plugin for reading and writing checkpoints of one run."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint under a temporary name, sync and rename it.
-
-        Raises:
-            StorageUnavailable: no room; the checkpoint that was there is whole.
-        """
+        """Write a checkpoint under a temporary name, sync and rename it; on a full disk the one before is whole."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
@@ -68,12 +54,9 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read and check a checkpoint, with its tensors in memory of their own."""
-        checkpoint = read_checkpoint(Path(path))
-        if self.check is not None:
-            self.check(checkpoint, Path(path))
-        # The tensors lie in the mapped file, which the next checkpoint replaces.
-        copied: dict[str, Any] = map_tensors(checkpoint, Tensor.clone)
+        """Read a checkpoint, with its tensors in memory of their own."""
+        # Those that are read lie in the mapped file, which the next checkpoint replaces.
+        copied: dict[str, Any] = map_tensors(read_checkpoint(Path(path)), Tensor.clone)
         return copied
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -82,14 +65,7 @@ class CheckpointFiles(CheckpointIO):
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; its tensors lie in the file until they are used.
-
-    Returns:
-        Nested dictionaries, lists and tuples of numbers, text, None and tensors.
-
-    Raises:
-        CheckpointError: the file is damaged or something else.
-    """
+    """Read nested dictionaries, lists and tuples of plain values and tensors, which lie in the file until used."""
     if not path.is_file():
         raise damaged_checkpoint(path, "not a regular file")
     try:
@@ -130,7 +106,6 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Undo :func:`_to_json`; takes each tensor out of ``tensors`` once."""
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -145,45 +120,11 @@ def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: _from_json(item, tensors) for key, item in content}
 
 
-def check_for(module: DrafterModule) -> Callable[[dict[str, Any], Path], None]:
-    """Return a function that refuses a checkpoint whose weights or moments are not those of a module."""
-
-    def check(checkpoint: dict[str, Any], path: Path) -> None:
-        try:
-            _check_weights(checkpoint["state_dict"], module.state_dict())
-            optimizer = module.build_optimizer("32-true")
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            [state] = checkpoint["optimizer_states"]
-            for index, moments in state["state"].items():
-                found = {name: moment for name, moment in moments.items() if moment.ndim}
-                _check_weights(found, dict.fromkeys(found, weights[index]))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            version = str(checkpoint.get("pytorch-lightning_version"))
-            of_version = "" if version == L.__version__ else f" (it says Lightning {version}, here is {L.__version__})"
-            raise damaged_checkpoint(path, f"{first_line(error)}{of_version}") from error
-
-    return check
-
-
-def _check_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    if others := found.keys() ^ expected.keys():
-        raise ValueError(f"either it or the run lacks {min(others)!r:.80}")
-    for name, like in expected.items():
-        shape, dtype = found[name].shape, found[name].dtype
-        if (shape, dtype) != (like.shape, like.dtype):
-            raise ValueError(f"{name} is {list(shape)} {dtype}, expected {list(like.shape)} {like.dtype}")
-
-
 def write_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a run's ``drafter/``: after a crash at any moment its files are those before, or the new ones, or none.
 
-    Drafters of one run have the same sizes, so that replacing the weights replaces the folder.
-
     Args:
         weights: all of the drafter's, which may hold a share of them itself.
-
-    Raises:
-        StorageUnavailable: no room; the folder is as before.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):
@@ -191,6 +132,7 @@ def write_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor])
             save_drafter(drafter, partial, weights)
             fsync_directory(partial)  # before it gets its name: a crash must not leave a name without content
             sizes = folder / CONFIG_FILE
+            # Drafters of one run have the same sizes, so that replacing the weights replaces the folder.
             if sizes.is_file() and sizes.read_bytes() == (partial / CONFIG_FILE).read_bytes():
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)
                 fsync_directory(folder)
@@ -219,11 +161,6 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
         fresh: the drafter that the run would start with otherwise.
         settings: the run's settings of its drafter.
         target: sizes of the store's target (``bundle.target_sizes``).
-
-    Raises:
-        CheckpointError: there is no drafter, or its weights have other names or shapes.
-        TargetError: it belongs to another target.
-        TrainingError: it is of another kind, or was trained with other settings than the run's.
     """
     other = load_drafter(source)
     check_sizes_fit(other.config, target)
@@ -232,19 +169,12 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
         raise TrainingError(
             f"{source} holds a drafter of kind {other.kind}, this run trains {fresh.kind}. Give --drafter {other.kind}."
         )
-    names = [name for name in type(settings).model_fields if hasattr(fresh.config, name)]
-    needed = [
-        f"--set drafter.{name}={_as_option(getattr(other.config, name))}"
-        for name in names
-        if name != "kind" and getattr(other.config, name) != getattr(fresh.config, name)
-    ]
+    needed = []
+    for name in type(settings).model_fields:
+        value = getattr(other.config, name, None)
+        if name != "kind" and hasattr(fresh.config, name) and value != getattr(fresh.config, name):
+            text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+            needed.append(f"--set drafter.{name}={text.lower()}")
     if needed:
         raise TrainingError(f"the drafter of {source} has other settings than this run. Give {' '.join(needed)}.")
     return build_drafter(fresh.config, other.state_dict(), source)
-
-
-def _as_option(value: Any) -> str:
-    """Write a setting as ``--set`` takes it."""
-    if isinstance(value, tuple | list):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

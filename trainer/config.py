@@ -9,7 +9,6 @@ that its sizes have too (``drafter.json``) carry the same name there. A run's fo
         report.json        figures of the finished run
         metrics.csv        training and validation, beside tensorboard/ and curves.png
         memory.json        the micro-batch that trials chose
-        tracker.json       its entry in Weights & Biases or MLflow, for --resume
         run.lock           held while a process trains here
         drafter/           the drafter of the best validation
         checkpoints/       last.ckpt to resume from, best.ckpt
@@ -33,7 +32,6 @@ REPORT_FILE = "report.json"
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
 MEMORY_FILE = "memory.json"
-TRACKER_FILE = "tracker.json"
 LOCK_FILE = "run.lock"
 DRAFTER = "drafter"
 CHECKPOINTS = "checkpoints"

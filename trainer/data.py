@@ -1,36 +1,376 @@
-"""The data of a run: which sequences train, in which order, with which random draws, read ahead of the steps.
+"""The data of a run: which sequences train, in which order, with which random draws, and how they are read.
+
+::
+
+    StoreDataModule       training and validation sequences of a store
+    TrainingStream        order and draws of each step; reads micro-batches ahead in a thread
+    BatchReader.read      byte ranges of all sequences -> padded tensors on reused memory
+    BatchReader.deliver   CPU: decode; CUDA: start the copy on a stream of its own
+    await_copy            the step's stream waits for the copy
+    Batch.decode          codes -> values, on the device
 
 Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees what an uninterrupted one
-would.
+would. Host memory is bounded: micro-batches that are read ahead take at most ``prefetch_mb`` together, the trainer
+holds two more, and free buffers are kept within the same bounds.
 
-Host memory of the input is bounded: micro-batches that are read ahead take at most ``prefetch_mb`` together (one is
-read ahead however large it is), the trainer holds two more (the one in use and the next), and buffers that are free
-again are kept within the same bounds.
+Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target width.
 """
 
+import math
+import os
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RunWarning, TrainingError
+from ..errors import RunWarning, SelectionInvalid, TrainingError
 from ..moa.drafters.registry import drafter_class
-from ..moa.drafters.training import BlockDraws, Draws, TrainingInputs
+from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs
 from ..moa.nn import masks
-from ..storage.read.store import ActivationStore
-from .batches import Batch, BatchReader, await_copy, needed_fields
+from ..storage.codecs.field import FieldCodec
+from ..storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
+from ..storage.schema import TOKENS, StoredArray
+from ..text import add_command
 from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 
+LAYER_OUTPUTS = "layer_outputs"
+"""The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on."""
+_KEPT_BATCH_BYTES = 1 << 30
+"""Batches up to this size leave their buffers to the next one."""
+_COUNTED_SEQUENCES = 256  # read at once to count their tokens
+_HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
+_MAX_THREADS = 16  # decode more than the bus to a GPU takes
+_ALIGNMENT_BYTES = 64
 _GROUPED_BATCHES = 32
 """Batches that are formed by length among each other: more would pad less, and mix the data less."""
+_TEXT_FIELDS = ("tokens", "response_mask")
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class EncodedField:
+    """A field as the store holds it, for all sequences of a micro-batch."""
+
+    codec: FieldCodec
+    rows: dict[str, Tensor]
+    """Stored array -> [B, n_rows, *row_shape]."""
+    n_tokens: tuple[int, ...]
+    """Length of each sequence."""
+    dtype: torch.dtype
+    """Dtype of the decoded values."""
+    layers: list[int] | None = None
+    """The layers that the rows hold; None for all, or where the field has none."""
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Decode on the device of the rows: [B, T, *token_shape], zero after each sequence; some codecs need tokens."""
+        device = next(iter(self.rows.values())).device
+        shape = (len(self.n_tokens), max(self.n_tokens), *token_shape(self.codec.spec, self.layers))
+        values = torch.zeros(shape, dtype=self.dtype, device=device)
+        for index, n_tokens in enumerate(self.n_tokens):
+            own = {name: rows[index] for name, rows in self.rows.items()} | {TOKENS: tokens[index]}
+            values[index, :n_tokens] = self.codec.decode(own, 0, n_tokens, self.layers)
+        return values
+
+
+@dataclass
+class Batch:
+    """One micro-batch."""
+
+    inputs: TrainingInputs
+    """Right-padded activations."""
+    draws: Draws
+    """Step bounds and staircase rows, already drawn."""
+    denominator: float
+    """The divisor of sums over loss positions, which weighs unequal micro-batches and devices by their positions."""
+    n_tokens: int
+    """Real tokens, without padding."""
+    n_tokens_of_all: int = 0
+    """Those of the micro-batches that all devices take at the same time."""
+    n_bytes_read: int = 0
+    """Bytes of the store that were read for it."""
+    index: int = 0
+    """Number of a micro-batch within its step on this device; number of a validation batch over all devices."""
+    n_parts: int = 1
+    """Micro-batches of the step on this device."""
+    copied: torch.cuda.Event | None = None
+    """Done when the batch has arrived on its device; None where there is nothing to wait for."""
+    encoded: dict[str, EncodedField] = field(default_factory=dict)
+    """Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor."""
+
+    def to(self, device: torch.device, **kwargs: Any) -> "Batch":
+        """Copy the batch to a device."""
+        copied: Batch = map_tensors(self, lambda tensor: tensor.to(device, **kwargs))
+        return copied
+
+    @torch.no_grad()
+    def decode(self) -> "Batch":
+        """Decode what is encoded, on the device where it is."""
+        if not self.encoded:
+            return self
+        decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
+        if "kv" in decoded:
+            decoded["kv"] = decoded["kv"].flatten(3)  # heads, keys and values in one row, as drafters pack them
+        layers = tuple(
+            decoded.pop(f"{LAYER_OUTPUTS}.{index}", states) for index, states in enumerate(self.inputs.layer_outputs)
+        )
+        return replace(self, inputs=replace(self.inputs, **decoded, layer_outputs=layers), encoded={})
+
+
+def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a batch or a checkpoint, at any depth."""
+    if isinstance(item, Tensor):
+        return function(item)
+    if isinstance(item, dict):
+        return {name: map_tensors(value, function) for name, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(map_tensors(value, function) for value in item)
+    if isinstance(item, Batch | TrainingInputs | Draws | EncodedField):
+        return replace(item, **{one.name: map_tensors(getattr(item, one.name), function) for one in fields(item)})
+    return item
+
+
+class BufferPool:
+    """Host memory for batches, used again once the last tensor on it is gone.
+
+    Args:
+        max_bytes: free buffers are dropped once all buffers together, in use and free, exceed this.
+        pin_memory: whether memory is page-locked, which a GPU copies from at full speed.
+    """
+
+    def __init__(self, max_bytes: int, pin_memory: bool = False) -> None:
+        # Fresh memory costs a page fault per 4 KiB, pinned memory more.
+        self._max_bytes, self._pin_memory = max_bytes, pin_memory
+        self._free: list[np.ndarray] = []
+        self._in_use: dict[int, int] = {}
+        # Filled by destructors, which may run at any moment and in any thread: appending takes no lock.
+        self._returned: deque[np.ndarray] = deque()
+        self.n_allocations = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes in use and free."""
+        return sum(self._in_use.values()) + sum(len(buffer) for buffer in self._free)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor with arbitrary content; its memory is free again once no tensor shares it."""
+        n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        buffer = self._find(n_bytes)
+        self._in_use[id(buffer)] = len(buffer)
+        # torch keeps this view alive as long as the storage, whatever shares it; so its end is the end of the use.
+        view = buffer[:n_bytes]
+        weakref.finalize(view, self._returned.append, buffer).atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def _find(self, n_bytes: int) -> np.ndarray:
+        """Return the smallest free buffer that is large enough but not twice so, or a new one."""
+        while self._returned:
+            buffer = self._returned.popleft()
+            del self._in_use[id(buffer)]
+            self._free.append(buffer)
+        self._free.sort(key=len)  # so that the first that fits wastes least
+        for i, buffer in enumerate(self._free):
+            if n_bytes <= len(buffer) <= 2 * max(n_bytes, _ALIGNMENT_BYTES):
+                return self._free.pop(i)
+        new_bytes = -(-max(n_bytes, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        # The smallest go first: long batches come back, and a large buffer serves them and no shorter one.
+        while self._free and self.allocated_bytes + new_bytes > self._max_bytes:
+            self._free.pop(0)
+        self.n_allocations += 1
+        return torch.empty(new_bytes, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()
+
+
+class SideCopies:
+    """Copies batches to a CUDA device on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        # A copy that does not block reads its source later: without a reference the pool would give the memory away.
+        self._held: deque[tuple[torch.cuda.Event, Batch]] = deque()
+
+    def start(self, batch: Batch) -> Batch:
+        """Start copying a batch; call :func:`await_copy` before using it."""
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+        with torch.cuda.stream(self._stream):
+            moved, done = batch.to(self._device, non_blocking=True), torch.cuda.Event()
+            done.record(self._stream)
+        self._held.append((done, batch))
+        return replace(moved, copied=done)
+
+
+def await_copy(batch: Batch) -> Batch:
+    """Let the current stream of a batch's device wait until the batch has arrived; the host does not wait."""
+    if batch.copied is None:
+        return batch
+    stream = torch.cuda.current_stream(batch.inputs.tokens.device)
+    stream.wait_event(batch.copied)
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensor.record_stream(stream)  # or the allocator gives its memory away before this stream is done with it
+        return tensor
+
+    map_tensors(batch, keep)
+    return replace(batch, copied=None)
+
+
+def read_fields(reads: Reads) -> dict[str, str]:
+    """Map attributes of ``TrainingInputs`` to the fields that they are read from, layer outputs numbered."""
+    outputs = {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(reads.outputs)}
+    return reads.fields | outputs
+
+
+def _reads(store: ActivationStore, drafter: Any) -> Reads:
+    return drafter_class(drafter.kind).reads(int(store.manifest.target["n_layers"]), drafter)
+
+
+def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
+    """Map as :func:`read_fields` does for the drafter of a run, or refuse a store that lacks one of the fields."""
+    n_layers, n_last = int(store.manifest.target["n_layers"]), config.target_layer_inference
+    if n_last >= n_layers:
+        raise TrainingError(
+            f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
+        )
+    needed = read_fields(_reads(store, config.drafter))
+    missing = [name for name in needed.values() if name not in store.fields]
+    if missing:
+        how = f"add with {add_command(str(store.path), missing, n_last)}"
+        if origin := store.manifest.extraction.get("imported_from"):
+            how = f"nothing can be added to a store that was imported from {origin}, so extract one with all fields"
+        raise SelectionInvalid(f"{store.path} lacks {', '.join(missing)}; {how}, or train another drafter.")
+    return needed
+
+
+def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
+    """Return the layers of a field that the drafter is trained on; None for all, or where the field has none."""
+    spec = store.fields[name]
+    return layer_indices(spec, _reads(store, config.drafter).kv_layers if spec.layer_axis == 1 else None)
+
+
+def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
+    """Count the bytes of one sequence's activations, padded to ``n_tokens``."""
+    specs = [(store.fields[name], needed_layers(store, config, name)) for name in needed_fields(store, config).values()]
+    values = [(math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize) for spec, layers in specs]
+    return int(n_tokens) * sum(n_values * n_bytes for n_values, n_bytes in values)
+
+
+class BatchReader:
+    """Reads given sequences of a store into right-padded batches, on reused memory.
+
+    Args:
+        device: the device that trains. On the CPU the thread that reads also decodes; another device decodes for
+            itself, so that only codes travel to it.
+        n_ranks: processes that read on this machine and share its cores.
+    """
+
+    def __init__(self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1) -> None:
+        self.store, self.config = store, config
+        n_own = len(os.sched_getaffinity(0)) // n_ranks
+        self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_own))
+        self._decodes = device.type == "cpu"
+        self._copies = SideCopies(device) if device.type == "cuda" else None
+        self._fields = needed_fields(store, config)
+        self._kv_layers = _reads(store, config.drafter).kv_layers
+        self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
+        self._token_bytes = sequence_bytes(store, config, 1)
+        largest = max(self._token_bytes * int(store.lengths.max(initial=0)), _KEPT_BATCH_BYTES)
+        self._buffers = BufferPool(
+            (config.data.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
+        )
+
+    def read(
+        self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
+    ) -> tuple[TrainingInputs, dict[str, EncodedField]]:
+        """Read sequences with the given token counts; padding is zero.
+
+        Args:
+            response: bool [B, at least T], their response masks; None to read them too.
+
+        Returns:
+            The inputs, and ``Batch.encoded``: the fields that are not decoded yet.
+        """
+        n_rows, n_tokens = len(sequences), int(lengths.max())
+        codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]
+        plain = {codec.spec.name for codec, _ in codecs if codec.is_identity}
+        buffers = {
+            array.name: self._buffer(array, row_shape(array, indices), array.name in plain, n_rows, n_tokens)
+            for array, indices in shared_arrays(codecs).items()
+        }
+        out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
+        # The masks of a whole step are read before its first micro-batch, for the divisor of the loss.
+        names = _TEXT_FIELDS if response is None else ("tokens",)
+        text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in names}
+        self.store.read_batch(
+            sequences,
+            [*names, *self._fields.values()],
+            out=out | text,
+            layers=self._kv_layers,
+            n_threads=self.n_threads,
+            decoded=False,  # codes travel to the device, which decodes faster than the host
+        )
+        encoded = {}
+        for attribute, name in self._fields.items():
+            codec, layers = self.store.codec.fields[name], self._layers[name]
+            if not codec.is_identity:
+                rows = {array.name: buffers[array.name] for array in codec.arrays_read(layers)}
+                dtype = _TORCH_DTYPES[codec.spec.dtype]
+                encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
+                buffers[name] = torch.empty(0)
+        if response is None:
+            response = torch.from_numpy(text["response_mask"]).bool()
+        read = {attribute: buffers[name] for attribute, name in self._fields.items()}
+        inputs = TrainingInputs(
+            tokens=torch.from_numpy(text["tokens"]).long(),
+            response_mask=response[:, :n_tokens].contiguous(),
+            kv=read["kv"].flatten(3) if "kv" in read and "kv" not in encoded else read.get("kv"),
+            hidden=read["hidden"],
+            entering_hidden=read.get("entering_hidden"),
+            layer_outputs=tuple(states for name, states in read.items() if name.startswith(LAYER_OUTPUTS)),
+        )
+        return inputs, encoded
+
+    def deliver(self, batch: Batch) -> Batch:
+        """Decode a batch on the CPU, or start its copy to a CUDA device."""
+        if self._decodes:
+            return batch.decode()
+        return batch if self._copies is None else self._copies.start(batch)
+
+    def response_masks(self, sequences: np.ndarray) -> Tensor:
+        """Read the response masks of sequences, padded with False: bool [B, T]."""
+        return torch.from_numpy(self.store.read_batch(sequences, "response_mask")["response_mask"]).bool()
+
+    def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
+        """Count how often each token of the vocabulary occurs in the responses of sequences: int64 [V]."""
+        counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
+        # In parts, or the tokens of a large store would be in memory at once.
+        for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
+            read = self.store.read_batch(part, list(_TEXT_FIELDS))
+            counts += np.bincount(read["tokens"][read["response_mask"] != 0], minlength=len(counts))
+        return torch.from_numpy(counts)
+
+    def n_bytes(self, lengths: np.ndarray) -> int:
+        """Count the bytes of activations in a batch of sequences with these token counts."""
+        return len(lengths) * self._token_bytes * int(lengths.max())
+
+    def _buffer(
+        self, array: StoredArray, row_shape: tuple[int, ...], is_field: bool, n_sequences: int, n_tokens: int
+    ) -> Tensor:
+        dtype = _TORCH_DTYPES[array.logical_dtype] if is_field else getattr(torch, array.dtype)
+        return self._buffers.take((n_sequences, array.n_rows(n_tokens), *row_shape), dtype)
+
+
+def _as_stored(buffer: Tensor) -> np.ndarray:
+    """View a buffer in the stored dtype; numpy has no bfloat16, the store keeps its bits as uint16."""
+    return buffer.view(torch.uint16).numpy() if buffer.dtype == torch.bfloat16 else buffer.numpy()
 
 
 def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +389,7 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     """Group the sequences of one epoch by length into random batches; a random rest that fills no batch is left out.
 
     Returns:
-        [n_batches, batch_size] positions into ``n_tokens``.
+        [n_batches, batch_size] indices of ``n_tokens``.
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
@@ -87,7 +427,6 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
 
 
 def _blocks(drafter: AnyDrafter) -> BlockDraws | None:
-    """Return which blocks a block-parallel drafter is trained on; None for other kinds."""
     if not isinstance(drafter, BlockSettings):
         return None
     n_drafts = drafter.block_size if drafter.sample_from_anchor else drafter.block_size - 1
@@ -108,16 +447,12 @@ def rows_of(draws: Draws, rows: Tensor) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the weights of all positions of response masks [B, T] that carry loss; 1 each by default."""
+    """Sum the loss weights of all positions of response masks [B, T]; 1 each by default."""
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 
 def device_share(config: TrainConfig, n_ranks: int) -> int:
-    """Count the sequences of a step on each device, which the micro-batch divides.
-
-    Raises:
-        TrainingError: the batch does not divide over the devices, or the share not over the micro-batches.
-    """
+    """Return the sequences of a step on each device, which the micro-batch must divide."""
     share, rest = divmod(config.data.batch_size, n_ranks)
     if rest:
         raise TrainingError(f"--batch-size {config.data.batch_size} does not divide over {n_ranks} devices.")
@@ -129,12 +464,10 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
 
 
 def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
-    """Yield batches in order while a thread reads the next ones.
+    """Yield batches in order while a thread reads the next ones, one of them however large it is.
 
     Args:
         reads: for each batch its bytes and the function that reads it.
-        max_batches: batches that are being read or wait.
-        max_bytes: bytes of them together; one batch is read ahead however large it is.
     """
     # With more threads than cores OpenMP lets those of the forward sleep at each barrier, which costs up to 5 % of a
     # step: the thread that reads must not have a team of its own.
@@ -157,11 +490,11 @@ class _Step:
     """The sequences and draws of one optimizer step on one device."""
 
     rows: np.ndarray
-    """Positions of all its sequences, those of other devices included."""
+    """All its sequences, those of other devices included."""
     draws: Draws
     """One row for each of them."""
     parts: list[np.ndarray]
-    """For each micro-batch of this device, indices into ``rows``."""
+    """For each micro-batch of this device, indices of ``rows``."""
     response: Tensor | None = None
     """bool [B, T], response masks of all rows; None until the first micro-batch is read."""
     denominator: float = 1.0
@@ -178,7 +511,6 @@ class TrainingStream:
         micro_batch: sequences of each; None for the settings' number, or all of a device.
 
     Attributes:
-        steps_per_epoch: optimizer steps in which all sequences are seen, but for a rest that fills no batch.
         start_step: the step that the stream begins with.
         wait_s: seconds that the consumer waited for micro-batches.
         asked_s: ``time.perf_counter()`` when one was last asked for.
@@ -199,7 +531,7 @@ class TrainingStream:
         self._max_steps, self._rank, self._n_ranks = max_steps, rank, n_ranks
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
         self._epoch_order: tuple[int, np.ndarray] | None = None
-        self.steps_per_epoch = len(sequences) // config.data.batch_size
+        self._steps_per_epoch = len(sequences) // config.data.batch_size
         self.start_step = 0
         self.wait_s = self.asked_s = 0.0
 
@@ -213,7 +545,6 @@ class TrainingStream:
             yield batch
 
     def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
-        """Yield for each micro-batch its bytes and the function that reads it."""
         step = self.start_step
         while True:
             plan = self._plan(step)
@@ -223,7 +554,7 @@ class TrainingStream:
 
     def _plan(self, step: int) -> _Step:
         config = self._reader.config
-        epoch, index = divmod(step, self.steps_per_epoch)
+        epoch, index = divmod(step, self._steps_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = epoch, epoch_order(self._lengths, config.data.batch_size, config.seed, epoch)
         # Neighbours in a batch have like lengths, so dealing them in turn gives each device the same work.
@@ -258,11 +589,6 @@ class TrainingStream:
 class ValidationBatches:
     """One device's share of the validation batches, read ahead on each pass.
 
-    The batches are those of a single device, dealt in turn, so that the metrics do not depend on the number of devices.
-    Each device gets equally many, because all synchronise between two batches: where the number does not divide, the
-    last batch is given to several, under its one ``index``. Rounds have draft_length steps with a fixed phase per
-    sequence.
-
     Args:
         sequences: indices of all validation sequences, ascending by length.
     """
@@ -278,6 +604,8 @@ class ValidationBatches:
     ) -> None:
         self._reader, self._sequences, self._lengths, self._batch_size = reader, sequences, lengths, batch_size
         n_batches = -(-len(sequences) // batch_size)
+        # Those of a single device, dealt in turn, so that the metrics do not depend on the number of devices. Each gets
+        # equally many, as all synchronise between two batches: the last one goes to several, under its one index.
         self._numbers = [min(turn + rank, n_batches - 1) for turn in range(0, n_batches, n_ranks)]
 
     def __len__(self) -> int:
@@ -333,7 +661,7 @@ class StoreDataModule(L.LightningDataModule):
                 f"{config.data.batch_size}; extract more or lower --batch-size."
             )
         needed_fields(store, config)
-        self.steps_per_epoch = max(1, len(train) // config.data.batch_size)
+        self.steps_per_epoch = len(train) // config.data.batch_size
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 
     def train_dataloader(self) -> TrainingStream:

@@ -10,7 +10,9 @@
 """
 
 import contextlib
+import csv
 import dataclasses
+import io
 import json
 import logging
 import math
@@ -24,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import matplotlib
 import torch
 import yaml
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import CheckpointError, Interrupted, MoaDataError, OutputOccupied, TrainingError
@@ -39,11 +43,9 @@ from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
 from ..text import Progress, first_line
 from . import callbacks
-from .batches import BatchReader, sequence_bytes
 from .checkpoints import (
     FULL_DISK_ADVICE,
     CheckpointFiles,
-    check_for,
     damaged_checkpoint,
     initial_drafter,
     read_step,
@@ -57,6 +59,7 @@ from .config import (
     LAST,
     LOCK_FILE,
     MEMORY_FILE,
+    METRICS_FILE,
     PROVENANCE_FILE,
     REPORT_FILE,
     RUN_FILE,
@@ -64,11 +67,12 @@ from .config import (
     MachineSettings,
     TrainConfig,
 )
-from .data import StoreDataModule, device_share
-from .logs import build_loggers, check_logger, keep_earlier_metrics, plot_curves
+from .data import BatchReader, StoreDataModule, device_share, sequence_bytes
 from .sharding import ShardedStrategy
-from .step import DrafterModule
-from .trial import WHAT_HELPS
+from .step import WHAT_HELPS, DrafterModule
+
+matplotlib.use("Agg")  # no display is needed; before pyplot is imported
+import matplotlib.pyplot as plt
 
 _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
@@ -134,8 +138,6 @@ def train(
         Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
 
     Raises:
-        TrainingError: settings that do not fit the store or the device.
-        OutputOccupied: the output folder holds another run, or another process trains there.
         Interrupted: a signal stopped the run; its state is saved.
     """
     keep_freed_memory()
@@ -172,7 +174,6 @@ def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
 def _train(
     config: TrainConfig, out: Path, progress: Progress | None, provenance: dict[str, Any] | None, is_first: bool
 ) -> TrainReport:
-    check_logger(config)
     if is_first:
         _check_folder(config, out)
         check_room(out)
@@ -206,38 +207,15 @@ def _fit(
 ) -> TrainReport:
     """Run the steps and write the results; the process of the first device writes for all."""
     out = Path(config.out)
-    last = out / LAST
-    guard, throughput = callbacks.StopGuard(last), callbacks.Throughput()
-    best = callbacks.ExportBest(out / DRAFTER, out / BEST)
-    validations = callbacks.Validations(data.max_steps)
-    micro_batches = callbacks.MicroBatches(data, out / MEMORY_FILE)
-    files = CheckpointFiles()
+    guard, throughput = callbacks.StopGuard(out / LAST), callbacks.Throughput()
+    best, validations = callbacks.ExportBest(out / DRAFTER, out / BEST), callbacks.Validations(data.max_steps)
+    extra: list[L.Callback] = [guard, callbacks.MicroBatches(data, out / MEMORY_FILE), throughput, validations, best]
+    if progress:
+        extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
-    trainer = _build_trainer(
-        config,
-        data,
-        [
-            guard, micro_batches, throughput, validations, best, callbacks.WholeSteps(),
-            *([callbacks.ShowSteps(progress, data.max_steps)] if progress else []),
-            callbacks.KeepLast(config.record.checkpoint_every, last),
-        ],
-        files,
-    )  # fmt: skip
-    files.check = check_for(module)
+    trainer = _build_trainer(config, data, [*extra, callbacks.KeepLast(config.record.checkpoint_every, out / LAST)])
     try:
-        with guard:
-            trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)
-            if trainer.global_step >= data.max_steps != validations.validated_step and len(data.validation_sequences):
-                # All steps were done before, and the process ended within their last validation.
-                trainer.validate(module, datamodule=data, verbose=False)
-            trainer.save_checkpoint(last)
-        if guard.signum:
-            raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        # Lightning takes a checkpoint apart without checking it; once training has started the error is another one.
-        if isinstance(error, MoaDataError) or guard.has_started or not config.resume:
-            raise
-        raise damaged_checkpoint(last, f"{type(error).__name__} {first_line(error)}") from error
+        _run_steps(config, trainer, data, module, guard, validations)
     except Interrupted as stop:
         if is_first:
             raise
@@ -245,9 +223,6 @@ def _fit(
         is_ours = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
         raise SystemExit(0 if is_ours else 128 + (stop.signum or signal.SIGINT)) from stop
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    metrics = {
-        name: value for name, value in logged.items() if name.startswith(("train/", "val/")) and math.isfinite(value)
-    }
     report = TrainReport(
         out=str(out),
         n_steps=trainer.global_step,
@@ -255,7 +230,7 @@ def _fit(
         n_tokens=throughput.n_tokens,
         tokens_per_s=throughput.tokens_per_s,
         data_wait_share=throughput.data_wait_share,
-        metrics=metrics,
+        metrics={n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)},
         best_expected_acceptance_length=best.best if math.isfinite(best.best) else None,
         n_pending_parts=store.manifest.n_parts - store.n_parts_committed,
         n_tokens_total=throughput.n_tokens_total,
@@ -270,6 +245,32 @@ def _fit(
     return report
 
 
+def _run_steps(
+    config: TrainConfig,
+    trainer: L.Trainer,
+    data: StoreDataModule,
+    module: DrafterModule,
+    guard: callbacks.StopGuard,
+    validations: callbacks.Validations,
+) -> None:
+    last = Path(config.out) / LAST
+    try:
+        with guard:
+            trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)
+            if trainer.global_step >= data.max_steps != validations.validated_step and len(data.validation_sequences):
+                # All steps were done before, and the process ended within their last validation.
+                trainer.validate(module, datamodule=data, verbose=False)
+            trainer.save_checkpoint(last)
+        if guard.signum:  # noted too late to stop at
+            raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        # Lightning takes a checkpoint apart without checking it; once training has started the error is another one.
+        is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
+        if isinstance(error, MoaDataError) or is_other or guard.has_started or not config.resume:
+            raise
+        raise damaged_checkpoint(last, f"{type(error).__name__} {first_line(error)}") from error
+
+
 def _write_report(file: Path, report: TrainReport) -> None:
     """Write the report; a finished run that is resumed keeps its own, but for a validation that it lacked."""
     facts = dataclasses.asdict(report)
@@ -277,10 +278,9 @@ def _write_report(file: Path, report: TrainReport) -> None:
         if not report.metrics:
             return
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged one is replaced
-            earlier = json.loads(file.read_text(), parse_constant=lambda _: None)  # older ones may hold NaN
-            metrics = earlier["metrics"] | report.metrics
-            kept = ("n_steps", "best_expected_acceptance_length")
-            facts = earlier | {name: facts[name] for name in kept} | {"metrics": metrics}
+            earlier = json.loads(file.read_text())
+            kept = {name: facts[name] for name in ("n_steps", "best_expected_acceptance_length")}
+            facts = earlier | kept | {"metrics": earlier["metrics"] | report.metrics}
     write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
@@ -315,9 +315,7 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     return DrafterModule(drafter, frozen, config, config.schedule.decay_end_step(data.steps_per_epoch))
 
 
-def _build_trainer(
-    config: TrainConfig, data: StoreDataModule, extra: list[L.Callback], files: CheckpointFiles
-) -> L.Trainer:
+def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
     out, machine, has_validation = Path(config.out), config.machine, len(data.validation_sequences) > 0
     devices: Any = machine.devices if machine.devices == "auto" else int(machine.devices)
     try:
@@ -336,9 +334,9 @@ def _build_trainer(
             check_val_every_n_epoch=None if has_validation else 1,
             limit_val_batches=1.0 if has_validation else 0,
             num_sanity_val_steps=0,  # they would be logged as a validation of step 0
-            logger=build_loggers(config),
+            logger=_loggers(config),
             callbacks=extra,
-            plugins=[files],
+            plugins=[CheckpointFiles()],
             enable_checkpointing=False,  # callbacks write them, atomically
             enable_model_summary=False,
             enable_progress_bar=False,
@@ -355,6 +353,28 @@ def _build_trainer(
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
     device_share(config, trainer.world_size)  # refuses before anything is started
     return trainer
+
+
+def _loggers(config: TrainConfig) -> list[Logger]:
+    """Make the loggers of a run; accounts and servers of a tracker are its own environment variables."""
+    out, name, project = Path(config.out), config.record.logger, config.record.project
+    loggers: list[Logger] = [CSVLogger(out, name="", version="")]
+    loggers.append(TensorBoardLogger(out, name="tensorboard", version=""))
+    if name is not None:
+        run = out.resolve().name
+        try:
+            if name == "wandb":
+                loggers.append(WandbLogger(name=run, project=project, save_dir=out))
+            else:
+                loggers.append(MLFlowLogger(experiment_name=project, run_name=run))
+            loggers[-1].log_hyperparams(config.named())
+        except Exception as error:
+            # A package that is missing, or what its client says of the account or the server.
+            raise TrainingError(
+                f"--logger {name} cannot be used ({first_line(error)}); it needs pip install 'moa-data[{name}]', and "
+                "its account and server in environment variables."
+            ) from error
+    return loggers
 
 
 def _check_processes(machine: MachineSettings, n_devices: int) -> None:
@@ -516,3 +536,60 @@ def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenan
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
     write_atomic(out / PROVENANCE_FILE, (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode())
+
+
+def keep_earlier_metrics(run: Path) -> None:
+    """Move metrics.csv of an earlier invocation aside; Lightning's logger would delete it."""
+    if (run / METRICS_FILE).is_file():
+        earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
+        index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0  # not their number: one of them may be gone
+        (run / METRICS_FILE).rename(run / f"metrics-{index:03d}.csv")
+
+
+def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read all metrics files of a run: column -> (step, value) pairs; a later invocation replaces what it repeats."""
+    series: dict[str, dict[int, float]] = {}
+    for file in [*sorted(run.glob("metrics-*.csv")), run / METRICS_FILE]:
+        if not file.is_file():
+            continue
+        with file.open(newline="", encoding="utf-8", errors="replace") as stream:
+            whole = [line for line in stream if line.endswith("\n")]  # a kill can tear the last one
+        for row in csv.DictReader(whole):
+            for name, cell in row.items():
+                if name in ("step", "epoch") or not cell:
+                    continue
+                # A plot must not end a training: what is no number is left out.
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                    step, value = int(float(row["step"])), float(cell)
+                    series.setdefault(name, {})[step] = value
+    return {name: sorted(points.items()) for name, points in series.items()}
+
+
+def plot_curves(run: Path, out: Path) -> None:
+    """Plot loss terms, validation metrics, and throughput of a run against the step."""
+    series = read_metrics(run)
+    panels = [
+        ("Training loss", {"train/loss": "total, weighted", "train/feature_loss": "features"}),
+        # As in the paper, the target's entropy is not subtracted: its value is not comparable with the KL below.
+        ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
+        ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
+        ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),
+        ("Expected acceptance length", {"val/expected_acceptance_length": "tokens per target call, bonus included"}),
+        ("Throughput", {"train/tokens_per_s": "tokens/s"}),
+    ]
+    figure, axes = plt.subplots(3, 2, figsize=(11, 10), constrained_layout=True)
+    for axis, (title, names) in zip(axes.flat, panels, strict=True):
+        for name, label in names.items():
+            points = series.get(name, [])
+            axis.plot(
+                [p[0] for p in points], [p[1] for p in points], label=label, marker="." if len(points) < 40 else None
+            )
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    axes[0, 0].set_yscale("log")  # the first losses are many times the later ones
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    plt.close(figure)
+    write_atomic(out, picture.getvalue())

@@ -27,7 +27,7 @@ from ..storage.codecs.transform import TransformCodec
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TOKENS, to_float32
 from ..text import Progress, add_command
-from .batches import read_fields
+from .data import read_fields
 
 DRAFT_LENGTH = 5
 """Drafts of a round, where the drafter makes as many."""

@@ -1,13 +1,16 @@
-"""One training step: the Lightning module, its optimizer and schedule, and activation checkpointing of layers.
+"""One training step: the Lightning module, its optimizer and schedule, trial steps, recomputed layers, validation.
 
 Losses and masks are the drafters' own (``moa``); files, signals and devices are left to ``fit``.
+
+Shapes: B sequences, T tokens, P drafted positions, g drafts of a round.
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -16,20 +19,29 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainingError
 from ..moa.drafters.base import Drafter
-from ..moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInputs, TrainingStep
+from ..moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInputs, TrainingStep, at_queries
+from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
-from .batches import Batch
 from .config import TrainConfig
+from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
 from .sharding import gather_weights, release_weights, shard_weights, whole
-from .validation import ValidationSums, sum_in_order, validate_batch
 
 _MUON_BLOCK_ROWS = 128
 """Whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost."""
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
 _RECOMPUTED_POSITIONS = 16
 """Positions of layer self-attention that are recomputed at once; each has all layers, hundreds of rows together."""
+_LOGITS_BYTES = 1 << 26
+WHAT_HELPS = (
+    "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (of eagle3 above all "
+    "drafter.draft_vocabulary), a store of shorter sequences (extract --max-length)."
+)
+_SPARE_SHARE = 0.1
+"""Share of the free memory that a step leaves: allocators leave gaps as the lengths of batches change."""
+_PEAK_FACTOR = 1.5
+"""Peak of a step on a CPU by what its forward keeps: gradients within a layer and chunks of logits come on top."""
 
 
 def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int) -> float:
@@ -54,10 +66,10 @@ def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, dec
 def recomputed_layers(drafter: Drafter) -> Iterator[None]:
     """Activation checkpointing of decoder layers, for a forward within this context.
 
-    Kept are the inputs and outputs of each part of a layer, and attention itself: less than half of the activations of
-    EAGLE-3 and Mixture of Attentions. It costs a second forward of those parts, and changes a result by no more than
-    the order of sums over positions.
+    It changes a result by no more than the order of sums over positions.
     """
+    # Kept are the inputs and outputs of each part of a layer, and attention itself: less than half of the activations
+    # of EAGLE-3 and Mixture of Attentions, at the cost of a second forward of those parts.
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
     # Compiled parts stand in the instance's own dictionary, and are put back.
     before = [{name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)} for block in blocks]
@@ -97,7 +109,7 @@ class DrafterModule(L.LightningModule):
         self._frozen = [frozen]  # in a list, so that it is not a submodule
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
-        self._validation: dict[int, ValidationSums] = {}
+        self._validation: dict[int, list[float]] = {}
 
     @property
     def frozen(self) -> FrozenTarget:
@@ -110,13 +122,11 @@ class DrafterModule(L.LightningModule):
             shard_weights(self.drafter, self.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
-        """Move the target weights to the device, and compile.
-
-        Compiled are the parts of decoder blocks in which only shapes depend on the data: most of a step's passes over
-        memory. Masks and loss positions depend on the values too.
-        """
+        """Move the target weights to the device, and compile."""
         self.frozen.to(self.device)
         if self.config.machine.compile:
+            # The parts in which only shapes depend on the data, most of a step's passes over memory; masks and loss
+            # positions depend on the values too.
             for block in self.drafter.modules():
                 if isinstance(block, DecoderBlock):
                     for name in ("finish", "attend_self_means"):
@@ -125,16 +135,11 @@ class DrafterModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch."""
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
-        values = {
-            "train/loss": terms.total.detach(),
-            "train/forward_kl": terms.forward_kl.detach(),
-        }
-        if terms.feature is not None:
-            values["train/feature_loss"] = terms.feature.detach()
-        if terms.entering_feature is not None:
-            values["train/entering_feature_loss"] = terms.entering_feature.detach()
-        values |= {f"train/{name}_loss": value.detach() for name, value in terms.parts.items()}
-        self._log_step(batch, values)
+        values: dict[str, Tensor | None] = {"loss": terms.total, "forward_kl": terms.forward_kl}
+        values |= {"feature_loss": terms.feature, "entering_feature_loss": terms.entering_feature}
+        values |= {f"{name}_loss": value for name, value in terms.parts.items()}
+        found = {f"train/{name}": value.detach() for name, value in values.items() if value is not None}
+        self._log_step(batch, found)
         return terms.total
 
     def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
@@ -144,10 +149,8 @@ class DrafterModule(L.LightningModule):
             return self.drafter.objective(self.frozen, step)
 
     def _log_step(self, batch: Batch, values: dict[str, Tensor]) -> None:
-        """Log the terms of a whole step with its last micro-batch: means over micro-batches and devices.
-
-        Each micro-batch divides by its share of the step's loss positions, so the mean over all is the step's loss.
-        """
+        """Log the terms of a whole step with its last micro-batch: means over micro-batches and devices."""
+        # Each micro-batch divides by its share of the step's loss positions, so the mean over all is the step's loss.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
         self._step_sums = values
@@ -157,7 +160,8 @@ class DrafterModule(L.LightningModule):
             self.log("loss", means["train/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=True)
 
     def _cast(self, inputs: TrainingInputs) -> TrainingInputs:
-        """Cast hidden states to the drafter's dtype, in place; KV is cast where it is read, in parts."""
+        """Cast hidden states to the drafter's dtype, in place."""
+        # KV is cast where it is read, in parts.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         inputs.layer_outputs = tuple(states.to(self.drafter.dtype) for states in inputs.layer_outputs)
         return inputs
@@ -165,10 +169,8 @@ class DrafterModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the global norm, and refuse a gradient that is not finite.
-
-        Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is scaled.
-        """
+        """Clip the global norm, and refuse a gradient that is not finite."""
+        # Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
         total = whole(norm)
@@ -203,14 +205,14 @@ class DrafterModule(L.LightningModule):
         self._validation[batch.index] = validate_batch(self.drafter, self.frozen, batch, draft_length)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the ratios of the sums over the batches of all devices, which are the same on each device."""
+        """Log the metrics, over the batches of all devices, which are the same on each device."""
         release_weights(self.drafter)
         # float64, which holds counts exactly: the sums are those of one device, to the last bit.
-        rows = [[index, *dataclasses.astuple(sums)] for index, sums in self._validation.items()]
+        rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
             found: Any = self.all_gather(torch.tensor(rows, dtype=torch.float64, device=self.device))
             rows = found.flatten(0, -2).tolist()
-        metrics = sum_in_order(rows).metrics()
+        metrics = validation_metrics(rows)
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1)
         expected = metrics["expected_acceptance_length"]
         self.log("expected acceptance length", expected, prog_bar=True, logger=False, batch_size=1)
@@ -252,3 +254,175 @@ class DrafterModule(L.LightningModule):
             ),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Choice(NamedTuple):
+    """How a device takes its share of a step."""
+
+    micro_batch: int
+    """Sequences per forward."""
+    recomputes: bool
+    """Whether decoder layers are recomputed in the backward."""
+    fits: bool = True
+    """False where not even the smallest micro-batch with recomputed layers does."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Steps of a module on micro-batches of one sequence, to see how many fit into memory; they change no weight."""
+
+    module: DrafterModule
+    longest: TrainingInputs
+    """The longest sequence, [1, T, ...], on the CPU; all of it is taken as response, the most costly case."""
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Makes the context of a forward in the precision of the run."""
+
+    def choose(self, sizes: Sequence[int], free_bytes: int | None, held_copies: float) -> Choice:
+        """Choose the first of some sizes that fits, without recomputed layers if there is one.
+
+        Args:
+            sizes: sequences per forward, descending.
+            free_bytes: free memory of a CPU; None where that is unknown: everything fits then.
+            held_copies: bytes that a step holds beside weights, gradients and activations, in copies of the weights.
+        """
+        module, on_cpu = self.module, self.device.type == "cpu"
+        weights = sum(weight.nbytes for weight in module.drafter.parameters())
+        if self.device.type == "cuda":
+            module.drafter.to(self.device)
+            module.frozen.to(self.device)
+            reserved = int(weights * held_copies + _SPARE_SHARE * torch.cuda.mem_get_info(self.device)[0])
+        elif not on_cpu or free_bytes is None:
+            return Choice(sizes[0], False)
+        else:
+            reserved = int(weights * (1 + held_copies)) + (module.config.data.prefetch_mb << 20)
+        for recomputes in (False, True):
+            module.recomputes = recomputes
+            # A CUDA device says when it runs out of memory; on a CPU the system would end the process.
+            kept = self.kept_bytes() if on_cpu else 0
+            for size in sizes:
+                if on_cpu:
+                    fits = reserved + size * kept * _PEAK_FACTOR <= (1 - _SPARE_SHARE) * (free_bytes or 0)
+                else:
+                    fits = self.step_runs(size, reserved)
+                if fits:
+                    return Choice(size, recomputes)
+        return Choice(sizes[-1], True, fits=False)
+
+    def step_runs(self, size: int, reserved_bytes: int) -> bool:
+        """Run forward and backward of a micro-batch; False where the device lacks memory for it and reserved bytes."""
+        try:
+            reserved: Tensor | None = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.device)
+            terms: LossTerms | None = self._terms(size)
+            assert terms is not None
+            terms.total.backward()
+            has_run = True
+        except torch.OutOfMemoryError:
+            has_run = False
+        reserved = terms = None  # noqa: F841  # their memory is given back here
+        self.module.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return has_run
+
+    def kept_bytes(self) -> int:
+        """Count the bytes that the forward of one sequence keeps for its backward."""
+        weights = (*self.module.drafter.parameters(), *self.module.frozen.parameters())
+        held = {weight.untyped_storage().data_ptr() for weight in weights}
+        storages: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in held:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            terms = self._terms(1)
+        del terms  # not before, or freed storages would give their addresses to others
+        return sum(storages.values())
+
+    def _terms(self, size: int) -> LossTerms:
+        def repeated(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device).repeat(size, *([1] * (tensor.ndim - 1)))
+
+        inputs: TrainingInputs = map_tensors(self.longest, repeated)
+        inputs = replace(inputs, response_mask=torch.ones_like(inputs.response_mask))
+        draws = rows_of(draw(self.module.config.replaced(batch_size=size), 0, 2), torch.arange(size))
+        with self.autocast():
+            return self.module.compute_terms(inputs, map_tensors(draws, lambda tensor: tensor.to(self.device)), 1.0)
+
+
+@torch.no_grad()
+def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft every round of a batch on the dataset's text, and compare the drafts with the stored activations.
+
+    Returns:
+        Positions that a round drafts, bool [B, T]; those of them where drafter and target have the same argmax, bool
+        [B, T]; the KL of the drafted positions, [P], in nats.
+    """
+    inputs, draws = batch.inputs, batch.draws
+    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+    outputs = drafter.drafted_features(frozen, inputs, draws)
+    queries, valid = outputs.queries, outputs.valid
+    hidden = at_queries(inputs.hidden, queries)[valid].to(outputs.features.dtype)
+    chunk, kl, agree = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0])), [], []
+    for part, goal in zip(outputs.features[valid].split(chunk), hidden.split(chunk), strict=True):
+        draft, target = drafter.draft_logits(frozen, part).float(), frozen.logits(goal).float()
+        log_target = target.log_softmax(dim=-1)
+        pointwise = log_target.exp() * (log_target - draft.log_softmax(dim=-1))
+        # 0 * inf, where a logit is -inf, counts as 0.
+        kl.append(pointwise.nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
+        agree.append(draft.argmax(dim=-1) == target.argmax(dim=-1))
+    agree_at = torch.zeros_like(drafted)
+    rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
+    agree_at[rows[valid], queries[valid]] = torch.cat(agree)
+    return drafted, agree_at, torch.cat(kl)
+
+
+def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> list[float]:
+    """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
+
+    Returns:
+        Sums over the batch, which :func:`validation_metrics` reduces: KL in nats, agreements, drafted positions, tokens
+        that the rounds would commit (bonus included), rounds.
+    """
+    drafted, agree, kl = compare_batch(drafter, frozen, batch)
+    # A round commits 1 + the leading drafts at which drafter and target have the same argmax. The drafts follow the
+    # dataset's text, not the target's own answers, so this is an estimate of decoding.
+    runs = agreement_runs(agree, drafted, draft_length)
+    return [float(kl.sum()), int(agree.sum()), len(kl), int((runs + 1).sum()), len(runs)]
+
+
+def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
+    """Measure the leading run of agreements in every complete round.
+
+    Args:
+        drafted: [B, T] bool; a round is a context position followed by ``draft_length`` drafted ones.
+
+    Returns:
+        [n_rounds] int64, each 0..draft_length.
+    """
+    if drafted.shape[1] <= draft_length:
+        return torch.zeros(0, dtype=torch.int64)
+    windows = drafted.unfold(1, draft_length + 1, 1)  # [B, T - g, g + 1]
+    is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
+    agreements = agree.unfold(1, draft_length + 1, 1)[..., 1:][is_round]  # [n_rounds, g]
+    return agreements.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Compute kl, top1_agreement and expected_acceptance_length; NaN where nothing was counted.
+
+    Args:
+        rows: number of a batch, then its sums; a batch may come several times.
+    """
+    batches, totals = {int(number): sums for number, *sums in rows}, [0.0] * 5
+    for number in sorted(batches):  # each once and in this order, so that the sum does not depend on the devices
+        totals = [total + value for total, value in zip(totals, batches[number], strict=True)]
+    kl, agreements, positions, committed, rounds = totals
+    return {
+        "kl": kl / positions if positions else float("nan"),
+        "top1_agreement": agreements / positions if positions else float("nan"),
+        "expected_acceptance_length": committed / rounds if rounds else float("nan"),
+    }

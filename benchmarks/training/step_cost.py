@@ -20,8 +20,7 @@ from benchmarks.training.online_step import DrafterStep
 from benchmarks.training.runs import small_config
 from moa_data.machine import keep_freed_memory
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batches import BatchReader
-from moa_data.trainer.data import StoreDataModule, TrainingStream
+from moa_data.trainer.data import BatchReader, StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 
 FIRST = "eagle"

@@ -8,8 +8,7 @@ import torch
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.trainer.checkpoints import read_checkpoint
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit import train
-from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.fit import read_metrics, train
 
 BASE: dict[str, Any] = {
     "batch_size": 8,

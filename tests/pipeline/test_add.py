@@ -29,8 +29,8 @@ from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
-from moa_data.trainer.batches import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.data import BatchReader, needed_fields
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
 

@@ -17,8 +17,8 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.stores import flip, read_tree
-from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.data import BatchReader
 
 SOURCES = {
     "transform:4,hidden=4,tokens,joint": {"hidden/layer_1": ("hidden/layer_0",), "hidden/last": ("hidden/layer_1",)},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moa_data.moa.drafters.training import Draws, TrainingInputs
-from moa_data.trainer.batches import Batch, BufferPool, SideCopies, await_copy
+from moa_data.trainer.data import Batch, BufferPool, SideCopies, await_copy
 
 
 class Event:

@@ -15,10 +15,9 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import run, settings
 from moa_data.trainer import callbacks, checkpoints
 from moa_data.trainer import data as data
-from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit import train
-from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.data import BatchReader
+from moa_data.trainer.fit import read_metrics, train
 from moa_data.trainer.step import DrafterModule
 
 

@@ -11,8 +11,7 @@ import torch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import run, settings
 from moa_data.tests.kit.training import build_store
-from moa_data.trainer.batches import Batch, BatchReader
-from moa_data.trainer.data import TrainingStream, ValidationBatches, draw
+from moa_data.trainer.data import Batch, BatchReader, TrainingStream, ValidationBatches, draw
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moa_data.tests.kit.runs import assert_same_weights, run
-from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.fit import read_metrics
 from moa_data.trainer.step import DrafterModule
 
 

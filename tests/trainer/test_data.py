@@ -15,14 +15,15 @@ from moa_data.moa.drafters.training import Draws
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import data as data_module
-from moa_data.trainer.batches import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import (
+    BatchReader,
     TrainingStream,
     ValidationBatches,
     device_share,
     draw,
     epoch_order,
+    needed_fields,
     split_sequences,
     sum_loss_weights,
 )

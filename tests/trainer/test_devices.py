@@ -21,8 +21,7 @@ from moa_data.tests.kit.runs import last_state, run, settings
 from moa_data.tests.kit.training import build_store
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit import train
-from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.fit import read_metrics, train
 from moa_data.trainer.step import DrafterModule
 
 STEPS: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "validate_every": 2, "log_every": 1, "micro_batch_size": 2}

@@ -22,10 +22,8 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import assert_same_weights, last_state, run, settings
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick
-from moa_data.trainer.batches import Batch, BatchReader, sequence_bytes
-from moa_data.trainer.data import StoreDataModule, draw
-from moa_data.trainer.fit import build_module
-from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.data import Batch, BatchReader, StoreDataModule, draw, sequence_bytes
+from moa_data.trainer.fit import build_module, read_metrics
 
 KINDS: dict[str, dict[str, Any]] = {
     "eagle": {"micro_batch_size": 4, "matrix_learning_rate": 5e-3},

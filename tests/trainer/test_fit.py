@@ -23,7 +23,7 @@ from moa_data.tests.kit.runs import assert_same_weights, last_state, run, settin
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import callbacks
 from moa_data.trainer.checkpoints import read_checkpoint
-from moa_data.trainer.logs import read_metrics
+from moa_data.trainer.fit import read_metrics
 from moa_data.trainer.step import DrafterModule
 
 

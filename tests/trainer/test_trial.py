@@ -20,8 +20,7 @@ from moa_data.trainer import step as step_module
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule, draw, rows_of
 from moa_data.trainer.fit import build_module, plan_run
-from moa_data.trainer.step import DrafterModule, recomputed_layers
-from moa_data.trainer.trial import Choice, Trial
+from moa_data.trainer.step import Choice, DrafterModule, Trial, recomputed_layers
 
 KINDS: dict[str, dict[str, Any]] = {
     "moa": {},

@@ -1,13 +1,10 @@
-"""Validation figures on hand-made cases."""
+"""Validation figures and the schedule on hand-made cases."""
+
+import math
 
 import torch
 
-from moa_data.trainer.step import zero_peak_constant
-from moa_data.trainer.validation import (
-    ValidationSums,
-    agreement_runs,
-    sum_in_order,
-)
+from moa_data.trainer.step import agreement_runs, validation_metrics, zero_peak_constant
 
 
 def test_runs_of_agreement_per_complete_round() -> None:
@@ -15,26 +12,18 @@ def test_runs_of_agreement_per_complete_round() -> None:
     agree = torch.tensor([[0, 0, 1, 0, 0, 1, 1, 0, 1]]).bool()
     assert agreement_runs(agree, drafted, 2).tolist() == [1, 2], "the cut-off round at the end does not count"
     agree = torch.tensor([[0, 0, 0, 1, 0, 1, 1, 0, 1]]).bool()
-    assert agreement_runs(agree, drafted, 2).tolist() == [0, 2], "a later agreement does not mend a miss"
+    assert agreement_runs(agree, drafted, 2).tolist() == [0, 2], "a later agreement does not undo a miss"
     assert agreement_runs(agree[:, :2], drafted[:, :2], 2).tolist() == []
 
 
-def test_sums_reduce_at_the_end() -> None:
-    sums = ValidationSums()
-    sums.add(ValidationSums(kl=2.0, agreements=3, positions=4, committed=5, rounds=2))
-    sums.add(ValidationSums(kl=0.0, agreements=1, positions=12, committed=1, rounds=1))
-    assert sums.metrics() == {"kl": 0.125, "top1_agreement": 0.25, "expected_acceptance_length": 2.0}
-    assert all(value != value for value in ValidationSums().metrics().values())
-
-
-def test_each_batch_counts_once_whoever_had_it() -> None:
+def test_each_batch_counts_once_in_the_order_of_a_single_device() -> None:
     kls = [0.1, 0.2, 0.3, 0.7, 1e9]
-    whole = sum_in_order([number, kl, 1, 2, 3, 1] for number, kl in enumerate(kls))
+    whole = validation_metrics([number, kl, 1, 2, 3, 1] for number, kl in enumerate(kls))
     dealt = [3, 1, 0, 4, 2, 4, 4]
-    assert sum_in_order([number, kls[number], 1, 2, 3, 1] for number in dealt) == whole
-    assert whole.kl == ((((0.1 + 0.2) + 0.3) + 0.7) + 1e9), "in the order of a single device, to the last bit"
-    assert (whole.agreements, whole.positions, whole.committed, whole.rounds) == (5, 10, 15, 5)
-    assert isinstance(whole.positions, int)
+    assert validation_metrics([number, kls[number], 1, 2, 3, 1] for number in dealt) == whole
+    total = (((0.1 + 0.2) + 0.3) + 0.7) + 1e9  # to the last bit
+    assert whole == {"kl": total / 10, "top1_agreement": 0.5, "expected_acceptance_length": 3.0}
+    assert all(map(math.isnan, validation_metrics([]).values()))
 
 
 def test_schedule() -> None:

@@ -10,9 +10,8 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import last_state, run, settings
-from moa_data.trainer.batches import BatchReader, sequence_bytes
 from moa_data.trainer.config import PRESETS
-from moa_data.trainer.data import TrainingStream, draw, sum_loss_weights
+from moa_data.trainer.data import BatchReader, TrainingStream, draw, sequence_bytes, sum_loss_weights
 
 PAPER = PRESETS["paper"]["drafter"]
 
