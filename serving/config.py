@@ -55,10 +55,10 @@ class EngineOptions(Config):
 
 
 class LimitOptions(Config):
-    """Bounds on connections of HTTP, and on what one client may ask for there."""
+    """Bounds on connections, and on what one client may ask for."""
 
     most_body_bytes: Count = 1 << 20
-    """Bytes of a request."""
+    """Bytes of a request, or of a message of gRPC."""
     body_s: Positive = 30.0
     """Seconds in which a request's body has to arrive."""
     answer_s: NonNegative = 600.0
@@ -75,7 +75,8 @@ class LimitOptions(Config):
     most_connections_each: Count = 256
     """Open connections of one address, likewise. A proxy in front has one address for all."""
     head_s: Positive = 15.0
-    """Seconds in which the head of a request has to arrive, a TLS handshake included."""
+    """Seconds in which the head of a request has to arrive, or a stream of gRPC to open its session; a TLS handshake
+    included."""
     write_s: Positive = 30.0
     """Seconds in which a reader has to take the next part of its answer."""
 
@@ -87,20 +88,12 @@ class DraftingOptions(Config):
     """Drafting sessions of all clients, connected or not."""
     most_sessions_each: Count = 64
     """Sessions of one bearer token or, without tokens, one address."""
-    most_message_bytes: Count = 1 << 20
-    """Bytes of a message."""
     messages_per_s: Positive = 200.0
     """Messages of one session; more are read later."""
-    open_s: Positive = 10.0
-    """Seconds in which a stream has to open its session."""
     idle_s: Positive = 600.0
     """Seconds after which a session of which nothing was heard is forgotten."""
     keepalive_s: Positive = 20.0
     """Seconds of silence after which a connection is tried."""
-    take_s: Positive = 60.0
-    """Seconds in which a client has to take the next message."""
-    most_open_connections: Count = 8192
-    """Open connections; further ones are closed at once."""
 
 
 class ServeConfig(Config):

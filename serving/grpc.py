@@ -30,7 +30,7 @@ from ..moa.decoding.sampling import SamplingConfig
 from ..text import first_line
 from . import moa_v1_pb2 as pb
 from .access import BearerTokens, Rate
-from .config import DraftingOptions
+from .config import DraftingOptions, LimitOptions
 from .engine.engine import Engine
 from .engine.sequence import Request
 from .sessions import DraftingSession, Outbox
@@ -42,6 +42,8 @@ _CODES: dict[type[MoaDataError], str] = {
     Overloaded: "overloaded", RequestInvalid: "invalid", NotAllowed: "not_allowed", ProtocolMismatch: "mismatch",
     DrafterError: "invalid",
 }  # fmt: skip
+# Open connections; further ones are closed at once.
+_MAX_CONNECTIONS = 8192
 # Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another.
 _SILENT_S = 10.0
 STATUSES = {
@@ -124,9 +126,13 @@ class DraftingServer:
         port: where it listens.
     """
 
-    def __init__(self, engine: Engine, identities: Identities, settings: DraftingOptions, tokens: BearerTokens) -> None:
+    def __init__(
+        self, engine: Engine, identities: Identities, settings: DraftingOptions, limits: LimitOptions,
+        tokens: BearerTokens,
+    ) -> None:  # fmt: skip
         self.port, self.counts = 0, DraftingCounts()
-        self._engine, self._identities, self._settings, self._tokens = engine, identities, settings, tokens
+        self._engine, self._identities, self._tokens = engine, identities, tokens
+        self._settings, self._limits = settings, limits
         self._sessions: dict[str, DraftingSession] = {}
         self._streams: set[_Stream] = set()
         self._is_draining = False
@@ -141,16 +147,16 @@ class DraftingServer:
         settings, keepalive_ms = self._settings, round(self._settings.keepalive_s * 1000)
         self._server = server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", settings.most_message_bytes),
+                ("grpc.max_receive_message_length", self._limits.most_body_bytes),
                 ("grpc.max_concurrent_streams", 2 * settings.most_sessions_each),  # of one connection
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
                 ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives on a minute
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
-                ("grpc.server_handshake_timeout_ms", round(settings.open_s * 1000)),
+                ("grpc.server_handshake_timeout_ms", round(self._limits.head_s * 1000)),
                 ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),  # none is open
-                ("grpc.max_allowed_incoming_connections", settings.most_open_connections),
+                ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too
                 ("grpc.so_reuseport", 0),  # a port in use is an error
             ],
@@ -192,7 +198,7 @@ class DraftingServer:
         try:
             while (message := await stream.outbox.next()) is not None:
                 data = message.SerializeToString()
-                async with asyncio.timeout(self._settings.take_s):
+                async with asyncio.timeout(self._limits.write_s):
                     await context.write(data)
                 self.counts.n_bytes_out += len(data)
                 if stream.session is not None:
@@ -201,7 +207,7 @@ class DraftingServer:
         except TimeoutError as error:
             with contextlib.suppress(TimeoutError):  # a client that reads nothing gets its status when it does
                 async with asyncio.timeout(1.0):
-                    message_ = f"nothing was read for {self._settings.take_s:g} s; open the session again."
+                    message_ = f"nothing was read for {self._limits.write_s:g} s; open the session again."
                     await context.abort(STATUSES["idle"], message_)
             raise asyncio.CancelledError from error  # for grpc the stream has been broken off
         finally:
@@ -227,7 +233,7 @@ class DraftingServer:
     # Reading
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
-        open_s = self._settings.open_s
+        open_s = self._limits.head_s
 
         def end_unopened() -> None:
             if stream.session is None:

@@ -111,7 +111,7 @@ class ServerRun:
         if config.tls is not None:
             cert, key = (file.read_bytes() for file in config.tls)
             credentials = grpc.ssl_server_credentials([(key, cert)])
-        server = DraftingServer(service.engine, self._identities, config.drafting, service.tokens)
+        server = DraftingServer(service.engine, self._identities, config.drafting, service.limits, service.tokens)
         await server.start(config.host, config.grpc_port, credentials)
         service.metrics.add(lambda: server.counts)
         return server

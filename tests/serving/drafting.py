@@ -11,7 +11,7 @@ import grpc
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.access import BearerTokens
-from moa_data.serving.config import DraftingOptions, EngineOptions
+from moa_data.serving.config import DraftingOptions, EngineOptions, LimitOptions
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.grpc import DraftingServer, Identities
 from moa_data.serving.wire import CLIENT_OPTIONS
@@ -31,6 +31,7 @@ class Server:
         drafters: Any = None,
         identities: Identities | None = None,
         settings: DraftingOptions | None = None,
+        limits: LimitOptions | None = None,
         tokens: Sequence[str] = (),
         credentials: Any = None,
         port: int = 0,
@@ -42,8 +43,10 @@ class Server:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         names = Identities(drafters=dict.fromkeys(drafters or {}, ""))
-        limits = settings or DraftingOptions()
-        self.server = DraftingServer(self.engine, identities or names, limits, BearerTokens(tokens))
+        self.server = DraftingServer(
+            self.engine, identities or names, settings or DraftingOptions(), limits or LimitOptions(),
+            BearerTokens(tokens),
+        )  # fmt: skip
         self.run(self.server.start("127.0.0.1", port, credentials))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -340,7 +340,7 @@ def test_fuzzed_bytes(server: LiveServer, target: Target) -> None:
 
 
 def test_silent_connections_of_grpc_end(target: Target) -> None:
-    with Server(target, settings=DraftingOptions(open_s=0.5, idle_s=1.0)) as server:
+    with Server(target, settings=DraftingOptions(idle_s=1.0), limits=LimitOptions(head_s=0.5)) as server:
         host, port = server.address.split(":")
         for said in (b"", HTTP2_PREFACE):
             silent = stay_silent((host, int(port)), 20, said)

@@ -10,7 +10,6 @@ import torch
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.engine.sequence import Request, Work
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import CODECS, decode
 from moa_data.tests.kit.drafters import build, build_drafter, teach
@@ -392,21 +391,3 @@ def test_deadlines_end_the_answer(target: Target) -> None:
         commits = list(talk.committed())
         assert commits[-1].finish == "deadline"
         assert 1 < len(talk.answer) < 20
-
-
-def test_work_of_other_clients_shares_calls(server: Server, target: Target) -> None:
-    """Eight sessions at once, as an HTTP request runs on the same engine."""
-    commits: list[Any] = []
-    request = Request(tuple(PROMPTS[2]), len(PROMPTS[2]), N_NEW)
-    sequence = server.engine.add(request, commits.append, commits.append)
-    server.engine.set_work(sequence, Work.PLAIN)
-    talks = [Talk(server.address) for _ in PROMPTS]
-    for talk, prompt in zip(talks, PROMPTS, strict=True):
-        talk.open(prompt, codec="int4")
-        talk.send(run=pb.Run(start=len(prompt), mode=SPECULATE))
-        talk.hang_up()
-    for talk, prompt in zip(talks, PROMPTS, strict=True):
-        talk.rest()
-        assert talk.answer == plain_generate(target, prompt, max_new_tokens=N_NEW).tokens
-        talk.cut()
-    assert sum(len(commit.tokens) for commit in commits) == N_NEW

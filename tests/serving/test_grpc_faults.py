@@ -16,11 +16,10 @@ from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.access import BearerTokens
-from moa_data.serving.config import DraftingOptions
+from moa_data.serving.config import DraftingOptions, LimitOptions
 from moa_data.serving.engine.runner import Runner
 from moa_data.serving.grpc import STATUSES, DraftingServer, Identities
 from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
-from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.drafters import build, build_drafter
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.proxy import Proxy
@@ -54,8 +53,8 @@ def answer(target: Target) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server(target: Target, drafter: Any) -> Iterator[Server]:
-    limits = DraftingOptions(most_message_bytes=4096, messages_per_s=1e6)
-    with Server(target, {"moa": drafter}, IDENTITIES, limits, most_drafts=16) as server:
+    settings, limits = DraftingOptions(messages_per_s=1e6), LimitOptions(most_body_bytes=4096)
+    with Server(target, {"moa": drafter}, IDENTITIES, settings, limits, most_drafts=16) as server:
         yield server
 
 
@@ -182,20 +181,6 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
             with Talk(server.address, (("authorization", f"bearer {token}"),)) as talk:
                 opened = talk.opened(PROMPT, session=session)
                 assert opened.was_rebuilt == is_new == (opened.session != session), "sessions are their owner's"
-
-
-def test_tls(target: Target, answer: list[int]) -> None:
-    authority = Authority()
-    credentials = grpc.ssl_server_credentials([authority.server()])
-    with Server(target, credentials=credentials, tokens=["secret"]) as server:
-        known = grpc.ssl_channel_credentials(authority.certificate)
-        with Talk(server.address, (("authorization", "Bearer secret"),), known) as talk:
-            talk.open(PROMPT)
-            assert list(talk.verify(N).tokens) == answer[N : N + 1]
-        for refused in (grpc.ssl_channel_credentials(Authority().certificate), None):
-            with Talk(server.address, credentials=refused, waits=False) as talk:
-                talk.open(PROMPT)
-                assert talk.status() == grpc.StatusCode.UNAVAILABLE
 
 
 # What makes no sense
@@ -431,8 +416,11 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
 def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
     target = Target(build_model(num_hidden_layers=2, max_position_embeddings=600))
     target.eos_token_ids = frozenset()
-    window, limits = [("grpc.http2.lookahead_bytes", 1024)], DraftingOptions(take_s=1.0, idle_s=1.0)
-    with Server(target, {"moa": drafter}, settings=limits) as server, Talk(server.address, options=window) as talk:
+    window, limits = [("grpc.http2.lookahead_bytes", 1024)], LimitOptions(write_s=1.0)
+    with (
+        Server(target, {"moa": drafter}, settings=DraftingOptions(idle_s=1.0), limits=limits) as server,
+        Talk(server.address, options=window) as talk,
+    ):
         talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
         talk.send(run=pb.Run(start=100, mode=PLAIN))
         wait_for(lambda: server.engine.snapshot().n_committed > 10)
@@ -446,7 +434,7 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
 
 
 def test_who_opens_nothing_is_sent_away(target: Target) -> None:
-    with Server(target, settings=DraftingOptions(open_s=0.3)) as server, Talk(server.address) as talk:
+    with Server(target, limits=LimitOptions(head_s=0.3)) as server, Talk(server.address) as talk:
         assert failure_of(talk).code == "idle"
 
 
@@ -521,7 +509,7 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
 
 def test_a_port_in_use_is_said(target: Target) -> None:
     with Server(target) as server:
-        other = DraftingServer(server.engine, Identities(), DraftingOptions(), BearerTokens())
+        other = DraftingServer(server.engine, Identities(), DraftingOptions(), LimitOptions(), BearerTokens())
         with pytest.raises(ServingError):
             server.run(other.start(port=server.server.port))
 

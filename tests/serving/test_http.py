@@ -24,12 +24,10 @@ from moa_data.serving.api import AnswerText
 from moa_data.serving.config import EngineOptions, LimitOptions
 from moa_data.serving.metrics import LOG, JsonLines
 from moa_data.serving.run import bind, check_tls
-from moa_data.tests.kit.attackers import connect, never_read, post, stay_silent, wait_for_end
+from moa_data.tests.kit.attackers import connect, post, stay_silent, wait_for_end
 from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target, wait_for
-from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 ENGINE = EngineOptions(tree="3")
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -168,12 +166,26 @@ def test_the_answer_ends_with_the_end_of_sequence() -> None:
         assert plain.startswith(answer.choices[0].text)
 
 
-def test_eight_at_once_get_what_each_gets_alone(client: OpenAI, target: Target, server: LiveServer) -> None:
-    contents = [f"the cat {n} sat" for n in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        texts = list(threads.map(lambda content: text_of(ask(client, content)), contents))
-    assert texts == [plain_text(target, content, 24) for content in contents]
-    server.wait_until_free()
+@pytest.mark.parametrize("n", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_each_of_many_at_once_gets_what_it_gets_alone(target: Target, n: int) -> None:
+    """More than share a call, with less memory than they want."""
+    asked = [(f"the cat {k} sat", 8 + k % 40) for k in range(n)]
+    settings = EngineOptions(tree="3", kv_tokens=128, most_drafts=8, most_sequences=6)
+    with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server, client_of(server) as client:
+
+        def answer(index: int) -> str:
+            content, n_new = asked[index]
+            if index % 2:
+                return text_of(ask(client, content, max_tokens=n_new, timeout=600))
+            return streamed(client, said=content, max_tokens=n_new, timeout=600)[0]
+
+        with ThreadPoolExecutor(n) as threads:
+            texts = list(threads.map(answer, range(n)))
+        counts = server.engine.snapshot()
+        server.wait_until_free()
+    assert texts == [plain_text(target, content, n_new) for content, n_new in asked]
+    assert counts.n_evicted > 0
+    assert counts.n_failed == 0
 
 
 def test_models(client: OpenAI) -> None:
@@ -466,47 +478,3 @@ def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) 
         server.join()
     assert time.monotonic() - began < 10
     assert server.service.metrics.n_broken_off == 1
-
-
-@pytest.mark.slow
-def test_a_hundred_sessions_at_once(target: Target) -> None:
-    """More than share a call, with less memory than they want; each gets the text that it gets alone."""
-    asked = [(f"the cat {n} sat", 8 + n % 40) for n in range(100)]
-    settings = EngineOptions(tree="3", kv_tokens=2048, most_sequences=16)
-    with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server, client_of(server) as client:
-
-        def answer(index: int) -> str:
-            content, n_new = asked[index]
-            if index % 2:
-                return text_of(ask(client, content, max_tokens=n_new, timeout=600))
-            return streamed(client, said=content, max_tokens=n_new, timeout=600)[0]
-
-        with ThreadPoolExecutor(100) as threads:
-            texts = list(threads.map(answer, range(100)))
-        counts = server.engine.snapshot()
-        server.wait_until_free()
-    assert texts == [plain_text(target, content, n_new) for content, n_new in asked]
-    assert counts.n_evicted > 0
-    assert counts.n_failed == 0
-
-
-@pytest.mark.slow
-def test_readers_that_read_late_lose_nothing() -> None:
-    """Their connections fill up, their texts wait, and are complete when they read at last."""
-    target = Target(build_text_model(max_position_embeddings=8192), build_tokenizer(LLAMA3_TEMPLATE))
-    target.eos_token_ids = frozenset()
-    request = post("/v1/chat/completions", BODY | {"max_tokens": 4000, "stream": True})
-    settings = EngineOptions(kv_tokens=32768, prefill_chunk=4096)
-    with LiveServer(target, engine=settings, limits=LimitOptions(write_s=600)) as server:
-        readers = [never_read(server.place, request) for _ in range(3)]
-        wait_for(lambda: bool(server.engine.snapshot().n_committed) and not server.engine.snapshot().n_working, 300)
-        assert server.engine.snapshot().n_committed < 3 * 4000, "they wait for their readers"
-        for reader in readers:
-            with reader:
-                found = b""
-                while not found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-                    part = reader.recv(1 << 16)
-                    assert part, found[-200:]
-                    found += part
-                assert found.count(b'"finish_reason":"length"') == 1
-        assert server.engine.snapshot().n_committed == 3 * 4000

@@ -81,27 +81,6 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
         assert plain(PROMPTS[1], 24, SAMPLED, 1) != wanted
 
 
-def test_codecs_change_the_bytes_and_not_the_text(server: Server) -> None:
-    n_bytes = []
-    for codec in ("bf16", "int8", "int4"):
-        with client(server.address, mode="client", codec=codec) as connected:
-            answer = Watched(connected).complete(PROMPTS[0], 30)
-            assert list(answer.tokens) == plain(PROMPTS[0], 30)
-            n_bytes.append(answer.stats.bytes_down)
-    assert n_bytes == sorted(n_bytes, reverse=True)
-
-
-def test_answers_end_where_the_target_ends_them(server: Server) -> None:
-    own = Target(target().model)
-    own.eos_token_ids = frozenset({plain(PROMPTS[2], 9)[-1]})
-    n_tokens = 1 + plain(PROMPTS[2], 9).index(plain(PROMPTS[2], 9)[-1])
-    with Server(own, {"moa": model().drafter}) as ending:
-        for mode in MODES:
-            with client(ending.address, mode=mode) as connected:
-                answer = Watched(connected).complete(PROMPTS[2], 30)
-                assert (len(answer.tokens), answer.finish) == (n_tokens, "stop")
-
-
 def test_statistics_are_measured(server: Server) -> None:
     with client(server.address) as connected:
         watched = Watched(connected)

@@ -230,13 +230,9 @@ def test_messages_that_make_no_sense_end_the_connection(message: pb.ServerMessag
         session.receive(message)
     assert session.tokens == [1, 2, 3]
     assert session.take_contexts() == []
-
-
-def test_nothing_comes_before_the_session_is_open() -> None:
-    session = Session([1, 2], 2, AnswerSettings(5), texts())
     session.link_up()
-    with pytest.raises(Disconnected):
-        session.receive(pb.ServerMessage(committed=pb.Committed(start=2, tokens=[3])))
+    with pytest.raises(Disconnected):  # the server opens the session first
+        session.receive(pb.ServerMessage(committed=pb.Committed(start=3, tokens=[4])))
 
 
 @pytest.mark.parametrize(("answer", "reason"), [([3, 9], "stop"), ([3, 4, 5, 6], "length")])

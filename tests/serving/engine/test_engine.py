@@ -121,12 +121,16 @@ SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in ("moa", "eagle", "eagle3", "glide", "independent")},
     **{kind: (kind, BLOCK) for kind in ("dspark", "dflash")},
     "medusa": ("medusa", {"medusa_heads": 4}),
+    "moa with 1 layer": ("moa", {"target_layer_inference": 1}),
+    "moa with 2 layers": ("moa", {"target_layer_inference": 2}),
     "keys and values": ("dspark", BLOCK | {"context": "kv", "fused_layers": (1,)}),
     "memory": ("dflash", BLOCK | {"context": "memory", "fused_layers": None}),
 }
 
 
-@pytest.mark.parametrize("name", quick(SPECULATING, ["moa", "eagle", "independent", "dspark", "memory"]))
+@pytest.mark.parametrize(
+    "name", quick(SPECULATING, ["moa", "eagle", "independent", "dspark", "memory", "moa with 2 layers"])
+)
 def test_every_drafter_speculates_for_several_texts(name: str) -> None:
     target, (kind, sizes) = never_ending(), SPECULATING[name]
     drafter = build(kind, target.model, **sizes)
@@ -146,18 +150,6 @@ def test_every_drafter_speculates_for_several_texts(name: str) -> None:
     assert counts.n_accepted == sum(commit.n_accepted for reader in readers for commit in reader.commits)
     assert counts.n_committed == 5 * 16
     assert counts.n_rounds < counts.n_committed
-
-
-def test_layers_of_the_target_draft_in_a_batch() -> None:
-    """Target layer inference reads the sequences' own KV, and writes to a copy of it."""
-    for n_layers, family in ((1, "llama"), (2, "mistral")):
-        target = never_ending(family)
-        drafter = teach(build_drafter(target.model, n_layers), target, PROMPTS[:4], 40)
-        engine = engine_for(target, {"it": drafter}, tree="6")
-        readers = [add(engine, prompt, 16, Work.SPECULATE, drafter="it") for prompt in PROMPTS[:4]]
-        run(engine)
-        assert [reader.tokens for reader in readers] == [plain(target, prompt, 16) for prompt in PROMPTS[:4]]
-        assert engine.snapshot().n_accepted > 3
 
 
 @pytest.mark.parametrize("shape", ["3x2x6", "auto"])
