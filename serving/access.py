@@ -53,7 +53,7 @@ class BearerTokens:
     """The tokens with which a server may be used; none lets everybody in."""
 
     def __init__(self, tokens: Iterable[str] = ()) -> None:
-        # Hashes have one length, so that comparing them tells nothing of a token's.
+        # Hashes have one length, so that comparing them shows nothing of a token's.
         self._hashes = [_hash(token) for token in tokens]
 
     @property
@@ -195,9 +195,9 @@ class Connection(H11Protocol):
         ends_s: ``time.monotonic()`` at which its answer has to end.
     """
 
-    def __init__(self, book: "Connections", sock: socket.socket, address: str, **options: Any) -> None:
+    def __init__(self, pool: "Connections", sock: socket.socket, address: str, **options: Any) -> None:
         super().__init__(**options)
-        self.book, self.address, self._socket = book, address, sock
+        self.pool, self.address, self._socket = pool, address, sock
         self._routes, self.app = self.app, self._answer
         self.is_working = self.is_surplus = self.is_cut = self.has_asked = False
         self.ends_s, self.blocked_s = float("inf"), float("inf")
@@ -230,14 +230,14 @@ class Connection(H11Protocol):
     def wait(self) -> None:
         """Wait for the head of a request."""
         self.is_working, self.ends_s, self.since = False, float("inf"), time.monotonic()
-        self._set_deadline(self.book.limits.head_s)
+        self._set_deadline(self.pool.limits.head_s)
 
     async def _write(self, writing: Any) -> None:
         """Wait for a reader to have room; one that has none for too long is cut off."""
         now = time.monotonic()
         self.blocked_s = now
         try:
-            async with asyncio.timeout(max(0.0, min(self.book.limits.write_s, self.ends_s - now))):
+            async with asyncio.timeout(max(0.0, min(self.pool.limits.write_s, self.ends_s - now))):
                 await writing
         except TimeoutError:
             self.abort()
@@ -257,13 +257,13 @@ class Connection(H11Protocol):
     def forget(self) -> None:
         """Note that it has ended."""
         self._set_deadline(None)
-        self.book.open.discard(self)
+        self.pool.open.discard(self)
 
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None
-        if seconds is not None and self in self.book.open:
+        if seconds is not None and self in self.pool.open:
             self._deadline = self.loop.call_later(seconds, self.abort)
 
 
@@ -314,7 +314,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, limits: LimitOptions) -> None:
         super().__init__(config)
-        self.book = Connections(limits)
+        self.pool = Connections(limits)
 
     @override
     @contextlib.contextmanager
@@ -325,8 +325,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         options = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
-        make = partial(Connection, self.book, **options)
-        self.servers: list[Any] = [_Acceptor(listener, make, self.config.ssl, self.book) for listener in sockets or ()]
+        make = partial(Connection, self.pool, **options)
+        self.servers: list[Any] = [_Acceptor(listener, make, self.config.ssl, self.pool) for listener in sockets or ()]
         self.started = True
 
 
@@ -335,8 +335,8 @@ class _Acceptor:
 
     # Not asyncio.Server: it knows a connection only when its TLS handshake has ended.
 
-    def __init__(self, listener: socket.socket, make: Callable[..., Connection], tls: Any, book: Connections) -> None:
-        self._listener, self._make, self._tls, self._book = listener, make, tls, book
+    def __init__(self, listener: socket.socket, make: Callable[..., Connection], tls: Any, pool: Connections) -> None:
+        self._listener, self._make, self._tls, self._pool = listener, make, tls, pool
         self._loop = asyncio.get_running_loop()
         listener.listen(2048)
         self._tasks = {self._loop.create_task(self._accept())}
@@ -355,7 +355,7 @@ class _Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError:  # too many open files
-                self._book.make_room(self._book.open, len(self._book.open))
+                self._pool.make_room(self._pool.open, len(self._pool.open))
                 await asyncio.sleep(_RETRY_S)
                 continue
             task = self._loop.create_task(self._connect(sock, str(peer[0])))
@@ -365,8 +365,8 @@ class _Acceptor:
 
     async def _connect(self, sock: socket.socket, address: str) -> None:
         connection = self._make(sock, address)
-        self._book.add(connection)
-        handshake_s = self._book.limits.head_s if self._tls else None
+        self._pool.add(connection)
+        handshake_s = self._pool.limits.head_s if self._tls else None
         try:
             await self._loop.connect_accepted_socket(
                 lambda: connection, sock, ssl=self._tls, ssl_handshake_timeout=handshake_s

@@ -151,7 +151,7 @@ class DraftingServer:
                 ("grpc.max_concurrent_streams", 2 * settings.most_sessions_each),  # of one connection
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
-                ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives on a minute
+                ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else one that swallows pings stays for a minute
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.server_handshake_timeout_ms", round(self._limits.head_s * 1000)),
@@ -160,7 +160,7 @@ class DraftingServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too
                 ("grpc.so_reuseport", 0),  # a port in use is an error
             ],
-            # Twice the sessions: one that is taken up again has two streams for a moment.
+            # Twice the sessions: one that is resumed has two streams for a moment.
             maximum_concurrent_rpcs=2 * settings.most_sessions,
         )
         # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
@@ -286,7 +286,7 @@ class DraftingServer:
         elif session is None:
             raise RequestInvalid("the session is not open; send Open first.")
         elif session.outbox is not stream.outbox:
-            return  # another stream has taken the session up
+            return  # another stream has resumed the session
         elif kind == "close":
             self._forget(session)
             stream.outbox.close()
@@ -314,8 +314,8 @@ class DraftingServer:
             session = self._new_session(stream, request)
             self._answer_open(stream, session, body, request, was_rebuilt=bool(body.session))
             return
-        async with known.taking_up:
-            was_rebuilt = await self._take_up(known, request)
+        async with known.resuming:
+            was_rebuilt = await self._resume(known, request)
             self._answer_open(stream, known, body, request, was_rebuilt)
 
     def _request(self, body: pb.Open) -> Request:
@@ -350,10 +350,10 @@ class DraftingServer:
         if width and request.n_context >= session.contexts.first:
             stream.outbox.send_contexts(session.contexts, body.codec, request.n_context, width)
 
-    async def _take_up(self, known: DraftingSession, request: Request) -> bool:
+    async def _resume(self, known: DraftingSession, request: Request) -> bool:
         """Take a session from its stream, if it has one; returns whether its text must be read again."""
         known.check_text(request)
-        known.send_failure("invalid", "another stream has taken the session up.", ends=True)
+        known.send_failure("invalid", "another stream has resumed the session.", ends=True)
         known.detach()
         await known.stopped.wait()
         self.counts.n_resumed += 1
@@ -363,7 +363,7 @@ class DraftingServer:
         if not known.must_rebuild(request):
             return False
         self.counts.n_rebuilt += 1
-        known.begin_anew(request)
+        known.restart(request)
         return True
 
     def _new_session(self, stream: _Stream, request: Request) -> DraftingSession:

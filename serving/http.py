@@ -214,7 +214,7 @@ class Service:
             try:
                 answer = AnswerText(self.engine, start, work, asked.stops, self._decode)
             except Overloaded:
-                has_room = has_room or connection.book.drop_stuck()
+                has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > give_up_s:
                     raise
                 await asyncio.sleep(0.02)  # the engine forgets a text between two calls

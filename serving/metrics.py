@@ -1,4 +1,4 @@
-"""What a server tells of itself: metrics for Prometheus, and one line of log for each request."""
+"""Metrics of a server for Prometheus, and its log of requests as JSON lines."""
 
 import asyncio
 import json
@@ -40,9 +40,9 @@ _COUNTERS = {
     "n_accepted": ("moa_drafts_accepted", "Drafts that the target agreed with."),
     "n_evicted": ("moa_evictions", "Times that a text lost its KV to another."),
     "n_failed": ("moa_sequences_failed", "Texts that ended with an error."),
-    "n_opened": ("moa_drafting_opened", "Sessions that were opened anew."),
-    "n_resumed": ("moa_drafting_resumed", "Times that a session was taken up again."),
-    "n_rebuilt": ("moa_drafting_rebuilt", "Times that its text had to be read again then."),
+    "n_opened": ("moa_drafting_opened", "Sessions that were opened."),
+    "n_resumed": ("moa_drafting_resumed", "Times that a session was resumed."),
+    "n_rebuilt": ("moa_drafting_rebuilt", "Times that a resumed text had to be read again."),
     "n_bytes_in": ("moa_drafting_bytes_in", "Bytes of messages from clients."),
     "n_bytes_out": ("moa_drafting_bytes_out", "Bytes of messages to clients."),
 }

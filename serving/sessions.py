@@ -60,7 +60,7 @@ class DraftingSession:
         tokens: prompt and committed answer.
         finish: why the answer ended; empty before.
         used_s: ``time.monotonic()`` of the last message from or to its client; kept by the streams.
-        taking_up: held by the stream that attaches itself.
+        resuming: lock of the stream that attaches itself.
         stopped: set while the engine does nothing for it.
     """
 
@@ -74,7 +74,7 @@ class DraftingSession:
     ) -> None:
         self.id, self.owner, self.counted_by, self.used_s = secrets.token_urlsafe(), owner, counted_by, 0.0
         self.outbox: Outbox | None = None
-        self.taking_up = asyncio.Lock()
+        self.resuming = asyncio.Lock()
         self._engine, self._loop, self._on_lost = engine, asyncio.get_running_loop(), on_lost
         # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
         # committed before it came.
@@ -97,8 +97,8 @@ class DraftingSession:
         self.request, self.tokens, self.finish = request, list(request.tokens), ""
         self.contexts = ContextLog(request.n_context)
 
-    def begin_anew(self, request: Request) -> None:
-        """Give the text to the engine once more, with what the client knows of it; for a detached session."""
+    def restart(self, request: Request) -> None:
+        """Let the engine read the text again, with what the client knows of it; for a detached session."""
         before = self._sequence_id
         self.begin(replace(request, tokens=max(tuple(self.tokens), request.tokens, key=len)))
         if before is not None:

@@ -60,7 +60,7 @@ class Timeouts:
 
     connect_s: float = 10.0  # for the first answer of a server; then the call fails
     silence_s: float = 0.5  # without a message, beyond two round trips, after which the client writes offline
-    dead_s: float = 5.0  # without a message, after which the connection is made anew
+    dead_s: float = 5.0  # without a message, after which another connection is made
     give_up_s: float | None = None  # without a server, after which the call fails; None for no end
 
 

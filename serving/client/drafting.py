@@ -10,7 +10,7 @@ it are fed as levels of a chain, and drafts follow them::
     drafts                                 mat  .
 
 Without a network the chain just gets longer. Where the server has disagreed with it, it returns to the last level that
-is right; a round begins anew, with all contexts that have arrived, when nothing is drafted or something was wrong.
+is right; another round begins, with all contexts that have arrived, when nothing is drafted or something was wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ from .session import Draft
 _RUN_FILE, _BUNDLE = "run.yaml", "target"
 # Known tokens that one call feeds: the caller looks at the network in between.
 _MAX_FED = 16
-# Levels after which a chain begins anew where newer contexts are here: each level after a context agrees less.
+# Levels after which another chain begins where newer contexts are here: each level after a context agrees less.
 _MAX_LEVELS = 32
 
 

@@ -16,7 +16,7 @@ so that every order of them can be tested. Positions count from 0 over prompt an
 
 Whatever the network does, a token is committed once: a message says at which position its tokens begin, so that those
 that are known already are skipped. A connection that ends takes with it what was asked for and not what is committed;
-the next one begins with all committed tokens, which the server reads anew where it has lost the session.
+the next one begins with all committed tokens, which the server reads again where it has lost the session.
 """
 
 import math
@@ -39,8 +39,7 @@ _FAILURES: dict[str, type[ServingError]] = {
 }  # fmt: skip
 
 
-# Events: what a client tells those who show its text, a terminal, a web page, a measurement. Tokens have indices in the
-# answer, from 0.
+# Events, for what shows the text: a terminal, a web page, a measurement. Tokens have indices in the answer, from 0.
 
 ChosenMode = Literal["server", "client"]
 """Where drafts are made while there is a network: ``server``, which drafts, verifies and streams, or ``client``, which
@@ -201,7 +200,7 @@ class Session:
         self._is_running = False  # whether the server decodes and streams
         self._max_drafts, self._max_positions = 1, 1 << 31
         if answer := self.tokens[n_prompt:]:
-            self._tell_tokens(0, answer, ["accepted"] * len(answer))
+            self._emit_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
 
     # What goes in
@@ -232,7 +231,7 @@ class Session:
         self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
         if was_opened and not self.finish:
-            self._tell(LinkChanged(False, reason))
+            self._emit(LinkChanged(False, reason))
         self.stall(reason)
 
     def stall(self, reason: str) -> None:
@@ -240,31 +239,31 @@ class Session:
         if self.is_offline or self.finish or not self.was_opened:
             return
         self.is_offline, self._is_stuck, self._has_paused = True, False, False
-        self._tell(ModeChanged("offline", reason))
+        self._emit(ModeChanged("offline", reason))
         while len(self.drafts) > self.settings.max_offline:
             self.drafts.pop()
         self._show()
-        self._tell_pause()
+        self._emit_pause()
 
     def add_draft(self, token: int, probability: float) -> None:
         """Take the draft that :attr:`wants_draft` asked for."""
         self.drafts.append(Draft(token, probability))
         if self.is_offline:
             self._show()
-            self._tell_pause()
+            self._emit_pause()
         self._proceed()
 
     def no_draft(self) -> None:
         """Stop drafting until something new is known: the drafter lacks contexts."""
         self._is_stuck = True
-        self._tell_pause()
+        self._emit_pause()
         self._proceed()
 
     def receive(self, message: pb.ServerMessage) -> None:
         """Take a message of the present connection.
 
         Raises:
-            Disconnected: the connection should be made anew; Overloaded: after some time.
+            Disconnected: another connection should be made; Overloaded: after some time.
             ServingError: another error, as the server says.
         """
         kind = message.WhichOneof("body")
@@ -279,7 +278,7 @@ class Session:
             raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
         if self.is_offline and self.is_opened:
             self.is_offline = False
-            self._tell(ModeChanged(self.mode, "the server is there again"))
+            self._emit(ModeChanged(self.mode, "the server is there again"))
         if kind == "committed":
             self._commit(message.committed)
         elif kind == "context":
@@ -334,9 +333,9 @@ class Session:
         self.session, self.is_opened = opened.session, True
         self._max_drafts = max(1, opened.most_drafts)
         self._max_positions = opened.most_positions or self._max_positions
-        self._tell(LinkChanged(True))
+        self._emit(LinkChanged(True))
         if not self.was_opened:
-            self._tell(ModeChanged(self.mode, "the session is open"))
+            self._emit(ModeChanged(self.mode, "the session is open"))
         self.was_opened = True
 
     def _commit(self, message: pb.Committed) -> None:
@@ -394,13 +393,13 @@ class Session:
         self.n_asked = max(0, self.n_asked - n_agreed)
         self.tokens += new[:n_seen]
         if n_seen:
-            self._tell(Verified(len(self.tokens) - self.n_prompt))
+            self._emit(Verified(len(self.tokens) - self.n_prompt))
         if n_agreed < len(new):
             self._take_back()
         if rest := new[n_seen:]:
             start = len(self.tokens) - self.n_prompt
             self.tokens += rest
-            self._tell_tokens(start, rest, kinds[n_seen:])
+            self._emit_tokens(start, rest, kinds[n_seen:])
 
     def _take_back(self) -> None:
         """Drop all drafts, in sight of the user those that were shown."""
@@ -408,7 +407,7 @@ class Session:
             stop = len(self.tokens) - self.n_prompt
             self._texts.truncate(stop)
             self.n_rolled_back += self.n_shown
-            self._tell(RolledBack(stop))
+            self._emit(RolledBack(stop))
         self.drafts.clear()
         self.n_shown = self.n_asked = 0
 
@@ -416,9 +415,9 @@ class Session:
         if hidden := [draft.token for draft in self.drafts][self.n_shown :]:
             start = len(self.tokens) - self.n_prompt + self.n_shown
             self.n_shown = len(self.drafts)
-            self._tell_tokens(start, hidden, ["unverified"] * len(hidden))
+            self._emit_tokens(start, hidden, ["unverified"] * len(hidden))
 
-    def _tell_pause(self) -> None:
+    def _emit_pause(self) -> None:
         """Say once why the client shows no further tokens offline."""
         if not self.is_offline or self._has_paused or self.wants_draft:
             return
@@ -432,16 +431,16 @@ class Session:
             why = "the drafter lacks contexts of the server"
         else:
             why = "the drafter is too unsure of what follows"
-        self._tell(ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
+        self._emit(ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
 
-    def _tell_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:
+    def _emit_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:
         texts = tuple(self._texts.append(token) for token in tokens)
-        self._tell(Tokens(start, tuple(tokens), texts, tuple(kinds)))
+        self._emit(Tokens(start, tuple(tokens), texts, tuple(kinds)))
 
     def _end(self, reason: str) -> None:
         self._take_back()
         self.finish = reason
-        self._tell(Done(reason))
+        self._emit(Done(reason))
 
     def _end_if_complete(self) -> None:
         """End an answer that was complete when it was resumed."""
@@ -488,5 +487,5 @@ class Session:
         self._outbox.append(pb.ClientMessage(sequence=self._sequence, **body))  # type: ignore[arg-type]
         return self._sequence
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self._events.append(event)

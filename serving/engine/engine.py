@@ -154,7 +154,7 @@ class Engine:
         def apply(sequence: Sequence) -> None:
             sequence.set_work(work, chain, answers)
             if sequence.finish or (work is Work.IDLE and answers):
-                self._tell(sequence, sequence.commit())
+                self._report(sequence, sequence.commit())
 
         self._post(sequence_id, apply)
 
@@ -218,7 +218,7 @@ class Engine:
             sequence = one.sequence
             draft_s = drafted - began if sequence.work is Work.SPECULATE else 0.0
             queue_s, sequence.since_s = began - sequence.since_s, done
-            self._tell(sequence, replace(one.commit, call_s=done - drafted, draft_s=draft_s, queue_s=queue_s))
+            self._report(sequence, replace(one.commit, call_s=done - drafted, draft_s=draft_s, queue_s=queue_s))
         self._send_contexts([one.sequence for one in served])
         return True
 
@@ -242,7 +242,7 @@ class Engine:
             deadline = sequence.request.deadline_s
             if deadline is not None and now >= deadline and not sequence.finish:
                 sequence.finish = "deadline"
-                self._tell(sequence, sequence.commit())
+                self._report(sequence, sequence.commit())
 
     def _draft(self, sequences: Rows[Sequence]) -> dict[str, list[Sequence]]:
         """Make the server's own drafts; returns by drafter the sequences that could draft."""
@@ -349,7 +349,7 @@ class Engine:
         for sequence in sequences:
             is_open = not sequence.finish and sequence.id in self._sequences
             if is_open and sequence.n_unsent >= _contexts_at_once(sequence):
-                self._tell(sequence, replace(sequence.take_contexts(sequence.commit()), answers=0))
+                self._report(sequence, replace(sequence.take_contexts(sequence.commit()), answers=0))
 
     def _observe(self, drafting: Mapping[str, list[Sequence]], served: list[Served], round_s: float) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""
@@ -367,7 +367,7 @@ class Engine:
             if is_comparable and rounds:
                 speculation.judge(rounds, round_s)
 
-    def _tell(self, sequence: Sequence, commit: Commit) -> None:
+    def _report(self, sequence: Sequence, commit: Commit) -> None:
         if commit.finish:
             self._release(sequence)
         try:
@@ -376,7 +376,7 @@ class Engine:
             self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """Remove a sequence and tell its owner."""
+        """Remove a sequence and report to its owner."""
         _LOG.error("text %d failed: %s", sequence.id, first_line(error), exc_info=error)
         self._counts.n_failed += 1
         self._remove(sequence)

@@ -4,7 +4,7 @@ Shapes: n tokens of one sequence's part, T tokens of all parts, E width, V vocab
 heads, d head dim, S slots, K watched layers.
 
 The tokens of all parts stand in one row [1, T], without padding: a chunk of a prompt, plain steps and verifications of
-any size go through the linear layers together. Only attention tells the parts apart::
+any size go through the linear layers together. Only attention keeps the parts apart::
 
     part        prompt chunk   plain step   root and drafts
     tokens      a b c d e      k            r x y z             T = 10

@@ -70,7 +70,7 @@ class Speculation:
         self._policies: dict[int, ShapePolicy] = {}
 
     def begin(self, sequence: Sequence) -> None:
-        """Start with a sequence without KV, anew if it was known."""
+        """Start a sequence without KV, also one that was known."""
         self.forget(sequence)
         self._apart[sequence.id] = self.drafter.new_state(1)
 
