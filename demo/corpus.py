@@ -9,8 +9,8 @@ from the same families and share no opening with the training chats. Every row i
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import OptionInvalid
 from ..files import write_atomic
@@ -160,8 +160,7 @@ FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
 }
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Training chats and held-out chats (whose last message is the reference answer), in file order."""
 
     train: list[dict[str, object]]
@@ -182,7 +181,7 @@ def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
     held_out = list(_rows(rng, n_held_out, seen))
     train = list(_rows(rng, n_train, seen))
     rng.shuffle(train)
-    return Corpus(train=train, held_out=held_out)
+    return Corpus(train, held_out)
 
 
 def _rows(rng: random.Random, count: int, seen: set[str]) -> Iterator[dict[str, object]]:

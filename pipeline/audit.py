@@ -149,12 +149,9 @@ def audit(
         chats, note = _tokenize_again(stored, target.tokenizer, indices)
         rows: list[AuditRow] = []
         for done, index in enumerate(indices):
+            rows += [*_text_rows(stored, index, chats), *_activation_rows(stored, index, target, frozen)]
             if progress:
-                progress(done, len(indices), "audit")
-            rows += _text_rows(stored, index, chats)
-            rows += _activation_rows(stored, index, target, frozen)
-        if progress:
-            progress(len(indices), len(indices), "audit")
+                progress(done + 1, len(indices), "audit")
         return AuditReport(stored.path, model, tuple(rows), len(indices), (note,) if note else ())
 
 

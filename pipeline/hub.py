@@ -36,13 +36,7 @@ _AGAIN = "What is there is kept: run the same command again to continue."
 
 @dataclass(frozen=True)
 class HubReport:
-    """What a push or a pull moved.
-
-    Attributes:
-        verb: pushed or pulled.
-        kind: store or drafter.
-        where: address of the repository, or its commit and the folder.
-    """
+    """What a push or a pull (``verb``) moved, of a store or a drafter (``kind``)."""
 
     verb: str
     kind: str

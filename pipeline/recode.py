@@ -68,8 +68,7 @@ def recode(
             learned yet.
 
     Raises:
-        OptionInvalid: unknown codec, the source is not lossless, source and output are one folder, or metrics for a
-            codec that has no use for them.
+        OptionInvalid: the source is not lossless, or source, output, codec and metrics do not fit.
         StoreMismatch: the output was begun with another codec or other metrics.
     """
     fix_sums()
@@ -82,7 +81,8 @@ def recode(
                 f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
                 "codec has lost another cannot bring back. Extract again, or give the lossless store."
             )
-        if target_store == source.path or _is_same_folder(target_store, source.path):
+        is_folder = isinstance(target_store, Path) and target_store.exists() and isinstance(source.path, Path)
+        if target_store == source.path or (is_folder and os.path.samefile(str(target_store), str(source.path))):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
         new = codec_for(source, codec, target_store, progress, kv_metrics)
         identities = dict(source.manifest.identities)
@@ -111,10 +111,6 @@ def recode(
             report.lines = [f"codec        {new.name}"]
             writer.record_run(report.record(provenance) | {"recode": {"source": str(source.path), "codec": new.name}})
     return report
-
-
-def _is_same_folder(one: StorePath, other: StorePath) -> bool:
-    return isinstance(one, Path) and isinstance(other, Path) and one.exists() and one.samefile(other)
 
 
 def codec_for(
@@ -148,23 +144,18 @@ def codec_for(
 
     if kv_metrics is not None and isinstance(kv, TransformCodec):
         kv.rope = target_rope(load_target_config(source.target_path))
-        kv.metrics = kv_metrics(source, kv, _answered(source))
+        answered = np.flatnonzero(source.sequences["n_response_tokens"].to_numpy() >= _MIN_RESPONSE)
+        if not len(answered):
+            raise OptionInvalid(
+                f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which a drafter could be "
+                "measured. Leave --drafter out."
+            )
+        spread = sample_rows(source.lengths[answered], METRIC_TOKENS)
+        kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)  # a drafter needs room before
     learning = learning_on("cpu", None if out is None else existing_parent(out), progress)
     calibrate(codec, source.lengths, read, frozen.config, frozen.lm_head_weight, frozen.embed_tokens.weight, learning)
     return codec
-
-
-def _answered(source: ActivationStore) -> list[int]:
-    """Choose sequences with responses, spread evenly over a store."""
-    rows = np.flatnonzero(source.sequences["n_response_tokens"].to_numpy() >= _MIN_RESPONSE)
-    if not len(rows):
-        raise OptionInvalid(
-            f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which a drafter could be "
-            "measured. Leave --drafter out."
-        )
-    chosen: list[int] = rows[sample_rows(source.lengths[rows], METRIC_TOKENS)].tolist()
-    return chosen
 
 
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
@@ -178,7 +169,6 @@ def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
 
 
 def _encoded(source: ActivationStore, i: int, codec: StoreCodec) -> dict[str, Any]:
-    """Return all fields of a sequence, encoded where the codec encodes them."""
     values = {name: source.read(i, name) for name in source.fields}
     exact = {
         name: to_float32(values[name], spec.dtype)

@@ -28,10 +28,9 @@ class ExportConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        found = _layer_problems(self.format, self.layers)
-        if self.kv and self.format != "speculators":
-            found.append("kv is for the format speculators only, the others have no place for keys and values")
-        return found
+        is_misplaced = self.kv and self.format != "speculators"
+        kv = "kv is for the format speculators only, the others have no place for keys and values"
+        return _layer_problems(self.format, self.layers) + [kv] * is_misplaced
 
 
 class ImportConfig(Config):

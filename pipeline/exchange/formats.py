@@ -1,19 +1,7 @@
 """The files of other projects: one per sequence, in the formats of speculators, SpecForge (EAGLE-3) and EAGLE v1.
 
-========================================  =====================================================================
-file                                      holds
-========================================  =====================================================================
-speculators                               ``token_ids`` [S], ``hidden_states`` [S, K + 1, E], the last slot the
-``hidden_states/hs_{i}.safetensors``      last layer before the final norm, and where they are asked for keys and
-                                          values ``kv_last_{local,global}_{k,v}`` [S, H_kv, d]; the Arrow dataset
-                                          beside it has ``input_ids``, ``loss_mask`` and ``seq_len`` of row i
-SpecForge                                 ``input_ids`` [S], ``loss_mask`` [S], ``hidden_state`` [1, S, E] after
-``rows_{a}-{b}/data_{i}.ckpt[.gz]``       the norm, ``aux_hidden_state`` [1, S, K * E]
-EAGLE v1 ``{rank}/data_{i}.ckpt``         ``input_ids`` [S], ``loss_mask`` [S], ``hidden_state`` [S, E] after it
-========================================  =====================================================================
-
-Ids and masks are int64, a mask is aligned with its ids, and activations keep the store's dtype. How the projects number
-layers stands in ``docs/interop.md``. Sources, read in stored copies:
+``docs/interop.md`` shows them side by side, with their numbers of layers. Ids and masks are int64, a mask is aligned
+with its ids, and activations keep the store's dtype. Sources, read in stored copies:
 
 - speculators ``scripts/launch_vllm.py`` (default ids ``[2, L // 2, L - 3, L]``, L appended for the verifier),
   ``src/speculators/train/data.py`` (the last slot is the verifier's last hidden state), pull request 313 (vLLM saves it
@@ -46,11 +34,11 @@ from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import override
 
-from ...errors import DrafterError, InteropError, OptionInvalid, SelectionInvalid
+from ...errors import DrafterError, InteropError, OptionInvalid
 from ...files import MAX_JSON_BYTES, PARTIAL_SUFFIX, disk_full_guard, parsing, write_atomic
+from ...moa.drafters.eagle3 import default_fused_layers
 from ...moa.targets.model_files import check_regular, load_pickled_tensors, read_header
 from ...storage.schema import HIDDEN_LAST, layer_field
-from ...text import add_command
 
 ROWS_PER_FOLDER = 2000
 """Files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it."""
@@ -58,30 +46,6 @@ ROWS_PER_FOLDER = 2000
 _MAX_GROWTH, _MIN_LIMIT_BYTES = 32, 64 << 20
 _ROWS_PER_BATCH = 256
 _STATE = "state.json"
-
-
-def default_layers(n_layers: int) -> tuple[int, int, int]:
-    """Return the decoder layers whose outputs EAGLE-3 takes by default: (1, L // 2 - 1, L - 4), counted from 0."""
-    from ...moa.drafters.eagle3 import default_fused_layers
-
-    try:
-        return default_fused_layers(n_layers)
-    except DrafterError as error:
-        raise OptionInvalid(
-            f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; "
-            "choose others with --layers, such as --layers 0,1."
-        ) from error
-
-
-def require_fields(needed: Iterable[str], present: Iterable[str], store: str, purpose: str) -> None:
-    """Refuse a store that lacks fields, naming them and the command that adds them."""
-    held = list(present)
-    missing = [name for name in dict.fromkeys(needed) if name not in held]
-    if missing:
-        raise SelectionInvalid(
-            f"{store} lacks {', '.join(missing)}, needed for {purpose}. Add with {add_command(store, missing)}, or "
-            "choose other --layers."
-        )
 
 
 class FileFormat(ABC):
@@ -296,12 +260,15 @@ def make_format(
     """Make a file format; raises OptionInvalid for layers that the target does not have.
 
     Args:
-        layers: those beside the last one; empty for the default.
+        layers: those beside the last one; empty for EAGLE-3's, 1, L // 2 - 1 and L - 4.
         last_layers: see :class:`SpeculatorsFormat`.
     """
     if name == "eagle":
         return EagleFormat(())
-    layers = layers or default_layers(n_layers)
+    try:
+        layers = layers or default_fused_layers(n_layers)
+    except DrafterError as error:
+        raise OptionInvalid(f"A target with {n_layers} layers has no default. Choose them, as --layers 0,1.") from error
     if wrong := [layer for layer in layers if not 0 <= layer < n_layers]:
         raise OptionInvalid(f"--layers {wrong[0]}: the target has decoder layers 0 to {n_layers - 1}. Choose others.")
     if name == "specforge":

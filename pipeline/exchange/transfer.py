@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ...errors import InteropError, OutputOccupied
+from ...errors import InteropError, OutputOccupied, SelectionInvalid
 from ...files import parse_object, whole_number, write_atomic
 from ...moa.targets.bundle import (
     FrozenTarget,
@@ -40,13 +40,13 @@ from ...storage.schema import (
     tokens_field,
 )
 from ...storage.write.store import StoreWriter
-from ...text import Progress, counted
+from ...text import Progress, add_command, counted
 from ..card import CardOrigin, public_name, write_card
 from ..recode import write_parts
 from ..report import WriteReport
 from ..sequences import content_id
 from .config import ExportConfig, ImportConfig
-from .formats import FileFormat, count_rows, make_format, require_fields, write_rows
+from .formats import FileFormat, count_rows, make_format, write_rows
 from .torch_dataset import ActivationDataset
 
 _N_WRITERS = 8
@@ -88,7 +88,11 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
         last_layers = {"global" if window is None else "local": layer for layer, window in enumerate(windows)}
         file_format = make_format(config.format, config.layers, n_layers, last_layers)
-        require_fields(file_format.fields, store.fields, str(store.path), file_format.name)
+        if missing := [name for name in file_format.fields if name not in store.fields]:
+            raise SelectionInvalid(
+                f"{store.path} lacks {', '.join(missing)}, needed for {file_format.name}. Add with "
+                f"{add_command(str(store.path), missing)}, or choose other --layers."
+            )
         n = min(config.max_sequences or len(store), len(store))
         _claim(folder, file_format, store, n)
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)

@@ -154,7 +154,7 @@ def test_stores_that_no_drafter_can_be_measured_on_are_refused(
     without = build_store(tmp_path / "without", ("hidden:last",), n_sequences=4)
     with pytest.raises(OptionInvalid, match="has no keys and values for a drafter to read"):
         recode(without, "transform:2", tmp_path / "new", kv_metrics=metrics)
-    monkeypatch.setattr("moa_data.pipeline.recode._LEAST_RESPONSE", 100)
+    monkeypatch.setattr("moa_data.pipeline.recode._MIN_RESPONSE", 100)
     with pytest.raises(OptionInvalid, match="has a response of 100 tokens"):
         recode(store_path, "transform:2@layer", tmp_path / "new", kv_metrics=metrics)
 
@@ -217,4 +217,4 @@ def test_the_command_refuses_in_one_line(store_path: Path, tmp_path: Path) -> No
     assert not (tmp_path / "new").exists()
     done = run_command(*given, tmp_path / "moa", "--codec", "transform:2")
     assert done.exit_code == 0, done.output
-    assert "codec transform:2" in done.stdout
+    assert "transform:2" in done.stdout

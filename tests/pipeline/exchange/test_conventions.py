@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from moa_data.errors import OptionInvalid
 from moa_data.pipeline.exchange.config import ExportConfig, Format
-from moa_data.pipeline.exchange.formats import default_layers
+from moa_data.pipeline.exchange.formats import make_format
 from moa_data.pipeline.exchange.transfer import export_store
 
 BFLOAT16: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-2}
@@ -60,7 +60,7 @@ def test_specforge_and_eagle_hold_the_last_state_after_the_norm(store: Path, mod
 
 
 def test_default_layers_are_those_of_eagle_3() -> None:
-    assert (default_layers(32), default_layers(7)) == ((1, 15, 28), (1, 2, 3))
-    for n_layers in (1, 3, 6):
+    assert [make_format("specforge", (), n_layers).layers for n_layers in (32, 7)] == [(1, 15, 28), (1, 2, 3)]
+    for layers, n_layers in (((), 1), ((), 6), ((6,), 6)):
         with pytest.raises(OptionInvalid, match="--layers"):
-            default_layers(n_layers)
+            make_format("specforge", layers, n_layers)
