@@ -52,9 +52,7 @@ class DraftLevel:
 
     tokens: Tensor  # [B, b] int64
     parent_features: Tensor  # [B, b, E], what ``draft_root`` or ``draft_level`` gave for the parent of each node
-    seen: Tensor
-    """[B, b, n] bool, which of the n tokens fed in this round each node sees: the root first, then all nodes level by
-    level, itself included."""
+    seen: Tensor  # [B, b, n] bool, which of the tokens fed in this round a node sees: root first, then level by level
     depth: int  # 1 for the children of the root
 
 
@@ -62,7 +60,7 @@ class Drafter(nn.Module, ABC):
     """A drafter: its trained weights, their training objective, and how it drafts."""
 
     config_class: ClassVar[type[DrafterSizes]]
-    config: Any  # the sizes, an instance of ``config_class``
+    config: Any  # the sizes, of this class
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -85,7 +83,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers in order, of a drafter that has :attr:`layers`."""
+        """The decoder layers in order, of a drafter that has ``layers``."""
         return cast(list[DecoderBlock], list(cast(nn.ModuleList, self.layers)))
 
     # Training
@@ -103,16 +101,15 @@ class Drafter(nn.Module, ABC):
         """Set starting weights that follow from target and data, after :meth:`initialize`; by default none.
 
         Args:
-            count_tokens: counts each token of the vocabulary in the responses of the training sequences: [V] int64;
-                call it only where needed, for it reads all sequences.
+            count_tokens: counts the tokens of the training responses, [V] int64; it reads all sequences.
         """
 
     def check_weights(self) -> None:
-        """Refuse weights that were loaded and contradict each other; raises CheckpointError. By default none do."""
+        """Refuse loaded weights that contradict each other; raises CheckpointError."""
 
     @classmethod
     def reads(cls, n_layers: int, settings: Any) -> Reads:
-        """Return what training reads besides tokens and response masks; by default the last hidden state alone.
+        """Return what training reads besides tokens, response masks and the last hidden state; by default nothing.
 
         Args:
             n_layers: L.
@@ -122,10 +119,8 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        """Weigh the positions of response masks [B, T] in the loss: [B, T] of numbers or bool.
-
-        By default the response, without the first position of a sequence, before which there is no target activation.
-        """
+        """Weigh the positions of response masks [B, T] in the loss: [B, T] of numbers or bool; by default alike."""
+        # No target activation precedes the first position of a sequence.
         response = response_mask.bool().clone()
         response[:, :1] = False
         return response
@@ -138,24 +133,18 @@ class Drafter(nn.Module, ABC):
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Compute features of every position of ``masks.drafted_positions``, each as its draft round gives them.
 
-        A round starts after a context position; the drafter sees target activations up to that one only, and the text
-        of the batch in place of its own drafts. Gradients flow to the inputs; validation turns them off.
+        A round starts after a context position; the drafter sees target activations up to that one, and the text of
+        the batch in place of its own drafts.
         """
 
     # Decoding beside the target
 
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        """Turn features [..., E] into logits [..., V], -inf where a token cannot be drafted.
-
-        By default the target's LM head.
-        """
+        """Turn features [..., E] into logits [..., V], -inf where a token is never drafted; by default the target's."""
         return frozen.logits(features)
 
     def confidence(self, features: Tensor) -> Tensor | None:
-        """Estimate the probability [...] that the draft after features [..., E] is accepted, whatever it is.
-
-        By default None: the drafter has no estimate.
-        """
+        """Estimate the probability [...] that the draft after features [..., E] is accepted; by default None."""
         return None
 
     @abstractmethod
@@ -163,7 +152,7 @@ class Drafter(nn.Module, ABC):
         """Make an empty :class:`~.caches.RowState` of B rows, which the methods below get back as ``state``."""
 
     def observe(self, state: Any, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Take the target's hidden states of tokens that were just committed; by default nothing is done with them.
+        """Take the target's hidden states of tokens that were just committed; by default they are ignored.
 
         Args:
             hidden: [B, n, E], after the final norm; or the outputs of K :attr:`observed_layers`, [B, n, K * E].
@@ -172,13 +161,12 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def draft_root(self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource) -> Tensor:
-        """Begin a round: catch up with what was committed, forget what was drafted, and feed the root: [B, 1, E].
+        """Begin a round: forget what was drafted, catch up with what was committed, and feed the root: [B, 1, E].
 
         A round may begin again at the root of the one before.
 
         Args:
-            committed: per row prompt and generated tokens; the last one is the root, all others have target KV, or
-                their contexts have been taken.
+            committed: per row prompt and generated tokens; all before the last, the root, have target KV or contexts.
         """
 
     @abstractmethod
@@ -189,10 +177,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def context_width(self) -> int | None:
-        """W, how many numbers of the target's a position's context has; 0 for a drafter that needs nothing of it.
-
-        None, the default, for one that can only draft beside its target.
-        """
+        """W, numbers of a position's context; 0 if the drafter needs none, None if it drafts only beside its target."""
         return None
 
     @property
@@ -217,22 +202,16 @@ class Drafter(nn.Module, ABC):
         Args:
             hidden: [n, E] or [n, K * E], as :meth:`observe` gets them.
             kv: [n, L, D], packed KV of all layers; None unless :attr:`context_needs_kv`.
-            positions: [n] int64, of the tokens in their texts.
+            positions: [n] int64, in the texts.
         """
         return self._make_context(hidden, kv, positions).to(self.dtype)
 
     @torch.inference_mode()
     def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
-        """Take the contexts of the next n positions; ends the round, so that :meth:`draft_root` comes next.
+        """Take the contexts [n, W] of the next n positions from ``start`` on; :meth:`draft_root` comes next.
 
-        State and cache then draft as beside a target that has committed these positions. Rounds begin at a token whose
-        predecessors all have contexts, at least one; known tokens after it are fed as levels of a chain, as in
-        training, until their contexts are here.
-
-        Args:
-            state: of one row; drafting from it must happen in inference mode.
-            context: [n, W] of any dtype and device.
-            start: the first of the positions; DrafterError if it is not the next one.
+        A state of one row and a cache then draft as beside a target that has committed these positions. A round begins
+        at a token whose predecessors all have contexts; known tokens after it are fed as levels of a chain.
         """
         width, next_one = self.context_width, cache.lengths[0]
         if context.ndim != 2 or context.shape[1] != width or start != next_one:
@@ -244,19 +223,16 @@ class Drafter(nn.Module, ABC):
         self._take_context(state, cache, context.to(weight.device, weight.dtype))
 
     def reuse_context(self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Take contexts that were made beside the target, so that drafting there need not make them again.
+        """Take contexts that were made to be sent, so that drafting beside the target need not make them again.
 
-        By default nothing is reused. What does not continue what the state knows is made again, as without this call.
+        By default, and where they do not continue what the state has, they are ignored.
 
         Args:
-            contexts: [B, n, W], of the next n positions of each row, of which some are real (``counts``).
-            starts: the first of the n positions of each row.
+            contexts: [B, n, W], of n positions of each row from ``starts`` on, of which ``counts`` are real.
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        """Make what :meth:`encode_context` returns; by default nothing, [n, 0]."""
         return hidden[:, :0]
 
     def _take_context(self, state: Any, cache: ContextCache, context: Tensor) -> None:
-        """Append contexts [n, W] to the state and the cache; by default they are counted."""
         cache.extend(len(context), None, 0)

@@ -41,7 +41,7 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import positions_from, unpack_kv
-from ..nn.layers import AppendKV, DecoderBlock, RMSNorm, Rotary
+from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead, markov_head
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
@@ -76,7 +76,6 @@ N_READ_LAYERS = 5
 class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """The sizes that block-parallel drafters share; those of the KV encoder are 0 without the context memory."""
 
-    module_counts: ClassVar[tuple[str, ...]] = ("block_layers",)
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
 
     mask_token: int  # the token whose embedding stands for an unknown one
@@ -246,7 +245,7 @@ class BlockDrafter(KVEncoder, Drafter):
         sizes = replace(config.layer, qkv_bias=False, query_key_norm=True)
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(config.block_layers))
         self.norm = RMSNorm(width, eps=config.norm_eps)
-        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.rotary = config.rotary()
 
     @property
     @override

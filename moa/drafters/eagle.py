@@ -156,7 +156,6 @@ class EagleSizes(LayerSizes):
     """Everything needed to rebuild an EAGLE drafter and to know which target it belongs to."""
 
     kind: ClassVar[str] = "eagle"
-    module_counts: ClassVar[tuple[str, ...]] = ("eagle_layers",)
 
     eagle_layers: int = 1  # decoder layers
     eagle_input_norm: bool = True
@@ -180,7 +179,7 @@ class EagleDrafter(FeatureDrafter):
         first = replace(config.layer, input_norm=config.eagle_input_norm)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
         self.layers = nn.ModuleList(DecoderBlock(config.layer if i else first) for i in range(config.eagle_layers))
-        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.rotary = config.rotary()
 
     @override
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:

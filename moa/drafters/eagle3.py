@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from ...errors import CheckpointError, DrafterError
 from ..nn import losses
-from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
+from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm
 from ..targets.bundle import FrozenTarget, target_sizes
 from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
@@ -138,7 +138,7 @@ class Eagle3Drafter(FeatureDrafter):
         self.midlayer = Eagle3Block(replace(config.layer, input_width=2 * width))
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocabulary, bias=False)
-        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.rotary = config.rotary()
         self.register_buffer("d2t", torch.zeros(config.draft_vocabulary, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocabulary)
 

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from ..nn import masks
 from ..nn.kv import unpack_kv
-from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotary, Rotation
+from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotation
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
@@ -93,7 +93,7 @@ class GlideDrafter(Drafter):
         super().__init__(config)
         self.self_attention = DecoderBlock(config.layer)
         self.cross_attention = TargetAttention(replace(config.layer, n_kv_heads=config.target_kv_heads, qkv_bias=False))
-        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.rotary = config.rotary()
 
     @classmethod
     @override

@@ -33,7 +33,6 @@ class IndependentSizes(DrafterSizes):
     """Everything needed to rebuild an independent drafter and to know which target it belongs to."""
 
     kind: ClassVar[str] = "independent"
-    module_counts: ClassVar[tuple[str, ...]] = ("independent_layers",)
 
     independent_width: int  # W, its own width
     independent_mlp_width: int  # MLP width of each layer

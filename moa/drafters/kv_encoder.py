@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
-from ..nn.layers import BlockSizes, DecoderBlock, Rotary, Rotation
+from ..nn.layers import BlockSizes, DecoderBlock, Rotary
 from ..targets.bundle import target_sizes
 from ..targets.cache import KVSource
 from .sizes import DrafterSizes, multiple_of_32
@@ -36,19 +36,15 @@ _MAX_POSITIONS = 1 << 13
 class KVEncoderSizes(DrafterSizes):
     """The sizes of a KV encoder; 0 in a drafter without one."""
 
-    kv_width: int = 0
-    """D = 2 * target KV heads * target head dim; width of layer self-attention, which runs over all L layers."""
+    kv_width: int = 0  # D = 2 * target KV heads * target head dim
     layer_attention_heads: int = 0  # query heads of layer self-attention; must divide kv_width
     layer_attention_head_dim: int = 0  # head dim of layer self-attention
     layer_attention_kv_heads: int = 0  # KV heads of layer self-attention
     layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
-    layer_attention: bool = True
-    """Whether there is layer self-attention; without it only the KV of the target's last layer is encoded."""
-    layer_groups: int = 2
-    """Groups of consecutive layers, whose means of layer self-attention are concatenated. The paper has one."""
-    unrotated_keys: bool = True  # whether the target's keys are encoded as before RoPE; in the paper as after it
-    layer_stride: int = 1
-    """The last layer and every so many below it are encoded; 1 is all, as in the paper."""
+    layer_attention: bool = True  # without layer self-attention only the KV of the target's last layer is encoded
+    layer_groups: int = 2  # G, groups of consecutive layers; 1 in the paper
+    unrotated_keys: bool = True  # encode the target's keys as before RoPE; in the paper as after it
+    layer_stride: int = 1  # encode the last layer and every so many below it; 1 is all, as in the paper
 
     @property
     def encoded_layers(self) -> tuple[int, ...]:
@@ -125,7 +121,6 @@ def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
-    """The largest head count up to the target's that divides kv_width with an even head dim."""
     return next(h for h in range(min(n_heads, kv_width), 0, -1) if kv_width % h == 0 and (kv_width // h) % 2 == 0)
 
 
@@ -145,28 +140,17 @@ class KVEncoder(nn.Module):
         rope = config.rope_parameters, config.max_position_embeddings
         self.layer_rotary = Rotary(config.layer_attention_head_dim, *rope)
 
-    def encode_layers(self, kv: Tensor) -> Tensor:
-        """Attend between layers, bidirectionally, RoPE position = layer index: [B, T, L, D] -> [B, T, L, D]."""
-        out = self.layer_self_attention.attend_self(kv.flatten(0, 1), self._layer_rotation(kv), mask=None)
-        encoded: Tensor = out.unflatten(0, kv.shape[:2])
-        return encoded
-
     def encode_kv(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """Encode KV: project what :meth:`encode_means` gives to [B, T, E]."""
         hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions))
         return hidden
 
     def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Compute the means of :meth:`encode_layers` over G groups of layers, concatenated.
-
-        Without layer self-attention the last layer takes their place (G = 1).
+        """Attend between layers and join the means over G groups of them, or take the last layer alone: [B, T, G * D].
 
         Args:
             kv: [B, T, L, D]; those layers that are encoded are enough.
             positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
-
-        Returns:
-            [B, T, G * D].
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_layers:
             kv = kv[:, :, list(self.config.encoded_layers)]
@@ -174,7 +158,8 @@ class KVEncoder(nn.Module):
             kv = kv[:, :, -1:]
         if positions is None:
             positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
-        rotation = self._layer_rotation(kv)
+        # Bidirectional; a layer's position is its index.
+        rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
         summaries = []  # [n, G * D] each
         at = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
         for part, where in zip(kv.flatten(0, 1).split(_MAX_POSITIONS), at, strict=True):
@@ -195,10 +180,6 @@ class KVEncoder(nn.Module):
         kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_layers - 1)
         return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device))
 
-    def _layer_rotation(self, kv: Tensor) -> Rotation:
-        rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
-        return rotation
-
     # On another machine than the target
 
     @property
@@ -211,7 +192,7 @@ class KVEncoder(nn.Module):
         return self.kv_to_hidden.in_features < self.kv_to_hidden.out_features
 
     def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
-        """Make what is sent of n positions, from their KV [n, L, D]: [n, ``sent_width``]."""
+        """Make what is sent of n positions from their KV [n, L, D]: [n, ``sent_width``]."""
         encode = self.encode_means if self._sends_means else self.encode_kv
         return encode(kv[None], positions[None])[0]
 

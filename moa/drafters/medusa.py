@@ -42,7 +42,6 @@ class MedusaSizes(DrafterSizes):
     """Everything needed to rebuild a Medusa drafter and to know which target it belongs to."""
 
     kind: ClassVar[str] = "medusa"
-    module_counts: ClassVar[tuple[str, ...]] = ("medusa_heads", "medusa_layers")
 
     medusa_heads: int = 6  # K, heads: the most levels of drafts
     medusa_layers: int = 1  # residual layers of each head

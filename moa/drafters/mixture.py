@@ -38,7 +38,7 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
-from ..nn.layers import BlockSizes, DecoderBlock, Rotary
+from ..nn.layers import BlockSizes, DecoderBlock
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
@@ -140,7 +140,7 @@ class MoADrafter(KVEncoder, Drafter):
         super().__init__(config)
         self.self_attention = DecoderBlock(config.self_attention)
         self.cross_attention = DecoderBlock(config.cross_attention)
-        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.rotary = config.rotary()
         self.build_encoder()
 
     @classmethod

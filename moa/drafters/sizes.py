@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Self
 from typing_extensions import override
 
 from ...errors import DrafterError, TargetError
-from ..nn.layers import BlockSizes
+from ..nn.layers import BlockSizes, Rotary
 from ..targets.bundle import rope_parameters, target_sizes
 
-_MAX_MODULES = 128
 _MAX_SIZE = 1 << 26
 
 
@@ -20,8 +19,6 @@ class DrafterSizes:
     """The sizes of the target that every drafter records; drafters add their own."""
 
     kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
-    module_counts: ClassVar[tuple[str, ...]] = ()
-    """Fields that count modules, such as layers: drafter.json may not name absurdly many."""
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
     """Whole numbers that may be 0, besides those whose default is 0."""
 
@@ -38,7 +35,7 @@ class DrafterSizes:
 
     @property
     def target_layer_inference(self) -> int:
-        """N, how many of the target's last layers the drafted features pass through; 0 unless a drafter says so."""
+        """N, how many of the target's last layers the drafted features pass through."""
         return 0
 
     @property
@@ -47,7 +44,7 @@ class DrafterSizes:
         return None
 
     def check_depth(self, depth: int) -> None:
-        """Refuse drafts that are deeper than ``max_depth``."""
+        """Refuse more levels of drafts than ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
                 f"this {self.kind} drafter drafts {self.max_depth} levels, got a shape of {depth}; "
@@ -80,7 +77,7 @@ class DrafterSizes:
         Args:
             config: the target's transformers config.
             target: identity of the target.
-            **sizes: any drafter size by field name; None means the default.
+            **sizes: by field name; None means the default.
         """
         known = target_sizes(config)
         names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
@@ -122,11 +119,9 @@ class DrafterSizes:
 
     @classmethod
     def _is_valid(cls, value: Any, item: Field[Any]) -> bool:
-        """Return whether a value of drafter.json is of its field's type and plausible."""
         if item.type is int:
-            largest = _MAX_MODULES if item.name in cls.module_counts else _MAX_SIZE
             smallest = 0 if item.default == 0 or item.name in cls.may_be_zero else 1
-            return type(value) is int and smallest <= value <= largest
+            return type(value) is int and smallest <= value <= _MAX_SIZE
         if item.type is float:
             return type(value) in (int, float) and math.isfinite(value)
         if item.type is bool:
@@ -140,6 +135,10 @@ class DrafterSizes:
         """List the sizes as plain values for JSON, with the ``kind``."""
         return {"kind": self.kind, **asdict(self)}
 
+    def rotary(self) -> Rotary:
+        """Make the rotation of the target's heads."""
+        return Rotary(self.head_dim, self.rope_parameters, self.max_position_embeddings)
+
     def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
         """Make the sizes of a block with the target's width and query heads."""
         return BlockSizes(
@@ -149,7 +148,7 @@ class DrafterSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes(DrafterSizes):
-    """Sizes of drafters with decoder layers of the target's width, by default with its KV heads and MLP width."""
+    """Sizes of drafters whose layers have the target's width, and by default its KV heads and MLP width."""
 
     self_attention_kv_heads: int  # KV heads of each layer
     self_attention_mlp_width: int  # MLP width of each layer
@@ -175,11 +174,7 @@ def multiple_of_32(width: float) -> int:
 
 
 def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool = False) -> None:
-    """Refuse ``fused_layers`` that a target of ``n_layers`` does not have or that do not ascend.
-
-    Args:
-        embedding: whether -1, the target's embedding, may come first.
-    """
+    """Refuse ``fused_layers`` that a target lacks or that do not ascend; -1 may be its ``embedding``."""
     first = -1 if embedding else 0
     is_ascending = bool(layers) and list(layers) == sorted(set(layers))
     if not is_ascending or layers[0] < first or layers[-1] >= n_layers or tuple(layers) == (-1,):

@@ -49,19 +49,12 @@ from ..targets.bundle import FrozenTarget
 
 @dataclass(frozen=True)
 class Reads:
-    """What training reads of a store besides tokens, response masks and the last hidden state.
+    """What training reads of a store besides tokens, response masks and the last hidden state."""
 
-    Attributes:
-        kv: whether it reads the target's KV.
-        kv_layers: of which layers, ascending, negative ones counted from the last; None for all.
-        entering_layer: the layer whose output enters the last N target layers; None where that is not read.
-        outputs: decoder layers whose outputs become ``TrainingInputs.layer_outputs``.
-    """
-
-    kv: bool = False
-    kv_layers: tuple[int, ...] | None = None
-    entering_layer: int | None = None
-    outputs: tuple[int, ...] = ()
+    kv: bool = False  # the target's KV
+    kv_layers: tuple[int, ...] | None = None  # of these layers, ascending, negative counted from the last; None for all
+    entering_layer: int | None = None  # the layer whose output enters the last N target layers, where that is read
+    outputs: tuple[int, ...] = ()  # decoder layers whose outputs become ``TrainingInputs.layer_outputs``
 
     @property
     def fields(self) -> dict[str, str]:
@@ -109,8 +102,7 @@ class BlockDraws:
     max_anchors: int | None = None  # blocks of a sequence at most, drawn at random; None for all
     position_decay: float = 0.0  # draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each
     anchors: Tensor | None = None  # [B, N] int64, given anchors in place of drawn ones; -1 for none
-    d_pace: float | None = None
-    """Smoothing of D-PACE, by which drafts weigh what they add to the expected acceptance length, if any."""
+    d_pace: float | None = None  # smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`
 
 
 ALL_BLOCKS = BlockDraws(n_drafts=1)
@@ -123,20 +115,18 @@ class Draws:
     step_bound: Tensor | None  # [B] int64, see :func:`masks.drafted_positions`; None for no bound
     staircase_rows: Tensor  # [B] bool, see :func:`masks.self_attention_mask`
     offset: Tensor | None = None  # [B] int64, phase of the step bound; None for 0
-    seeds: tuple[int, ...] = ()
-    """One per row, for what it draws itself: noise on the target's hidden states, anchors of blocks."""
+    seeds: tuple[int, ...] = ()  # one per row, of its noise on hidden states and of its anchors
     noise_width: float = 0.0  # the noise is uniform in plus or minus half of this
     on_policy_weight: float = 1.0  # in the loss, of a pass over draft rounds; 0 leaves the pass out
+    # Of a pass in which each position is the first draft of its own round, whatever the step bound: what the paper
+    # calls standard training.
     teacher_forced_weight: float = 0.0
-    """In the loss, of a pass in which each position is the first draft of its own round and sees the target's
-    activations up to its predecessor, whatever the step bound: what the paper calls standard training."""
     blocks: BlockDraws | None = None  # None for all, each position of a block weighing 1
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
         """List the passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.
 
-        Returns:
-            Weight, drafted positions [B, T] bool, last context position of each [B, T] int64.
+        Of each: weight, drafted positions [B, T] bool, last context position of each [B, T] int64.
         """
         found = []
         if self.on_policy_weight:
@@ -187,11 +177,7 @@ class Rounds:
 
 
 def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack the positions where a mask [B, T] is set to the left.
-
-    Returns:
-        queries [B, Q] int64 (position 0 where a row has fewer than Q) and valid [B, Q] bool; Q >= 1.
-    """
+    """Pack the positions where a mask [B, T] is set to the left: queries [B, Q] int64, valid [B, Q] bool; Q >= 1."""
     n_queries = max(1, int(mask.sum(dim=1).max()))
     order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)[:, :n_queries]
     valid = mask.gather(1, order)
@@ -211,11 +197,7 @@ def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[T
 
 
 def round_queries(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the positions that draft rounds draft for, from position ``first`` on.
-
-    Returns:
-        queries and valid as of :func:`loss_queries`, and the last context position of each query [B, Q] int64.
-    """
+    """Pack the positions of :func:`draft_rounds`: queries, valid, and the last context position of each [B, Q]."""
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
     return queries, valid, context.gather(1, queries)
@@ -227,8 +209,7 @@ def round_queries(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Choose the anchors of each row of response masks [B, T], ascending; too many are drawn from by the row's seed.
 
-    Returns:
-        Anchors [B, N] int64, 0 where a row has fewer, and which are real, [B, N] bool; N >= 1.
+    Returns anchors [B, N] int64, 0 where a row has fewer, and which are real, [B, N] bool; N >= 1.
     """
     blocks = draws.blocks or ALL_BLOCKS
     if blocks.anchors is not None:
@@ -254,11 +235,7 @@ def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
 
 
 def draft_weights(response_mask: Tensor, anchors: Tensor, valid: Tensor, blocks: BlockDraws) -> Tensor:
-    """Weigh each draft of blocks in the loss, 0 from the first one on whose token is not of the response.
-
-    Returns:
-        [B, N, K] float32, of response masks [B, T] and anchors [B, N] of which some are valid [B, N].
-    """
+    """Weigh each draft of blocks in the loss, 0 from the first one on whose token is not of the response: [B, N, K]."""
     n_tokens = response_mask.shape[1]
     labels = draft_positions(anchors, blocks.n_drafts) + 1
     rows = torch.arange(len(labels), device=labels.device)[:, None, None]
@@ -300,18 +277,18 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the loss terms; the defaults are those of the papers, of forward KL and feature MoA's Table 6."""
+    """Weights of the loss terms; the defaults are those of the papers."""
 
-    forward_kl: float = 0.1
+    forward_kl: float = 0.1  # MoA, Table 6, as of the feature loss
     feature: float = 1.0
     cross_entropy: float = 0.1  # of block-parallel drafters, as the two below: to the tokens of the text
     l1: float = 0.9  # the L1 distance of drafter's and target's distributions
     confidence: float = 1.0  # the binary cross-entropy of the confidence head
-    divergence: losses.Divergence = losses.KL  # what takes the place of the forward KL in its term
+    divergence: losses.Divergence = losses.KL  # in the term of the forward KL
 
     @classmethod
     def of(cls, settings: Any) -> LossWeights:
-        """Make the weights that the settings of a drafter in training call for."""
+        """Make the weights of the settings of a drafter in training."""
         divergence = losses.Divergence(settings.divergence, settings.lk_decay)
         return cls(**settings.loss_weights(), divergence=divergence)
 
@@ -326,19 +303,17 @@ class TrainingStep:
     denominator: float | None = None
 
     def scale(self, n_positions: float) -> float:
-        """The factor of sums over loss positions; without a denominator as in the released code."""
+        """The factor of sums over loss positions."""
+        # Without a denominator as in the released code.
         return 1.0 / (self.denominator if self.denominator is not None else n_positions + 1e-5)
 
 
 @dataclass
 class LossTerms:
-    """Scalars of one mini-batch, each a sum over loss positions divided by the denominator.
-
-    The forward KL is what takes its place, where another divergence is trained.
-    """
+    """Scalars of one mini-batch, each a sum over loss positions divided by the denominator."""
 
     total: Tensor
-    forward_kl: Tensor
+    forward_kl: Tensor  # or the divergence that is trained in its place
     feature: Tensor | None  # the feature loss; None for a drafter whose features are not compared with hidden states
     n_positions: int
     entering_feature: Tensor | None = None  # before the target's last layers; None without target layer inference

@@ -56,6 +56,14 @@ def build_drafter(model: Any, n_target_layers: int = 0, seed: int = 1, std: floa
     return drafter
 
 
+def encode_layers(drafter: MoADrafter, kv: Tensor) -> Tensor:
+    """Layer self-attention as the paper writes it, over all layers of KV: [B, T, L, D] -> [B, T, L, D]."""
+    rotation = drafter.layer_rotary(torch.arange(kv.shape[2])[None])
+    out = drafter.layer_self_attention.attend_self(kv.flatten(0, 1), rotation, mask=None)
+    encoded: Tensor = out.unflatten(0, kv.shape[:2])
+    return encoded
+
+
 def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
     """The frozen weights of the target that a drafter needs."""
     return FrozenTarget.from_model(model, drafter.config.target_layer_inference)

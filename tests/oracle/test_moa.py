@@ -11,6 +11,7 @@ from moa_data.moa.formats.checkpoint import build_drafter
 from moa_data.moa.formats.moa import from_official_keys, sizes_from_official
 from moa_data.moa.nn import losses, masks
 from moa_data.moa.nn.kv import pack_kv
+from moa_data.tests.kit.drafters import encode_layers
 
 from .official import everywhere, moa_forward
 from .vectors import Vectors, drafter_weights, frozen_target, inputs_of, meta, names, set_of, target_config
@@ -41,7 +42,7 @@ def test_memory(name: str) -> None:
     for key in keys:
         assert torch.equal(pack_kv(list(keys[key]), list(values[key])), expected["kv_stack"])
     drafter = build(name)
-    layers = drafter.encode_layers(expected["kv_stack"])
+    layers = encode_layers(drafter, expected["kv_stack"])
     expected.close("lsa_out", layers)
     expected.close("lsa_mean", layers.mean(dim=2))
     for memory in (drafter.kv_to_hidden(layers.mean(dim=2)), drafter.encode_kv(expected["kv_stack"])):

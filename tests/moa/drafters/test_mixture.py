@@ -15,7 +15,7 @@ from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import PAPER, build_drafter, frozen_for, stored
+from moa_data.tests.kit.drafters import PAPER, build_drafter, encode_layers, frozen_for, stored
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import quick
 
@@ -177,7 +177,7 @@ def test_memory_in_one_go_equals_the_means_over_layers(n_groups: int) -> None:
     """The path that applies the down projection once per mean equals the plain one, in value and gradient."""
     drafter = build_drafter(build_model(), layer_groups=n_groups).double()
     kv = torch.randn(2, 5, 4, 48, dtype=torch.float64)
-    groups = drafter.encode_layers(kv).split({1: 4, 2: 2, 3: [2, 1, 1]}[n_groups], dim=2)
+    groups = encode_layers(drafter, kv).split({1: 4, 2: 2, 3: [2, 1, 1]}[n_groups], dim=2)
     plain = drafter.kv_to_hidden(torch.cat([group.mean(dim=2) for group in groups], dim=-1))
     fast = drafter.encode_kv(kv)
     torch.testing.assert_close(fast, plain)
