@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import OptionInvalid, ReportUnwritten, StorageUnavailable
+from ..errors import DrafterError, OptionInvalid, ReportUnwritten, StorageUnavailable
 from ..moa.decoding.loop import Generation, OnTokens, generate_batch
-from ..moa.decoding.loop import generate as generate_tokens
 from ..moa.decoding.policy import AutoPolicy, ShapePolicy
 from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Proposer
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
@@ -173,23 +172,20 @@ def generate(
 
     Raises:
         TemplateError: the target's chat template refuses the prompt.
-        DrafterError: the prompt is empty or longer than the target's positions, or the drafter is of another target.
+        DrafterError: the prompt is empty, longer than the target's positions or not of its vocabulary, or the drafter
+            is none.
     """
-    return generate_tokens(
-        target, drafter, encode_prompt(target, drafter, prompt), max_new_tokens=max_new_tokens, tree=tree,
-        sampling=sampling, seed=seed, on_tokens=on_tokens,
-    )  # fmt: skip
-
-
-def encode_prompt(
-    target: Target, drafter: Drafter, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]
-) -> list[int]:
-    """Return the token ids of a prompt, with the template's arguments of the store that the drafter is from."""
+    if not isinstance(drafter, Drafter):
+        raise DrafterError(f"the drafter is {drafter!r:.60}, expected what load_drafter gives.")
     if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-        if not messages:
-            return [int(token) for token in prompt if not isinstance(token, Mapping)]
-    arguments = choose_template_arguments((), {"drafter": drafter.config.target})
-    return prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+    tokens = [int(token) for token in prompt if not isinstance(token, Mapping)]
+    if messages:
+        arguments = choose_template_arguments((), {"drafter": drafter.config.target})
+        tokens = prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)
+    proposer = DrafterProposer(target, drafter, None, sampling)
+    return generate_batch(
+        target, [tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling, seed=seed,
+        tree=tree or AutoPolicy(sampling.temperature > 0, proposer.max_depth), on_tokens=on_tokens,
+    )[0]  # fmt: skip

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "adding-a-drafter.md"
 RUN = """
-from moa_data.moa.decoding.loop import generate, plain_generate
+from moa_data.evaluation.run import generate
+from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target

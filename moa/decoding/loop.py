@@ -28,13 +28,11 @@ import torch
 from torch import Tensor
 
 from ...errors import DrafterError
-from ..drafters.base import Drafter
 from ..drafters.caches import padded
-from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
 from ..targets.live import DeviceClock, Target
-from .policy import AutoPolicy, ShapePolicy
-from .proposer import DrafterProposer, Proposer
+from .policy import ShapePolicy
+from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
@@ -48,8 +46,8 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 class DecodeStats:
     """The cost of a generation, counted alike in plain and speculative decoding."""
 
-    committed_per_call: list[int] = field(default_factory=list)  # tokens, of each target call after the prefill
-    n_tokens: int = 0  # all generated ones, the one from the prefill included
+    committed_per_call: list[int] = field(default_factory=list)  # tokens of each target call after the prefill
+    n_tokens: int = 0  # generated, the one from the prefill included
     n_drafted: int = 0
     n_drafted_calls: int = 0  # target calls that verified drafts
     prefill_s: float = 0.0
@@ -97,31 +95,6 @@ def plain_generate(
     )[0]
 
 
-def generate(
-    target: Target,
-    drafter: Drafter,
-    prompt_tokens: list[int],
-    *,
-    max_new_tokens: int = 256,
-    tree: TreeShape | ShapePolicy | None = None,
-    sampling: SamplingConfig = GREEDY,
-    seed: int = 0,
-    frozen: FrozenTarget | None = None,
-    on_tokens: OnTokens | None = None,
-) -> Generation:
-    """Decode one prompt with drafts; see :func:`generate_batch`.
-
-    Args:
-        tree: shape of the drafts; None for ``auto``, chains that are replaced by plain steps where they do not pay.
-        frozen: target weights for the drafter; None takes them from the live target.
-    """
-    proposer = DrafterProposer(target, drafter, frozen, sampling)
-    return generate_batch(
-        target, [prompt_tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling, seed=seed,
-        tree=tree or AutoPolicy(sampling.temperature > 0, proposer.max_depth), on_tokens=on_tokens,
-    )[0]  # fmt: skip
-
-
 def generate_batch(
     target: Target,
     prompts: Sequence[list[int]],
@@ -148,7 +121,7 @@ def generate_batch(
         on_tokens: called at each commit; for a single prompt only.
 
     Raises:
-        DrafterError: an empty or too long prompt, or settings that make no sense.
+        DrafterError: a prompt that is empty, too long or not of the vocabulary, or settings that make no sense.
     """
     if on_tokens is not None and len(prompts) > 1:
         raise DrafterError("on_tokens serves a single prompt.")
@@ -283,6 +256,11 @@ class _Row:
             raise DrafterError(
                 f"the prompt has {len(prompt_tokens)} tokens, the target has {target.max_positions} positions; "
                 "shorten the prompt."
+            )
+        vocab_size = target.sizes["vocab_size"]
+        if (unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)) is not None:
+            raise DrafterError(
+                f"the prompt has token {unknown}, the target's tokens are 0 to {vocab_size - 1}; use its tokenizer."
             )
         self._eos_token_ids, self._on_tokens = target.eos_token_ids, on_tokens
         self._limit = min(max_new_tokens, target.max_positions - len(prompt_tokens))

@@ -23,12 +23,13 @@ Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts, for one generation after the other, and keeps its caches in step with what is committed."""
+    """Proposes drafts, for one generation after the other, and keeps its caches in step with what is committed.
 
-    @property
-    def max_depth(self) -> int | None:
-        """The most levels of drafts that it can propose; None for any number."""
-        return None
+    Attributes:
+        max_depth: most levels of drafts that it can propose; None for any number.
+    """
+
+    max_depth: int | None = None
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts.
@@ -141,14 +142,9 @@ class DrafterProposer(Proposer):
                 f"the drafter is {drafter.dtype}, its target weights are {weight.dtype}; load both in one dtype."
             )
         self.frozen, self.drafter, self._device, self._sampling = frozen, drafter, weight.device, sampling
+        self.max_depth = drafter.config.max_depth
         self._generators: list[torch.Generator] = []
         self._choose: Choose | None = None
-
-    @property
-    @override
-    def max_depth(self) -> int | None:
-        depth: int | None = self.drafter.config.max_depth
-        return depth
 
     @override
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:

@@ -1,20 +1,29 @@
-"""Verification of draft trees: greedy, or by sampling that keeps the target's distribution.
+"""The next token: settings, its distribution, its choice by keyed noise, and the verification of drafts.
 
-Shapes: N nodes, V vocabulary.
+Shapes: B rows, N nodes, V vocabulary.
 
-Sampling follows Leviathan et al. (2023, Algorithm 1) where drafts were drawn from a known distribution q: a draft x is
-accepted with probability min(1, p(x) / q(x)), else the next token comes from max(0, p - q), normalised. Drafts that
-were picked (the most likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with
-probability p(x), else p(x) becomes 0 and the next child is tried on the normalised rest. Either way the next token
-has the distribution p, whatever the drafter proposes.
+Drafts are verified in one of three ways; all give each token the target's distribution, whatever the drafter proposes.
+
+- Greedily: a draft is accepted if it is the target's argmax.
+- By rejection (:func:`accept_sampled`), where a generator gives the random numbers. It follows Leviathan et al. (2023,
+  Algorithm 1) where drafts were drawn from a known distribution q: a draft x is accepted with probability
+  min(1, p(x) / q(x)), else the next token comes from max(0, p - q), normalised. Drafts that were picked (the most
+  likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with probability p(x), else p(x)
+  becomes 0 and the next child is tried on the normalised rest.
+- By the target's own choice (:func:`accept_chosen`), which seed and position alone decide: the token at a position is
+  the one with the largest log p + g, where g is Gumbel noise keyed by (seed, position). Over seeds it has exactly the
+  distribution p (the Gumbel-max trick); for a given seed it is a function. So a text is the same whatever drafts it,
+  how often a call is repeated, and which sequences share it. A drafter that adds the same noise to its own
+  log-probabilities draws the target's token wherever the two are close, more often than by independent draws.
 
 Distributions stay on the device of the logits: a round copies to the host one number for each draft that it tries, and
 the token. Uniform numbers are made on the host, so that a seed means the same on every device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +32,7 @@ from .tree import NO_DRAFT, DraftTree, TreeShape
 
 _N_LIKELY = 1024
 """Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small."""
+_UINT64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -152,8 +162,80 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
     return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
 
 
+def noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    """Draw Gumbel noise of a position: [V] float64 on the host.
+
+    The random bits are those of Philox 4x64 with the key (seed, position), the same on every machine.
+
+    Args:
+        seed: any 64 bits, with or without a sign.
+        position: index of the token in the whole text, the prompt included.
+    """
+    bits = np.random.Philox(key=np.array([seed & _UINT64, position], dtype=np.uint64)).random_raw(vocab_size)
+    # 52 bits and a half: neither 0 nor 1 can come out, whose noise would be infinite.
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return torch.from_numpy(-np.log(-np.log(uniform)))
+
+
+def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, seed: int, position: int) -> int:
+    """Choose the token at a position.
+
+    Args:
+        logits: [V], of the target or of a drafter, -inf where a token cannot come.
+        previous: prompt and all tokens so far, for the repetition penalty.
+        seed: of the text; tokens of one seed at different positions are independent.
+        position: index of the chosen token in the whole text, the prompt included.
+    """
+    if sampling.temperature == 0:
+        return int(penalised(logits, previous, sampling.repetition_penalty).argmax())
+    probability = distribution(logits, previous, sampling)
+    own_noise = noise(seed, position, probability.shape[0]).to(probability.device)
+    return int((probability.log() + own_noise).argmax())
+
+
+@dataclass(frozen=True)
+class Text:
+    """All tokens of a text so far, and what decides the next ones."""
+
+    tokens: Sequence[int]
+    sampling: SamplingConfig
+    seed: int
+
+
+class ChainChoice:
+    """Chooses the tokens of chains of drafts, level by level, for the texts of a batch.
+
+    Args:
+        texts: one a row, each ends with the root.
+    """
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._texts, self._is_argmax = texts, all(text.sampling.is_argmax for text in texts)
+        self._paths = [list(text.tokens) for text in texts]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
+        if self._is_argmax:  # nothing comes to the host
+            return logits.argmax(dim=-1)
+        for row, path, text in zip(logits, self._paths, self._texts, strict=True):
+            path.append(choose(row, path, text.sampling, text.seed, len(path)))
+        return torch.tensor([path[-1] for path in self._paths], device=logits.device)
+
+
+def _follow(tokens: Sequence[int], parents: Sequence[int], next_token: Callable[[int], int]) -> tuple[list[int], int]:
+    """Follow the target's next token after the root, -1, and after each node as long as the tree has it."""
+    children: dict[tuple[int, int], int] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        children.setdefault((parent, token), node)
+    accepted: list[int] = []
+    at = -1
+    while (found := children.get((at, token := next_token(at)))) is not None:
+        accepted.append(at := found)
+    return accepted, token
+
+
 def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
-    """Verify greedily: follow the target's argmax from the root as long as the tree has that node.
+    """Verify greedily.
 
     Args:
         parents: node indices, -1 for the root.
@@ -162,15 +244,23 @@ def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequ
     Returns:
         The accepted nodes from the root down, and the target's next token after the last of them.
     """
-    children: dict[tuple[int, int], int] = {}
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        children.setdefault((parent, token), node)
-    accepted: list[int] = []
-    at = -1
-    while (node := children.get((at, predicted[at + 1]), -1)) >= 0:
-        accepted.append(node)
-        at = node
-    return accepted, predicted[at + 1]
+    return _follow(tokens, parents, lambda node: predicted[node + 1])
+
+
+def accept_chosen(tokens: Sequence[int], parents: Sequence[int], logits: Tensor, text: Text) -> tuple[list[int], int]:
+    """Verify by the target's own choices; see :func:`accept_argmax`.
+
+    Args:
+        logits: [N + 1, V], the target's after the root and after each node.
+    """
+    path = list(text.tokens)
+
+    def chosen(node: int) -> int:
+        if node >= 0:
+            path.append(tokens[node])
+        return choose(logits[node + 1], path, text.sampling, text.seed, len(path))
+
+    return _follow(tokens, parents, chosen)
 
 
 def accept_sampled(

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ...config import read_config_file
 from ...errors import RequestInvalid
-from ...moa.decoding.coupling import choose
 from ...moa.decoding.proposer import Chain
-from ...moa.decoding.sampling import GREEDY, SamplingConfig, penalised
+from ...moa.decoding.sampling import GREEDY, SamplingConfig, choose, penalised
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_sizes_fit
 from ...moa.formats.checkpoint import load_drafter

@@ -5,7 +5,7 @@
     schedule    which sequences share the call, and how much of its text each reads       scheduler
     draft       the server's own drafts                                                   speculation
     run         one target call over all                                                  runner
-    accept      drafts that are the target's own choices, and one token more              moa.decoding.coupling
+    accept      drafts that are the target's own choices, and one token more              moa.decoding.sampling
     commit      texts grow; the owner of each sequence is told
 
 Each token is a function of the target's logits, the settings, the seed and its position in the text. So a text is the
@@ -27,9 +27,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import Overloaded, ServingError
-from ...moa.decoding.coupling import Text, accept_chosen
 from ...moa.decoding.policy import AUTO_SHAPE
-from ...moa.decoding.sampling import accept_argmax, cut_answer
+from ...moa.decoding.sampling import Text, accept_argmax, accept_chosen, cut_answer
 from ...moa.drafters.base import Drafter
 from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target

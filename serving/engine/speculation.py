@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...moa.decoding.coupling import ChainChoice, Text
 from ...moa.decoding.policy import AutoPolicy, ShapePolicy
 from ...moa.decoding.proposer import DrafterProposer
+from ...moa.decoding.sampling import ChainChoice, Text
 from ...moa.decoding.tree import DraftTree, TreeShape
 from ...moa.drafters.base import Drafter
 from ...moa.nn.kv import KVBuffer

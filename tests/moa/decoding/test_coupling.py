@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from moa_data.moa.decoding.coupling import choose, noise
-from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, distribution
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, choose, distribution, noise
 
 V = 12
 N = 4000

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from moa_data.errors import DrafterError
+from moa_data.evaluation.run import generate
 from moa_data.moa.decoding import loop as decode
-from moa_data.moa.decoding.loop import Generation, generate, generate_batch, plain_generate
+from moa_data.moa.decoding.loop import Generation, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
@@ -107,7 +107,6 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     eos = frozenset({3, 24, 28})
     target = bigram_target(eos)
     drafter = silence(build_drafter(target.model))
-    frozen = FrozenTarget.from_model(target.model)
     committed: list[int] = []
     n_ended_in_accepted = 0
     runs: list[tuple[list[int], list[bool]]] = []
@@ -122,7 +121,6 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
             max_new_tokens=limit,
             tree=TreeShape(draft_length),
             on_tokens=lambda tokens, drafted: runs.append((tokens, drafted)),
-            frozen=frozen,
         )
         assert fast.tokens == plain.tokens, (index, prompt)
         assert len(plain.tokens) == limit or plain.tokens[-1] in eos
@@ -312,5 +310,10 @@ def test_bad_requests_are_refused() -> None:
         generate(target, drafter, [5] * N_POSITIONS, max_new_tokens=4, tree=TreeShape(5))
     with pytest.raises(DrafterError, match="max_new_tokens must be at least 1"):
         plain_generate(target, [5], max_new_tokens=0)
+    for token in (VOCABULARY, -1):
+        with pytest.raises(DrafterError, match=f"token {token}"):
+            generate(target, drafter, [5, token])
+    with pytest.raises(DrafterError, match="None"):
+        generate(target, None, [5])  # type: ignore[arg-type]
     with pytest.raises(DrafterError, match="depth of a draft tree must be at least 1"):
         generate(target, drafter, [5], max_new_tokens=4, tree=TreeShape(0))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moa_data.errors import DrafterError
-from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
+from moa_data.evaluation.run import generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
 from moa_data.moa.decoding.tree import TreeShape

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from moa_data.moa.decoding.coupling import choose
-from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, choose
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import Answer, DraftingClient, Timeouts
 from moa_data.serving.client.drafting import DraftingModel

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from moa_data.errors import DrafterError, RequestInvalid
-from moa_data.moa.decoding.coupling import choose
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, choose
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
