@@ -212,7 +212,7 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         return
     if drop:
         dropped = drop_damage(damage)
-        out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * damage.target}")
+        out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * bool(damage.of_kind('target'))}")
         return
     if model is None and damage.damages:
         raise StageFailure(

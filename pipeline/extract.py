@@ -161,7 +161,7 @@ def repair(
     try:
         recorded = recorded_config(plan.store)
     except WorkerError as error:
-        if not plan.codec:
+        if not plan.of_kind("codec"):
             raise
         raise WorkerError(
             f"{plan.store}: {CODEC_NAME}/ is damaged and no extraction is recorded. If `recode` made the store, run "

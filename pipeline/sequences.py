@@ -25,6 +25,7 @@ from ..machine import usable_cores
 from ..moa.targets.chat import Rejection, RejectReason, parse_chat
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.template import ChatTemplate, texts
+from ..storage.plan import TEXTS_COLUMNS, texts_sha256
 from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
@@ -38,7 +39,6 @@ Tokenised = tuple[TokenizedChat | Rejection, bool]
 """The sequence of a row or its rejection, and whether the chat template has asked for the time in this process."""
 Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
-_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
 _COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
 _COUNTS_KEY = b"counts"
 
@@ -140,22 +140,16 @@ class Sequences:
 
     def sha256(self) -> str:
         """Return a hash of everything here, in hex."""
-        counts = json.dumps({name: getattr(self, name) for name in _COUNTS}, sort_keys=True)
-        digest = hashlib.sha256(counts.encode())
-        for key in self.ids:
-            digest.update(key.encode())
-        for values in (self.source_rows, self.offsets, self._tokens, self._mask):
-            digest.update(values)
-        return digest.hexdigest()
+        return texts_sha256(self.to_arrow()).decode()
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> Sequences:
         """Undo :meth:`to_arrow`; tokens and masks are views of the table. Raises ValueError for another table."""
         counts = json.loads((table.schema.metadata or {}).get(_COUNTS_KEY, b"null"))
-        if not isinstance(counts, dict) or counts.keys() != set(_COUNTS) or table.column_names != _COLUMNS:
-            raise ValueError(f"expected the columns {_COLUMNS} and the counts {_COUNTS}")
+        if not isinstance(counts, dict) or counts.keys() != set(_COUNTS) or table.column_names != TEXTS_COLUMNS:
+            raise ValueError(f"expected the columns {TEXTS_COLUMNS} and the counts {_COUNTS}")
         # One chunk is what `to_arrow` makes; combining even one would copy it.
-        tokens, mask = (table[name].chunk(0) for name in _COLUMNS[2:])
+        tokens, mask = (table[name].chunk(0) for name in TEXTS_COLUMNS[2:])
         if table["tokens"].num_chunks != 1 or not tokens.offsets.equals(mask.offsets):
             raise ValueError("tokens and masks differ in length")
         counts["rejections"] = Counter(counts["rejections"])
@@ -170,7 +164,7 @@ class Sequences:
 
     def mapped(self, table: pa.Table) -> Sequences:
         """Return the same sequences, with tokens and masks as views of a table that :meth:`to_arrow` made."""
-        tokens, mask = (table[name].chunk(0).values.to_numpy() for name in _COLUMNS[2:])
+        tokens, mask = (table[name].chunk(0).values.to_numpy() for name in TEXTS_COLUMNS[2:])
         return replace(self, _tokens=tokens, _mask=mask)
 
 

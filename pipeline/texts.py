@@ -18,14 +18,14 @@ import pyarrow as pa
 
 from ..files import replacing
 from ..moa.targets.template import parse_template_arguments
-from ..storage.backend import download
 from ..storage.paths import StorePath
+from ..storage.plan import TEXTS_SHA256, map_texts, texts_sha256
 from ..storage.schema import TEXTS_NAME
 from .config import ExtractConfig
 from .dataset import ChatSource, Columns
 from .sequences import Sequences
 
-_ORIGIN, _SHA256 = b"origin", b"sha256"
+_ORIGIN = b"origin"
 _VERSION = 1
 """Part of the origin; raise it when a change of the code makes equal chats give other tokens."""
 
@@ -51,16 +51,6 @@ def texts_origin(
     }
 
 
-def map_texts(path: StorePath) -> pa.Table:
-    """Map the Arrow file of a store's sequences into memory; of a remote one a copy, which the mapping alone holds."""
-    if isinstance(path, Path):
-        with pa.memory_map(os.fspath(path)) as file:
-            return pa.ipc.open_file(file).read_all()
-    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
-        download(path.parent, Path(folder), [path.name])
-        return map_texts(Path(folder) / path.name)
-
-
 def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
     """Return the sequences that a store keeps; None where there are none, or not those of this origin."""
     if origin is None:
@@ -74,8 +64,7 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
         if json.loads(metadata.get(_ORIGIN, b"null")) != origin:
             return None
         table.validate(full=True)
-        sequences = Sequences.from_arrow(table)
-        return sequences if sequences.sha256().encode() == metadata.get(_SHA256) else None
+        return Sequences.from_arrow(table) if texts_sha256(table) == metadata.get(TEXTS_SHA256) else None
     except (pa.ArrowException, ValueError, OSError):
         return None
 
@@ -96,7 +85,7 @@ def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any]
 def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
     """Write sequences to an Arrow file; returns them mapped from it."""
     table = sequences.to_arrow()
-    added = {_ORIGIN: json.dumps(origin, sort_keys=True), _SHA256: sequences.sha256()}
+    added = {_ORIGIN: json.dumps(origin, sort_keys=True), TEXTS_SHA256: texts_sha256(table)}
     table = table.replace_schema_metadata({**table.schema.metadata, **added})
     with replacing(path) as partial:
         with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:

@@ -36,6 +36,7 @@ from ..errors import MoaDataError, OptionInvalid, WorkerError
 from ..machine import fix_sums, usable_cores
 from ..moa.targets.live import Target, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
+from ..storage.plan import map_texts
 from ..storage.schema import TEXTS_NAME, StoreManifest
 from ..storage.write.store import StoreWriter
 from ..text import first_line
@@ -44,7 +45,6 @@ from .forwards.parts import Forwards, load_target, run_parts, save_bundle
 from .report import PartProgress, Timings
 from .sequences import Sequences
 from .sources import check_identities, weight_identities
-from .texts import map_texts
 
 _LOOK_EVERY_S, _DIRECT_EVERY_S, _RAY_LOOK_EVERY_S, _SIGNAL_EVERY_S = 1.0, 0.05, 0.5, 1.0
 _PATIENCE_S = 600.0

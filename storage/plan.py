@@ -1,10 +1,16 @@
-"""The plan: the part and position of each sequence, fixed before the first forward.
+"""The plan: the part and position of each sequence, fixed before the first forward; and the texts beside it.
 
 Parts are filled in source order, so that the first parts of a store are an unbiased sample of the dataset; inside a
 part the sequences are sorted by length, so that batches of neighbours hold little padding.
 """
 
 from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +20,9 @@ import pyarrow.parquet as pq
 from ..errors import StoreDamaged
 from ..files import MAX_WHOLE_NUMBER
 from ..text import first_line
-from .backend import MISSING, read_file
+from .backend import MISSING, download, read_file
 from .paths import StorePath
+from .schema import TEXTS_NAME
 
 SEQUENCE_SCHEMA = pa.schema(
     [
@@ -30,16 +37,17 @@ SEQUENCE_SCHEMA = pa.schema(
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(pa.field("first_token", pa.int64()))
 """Columns of plan.parquet: the above, the part, and the sequence's first position on the part's token axis."""
 
+TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
+"""Columns of texts.arrow."""
+
+TEXTS_SHA256 = b"sha256"
+"""Key of the metadata of texts.arrow that holds ``texts_sha256``."""
 
 MAX_ID_BYTES = 1024
 """Longest sequence id that is read."""
 
 MAX_PLAN_BYTES = 1 << 30
 """Longest plan.parquet that is read: about 100 bytes for each of ten million sequences."""
-
-_MAX_ROW_BYTES = MAX_ID_BYTES + 64
-_PAGE_BYTES = 1 << 20
-"""Bytes that columns may have beside their rows: headers, dictionaries of a few values."""
 
 
 def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) -> pa.Table:
@@ -155,7 +163,7 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def read_plan(path: StorePath) -> pa.Table:
-    """Read plan.parquet; sizes that it claims are checked against the file's own before anything is allocated.
+    """Read plan.parquet.
 
     Raises:
         StoreDamaged: it is missing, no plan, or has other columns.
@@ -169,15 +177,15 @@ def read_plan(path: StorePath) -> pa.Table:
         raise StoreDamaged(f"{path} cannot be read as the plan of a store: {error}. Restore it.") from error
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
-        # Ids differ, so that a row takes at least a byte; other columns may compress to almost nothing.
-        if file.schema_arrow.names != PLAN_SCHEMA.names or file.metadata.num_rows > len(content):
-            raise ValueError(f"columns {file.schema_arrow.names}, {file.metadata.num_rows} rows, {len(content)} bytes")
-        if (n_bytes := _unpacked_bytes(file.metadata)) > _MAX_ROW_BYTES * file.metadata.num_rows + _PAGE_BYTES:
-            raise ValueError(f"{n_bytes} bytes unpacked for {file.metadata.num_rows} rows")
+        metadata = file.metadata
+        # What a file claims is checked before anything is allocated. Ids differ, so that a row takes at least a byte.
+        columns = [metadata.row_group(i).column(k) for i in range(metadata.num_row_groups) for k in range(6)]
+        n_bytes = sum(max(column.total_uncompressed_size, column.total_compressed_size) for column in columns)
+        if metadata.num_rows > len(content) or n_bytes > 2 * MAX_ID_BYTES * metadata.num_rows + (1 << 20):
+            raise ValueError(f"{metadata.num_rows} rows, {len(content)} bytes that unpack to {n_bytes}")
         plan = file.read(use_threads=False)  # a thread that can't be started would look like a damaged file
-        longest = max((_longest_text(chunk.dictionary) for chunk in plan["sequence_id"].chunks), default=0)
-        if longest > MAX_ID_BYTES:
-            raise ValueError(f"a sequence id has {longest} bytes")
+        if max(pc.max(pc.binary_length(ids.dictionary)).as_py() for ids in plan["sequence_id"].chunks) > MAX_ID_BYTES:
+            raise ValueError("a sequence id is too long")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
     except MemoryError:  # of pyarrow too, whose class is also an ArrowException: it says nothing about the bytes
@@ -190,12 +198,39 @@ def read_plan(path: StorePath) -> pa.Table:
     return plan
 
 
-def _unpacked_bytes(metadata: pq.FileMetaData) -> int:
-    """Sum the bytes of all pages before compression."""
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    return sum(max(column.total_uncompressed_size, column.total_compressed_size) for column in columns)
+def map_texts(path: StorePath) -> pa.Table:
+    """Map texts.arrow into memory; of a remote one a copy, which the mapping alone holds."""
+    if isinstance(path, Path):
+        with pa.memory_map(os.fspath(path)) as file:
+            return pa.ipc.open_file(file).read_all()
+    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
+        download(path.parent, Path(folder), [path.name])
+        return map_texts(Path(folder) / path.name)
 
 
-def _longest_text(values: pa.Array) -> int:
-    return int(pc.max(pc.binary_length(values)).as_py() or 0)
+def texts_sha256(texts: pa.Table) -> bytes:
+    """Return the sha256 of counts, ids, rows, tokens and masks of texts.arrow, in hex; ValueError for another table."""
+    counts = json.loads((texts.schema.metadata or {}).get(b"counts", b"null"))
+    if texts.column_names != TEXTS_COLUMNS or any(column.num_chunks != 1 for column in texts.columns):
+        raise ValueError(f"expected the columns {TEXTS_COLUMNS}, each in one chunk")
+    digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
+    ids, rows, tokens, mask = (column.chunk(0) for column in texts.columns)
+    for key in ids.to_pylist():
+        digest.update(key.encode())
+    for values in (rows, tokens.offsets, tokens.values, mask.values):
+        digest.update(values.to_numpy())
+    return digest.hexdigest().encode()
+
+
+def find_texts_damage(store: StorePath) -> str:
+    """Say what is wrong with texts.arrow; empty where it holds what was written, or is not there."""
+    try:
+        texts = map_texts(store / TEXTS_NAME)
+        texts.validate(full=True)
+        if texts_sha256(texts) == (texts.schema.metadata or {}).get(TEXTS_SHA256):
+            return ""
+        return "it does not hold the texts that were written: its checksum differs."
+    except MISSING:
+        return ""
+    except (pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"it cannot be read as texts: {first_line(error)}."

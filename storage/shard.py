@@ -43,14 +43,10 @@ TASK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and ``zlib.crc32`` of a file in a commit (see ``durable.file_crc32`` for why not CRC-32C)."""
+    """Size and ``zlib.crc32`` of a file in a commit (see ``backend.file_crc32`` for why not CRC-32C)."""
 
     bytes: int
     crc32: int
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the record as a commit holds it."""
-        return {"bytes": self.bytes, "crc32": self.crc32}
 
 
 def record_of(content: bytes) -> FileRecord:

@@ -21,7 +21,7 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target, load_target_tokenizer
 from moa_data.pipeline.audit import audit
-from moa_data.storage.commit import target_commit_json
+from moa_data.storage.commit import files_json
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import target_commit_path
@@ -38,7 +38,7 @@ BUNDLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 def commit_of(folder: Path) -> bytes:
     """What commits/target.json says of a folder as it is."""
     contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*"))}
-    return target_commit_json({name: FileRecord(len(data), zlib.crc32(data)) for name, data in contents.items()})
+    return files_json({name: FileRecord(len(data), zlib.crc32(data)) for name, data in contents.items()})
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moa_data.storage.commit import target_commit_json, write_manifest_commit
+from moa_data.storage.commit import files_json, write_manifest_commit
 from moa_data.storage.schema import StoreManifest, target_commit_path
 from moa_data.storage.shard import FileRecord
 from moa_data.tests.kit.command import TRAIN, copied, refused, run
@@ -42,7 +42,7 @@ def commit_target(store: Path) -> None:
         if path.is_file():
             content = path.read_bytes()
             files[path.relative_to(store / "target").as_posix()] = FileRecord(len(content), zlib.crc32(content))
-    target_commit_path(store).write_bytes(target_commit_json(files))
+    target_commit_path(store).write_bytes(files_json(files))
 
 
 def change_manifest(store: Path, change: Callable[[dict[str, Any]], None]) -> None:

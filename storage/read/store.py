@@ -22,7 +22,7 @@ from ...errors import (
 from ..backend import download, exists, open_path, read_file, sizes_of
 from ..codecs.field import FieldCodec, LosslessCodec
 from ..codecs.registry import StoreCodec
-from ..commit import check_manifest, find_size_damage, read_commits, read_target_commit
+from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
 from ..paths import StorePath
 from ..plan import check_plan, part_lengths, plan_counts, read_plan
 from ..read_cache import ReadCache, cache_at
@@ -170,9 +170,7 @@ class ActivationStore:
                 return folder
             self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
             commit = target_commit_path(self.path)
-            download(
-                folder, Path(self._download.name), read_target_commit(commit) if exists(commit) else folder.names()
-            )
+            download(folder, Path(self._download.name), read_file_records(commit) if exists(commit) else folder.names())
         return Path(self._download.name)
 
     @property

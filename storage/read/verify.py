@@ -6,13 +6,13 @@ One walk over the parts reads each from the disk once: its values are decoded wh
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ...errors import StoreDamaged, StoreError
 from ...text import Progress
@@ -30,9 +30,9 @@ from ..backend import (
 )
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
-from ..commit import PartCommit, find_manifest_damage, find_size_damage, read_part_commit, read_target_commit
+from ..commit import PartCommit, find_manifest_damage, find_size_damage, read_file_records, read_part_commit
 from ..paths import StorePath, name_below
-from ..plan import check_plan, part_lengths, plan_counts, read_plan
+from ..plan import check_plan, find_texts_damage, part_counts, plan_counts, read_plan
 from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -41,7 +41,8 @@ from ..schema import (
     PARTS_NAME,
     PLAN_NAME,
     TARGET_NAME,
-    FieldSpec,
+    TEXTS_NAME,
+    StoredArray,
     StoreManifest,
     commit_path,
     is_finite,
@@ -139,8 +140,9 @@ def verify_store(
 ) -> VerifyReport:
     """Check everything that a store promises.
 
-    File sizes and checksums against the commits, shard indexes, the checksum of every chunk, counts against the plan,
-    response masks against their counts, token ids against the vocabulary, and that every value is finite.
+    File sizes and checksums against the commits, the texts against their checksum, shard indexes, the checksum of every
+    chunk, counts against the plan, response masks against their counts, token ids against the vocabulary, and that
+    every value is finite.
 
     Args:
         progress: called with bytes, as files are checked (half of their bytes) and decoded (the other half).
@@ -155,8 +157,6 @@ def verify_store(
 
     Raises:
         StorageUnavailable: a file without which nothing else can be checked could not be read.
-        StoreNotFound: not a store.
-        SchemaVersionError: another schema version.
         StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json; or the plan
             breaks a rule.
     """
@@ -180,7 +180,8 @@ class _Verification:
     def run(self, parts: Collection[int] | None) -> VerifyReport:
         store, report = self.store, self.report
         if exists(store / MANIFEST_NAME):
-            report.add(self._damage(None, path, error) for path, error in find_manifest_damage(store))
+            for path, error in find_manifest_damage(store):
+                self._damage(None, path, error)
         if report.damages:
             return report  # nothing can be held against a manifest or plan that may never have been written
         manifest = read_manifest(store)
@@ -188,70 +189,60 @@ class _Verification:
         try:
             StoreCodec.open(manifest, store)
         except StoreDamaged as error:
-            report.add([Finding(None, CODEC_NAME, str(error))])
+            self._damage(None, store / CODEC_NAME, error)
             return report  # no part can be decoded
         plan = read_plan(store / PLAN_NAME)
         check_plan(plan, manifest.alignment_tokens)
-        report.add(_plan_damage(manifest, plan))
-        lengths = part_lengths(plan, manifest.alignment_tokens)
-        known = {commit_path(store, part).name for part in range(len(lengths))}
+        for key, counted in plan_counts(plan).items():
+            if counted != (expected := getattr(manifest, key)):
+                message = f"{PLAN_NAME} has {key} {counted}, store.json says {expected}"
+                self._damage(None, store / PLAN_NAME, message)
+        planned = part_counts(plan, manifest.alignment_tokens)
+        known = {commit_path(store, part).name for part in range(len(planned))}
         for name in names_in(store / COMMITS_NAME):
             if name.startswith("part-") and name.endswith(".json") and name not in known:
-                message = "a commit of a part that the plan does not have"
-                report.add([Finding(None, f"{COMMITS_NAME}/{name}", message)])
+                self._damage(None, store / COMMITS_NAME / name, "a commit of a part that the plan does not have")
         report.lacks_target = lacks_target(store, manifest)
-        self._check_bundle()
-        commits = self._read_commits(plan, lengths, [k for k in range(len(lengths)) if parts is None or k in parts])
+        with self._checking(None, store / TEXTS_NAME):
+            if message := find_texts_damage(store):
+                self._damage(None, store / TEXTS_NAME, message)
+        target_commit = target_commit_path(store)
+        with self._checking(None, target_commit), suppress(*MISSING):
+            for check in self._check_files(None, store / TARGET_NAME, read_file_records(target_commit)):
+                report.add(check.result())
+        commits = self._read_commits(planned, [k for k in range(len(planned)) if parts is None or k in parts])
         report.n_bytes = sum(commit.stored_bytes for commit in commits.values())
         self._check_parts(commits)
         return report
 
-    def _damage(self, part: int | None, path: StorePath, message: object) -> Finding:
-        return Finding(part, name_below(self.store, path), str(message))
+    def _damage(self, part: int | None, path: StorePath, message: object) -> None:
+        self.report.add([Finding(part, name_below(self.store, path), str(message))])
 
-    def _unchecked(self, part: int | None, path: StorePath, error: OSError | MemoryError) -> Finding:
-        return Finding(part, name_below(self.store, path), reason(error), error)
-
-    def _check_bundle(self) -> None:
-        path = target_commit_path(self.store)
+    @contextmanager
+    def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
+        """List what the block raises: errors of the store as damage, others as what could not be checked."""
         try:
-            files = read_target_commit(path)
-        except MISSING:
-            return
-        except StoreDamaged as error:
-            self.report.add([self._damage(None, path, error)])
+            yield
+        except StoreError as error:
+            self._damage(part, path, error)
         except (OSError, MemoryError) as error:
-            self.report.add([self._unchecked(None, path, error)])
-        else:
-            for check in self._check_files(None, self.store / TARGET_NAME, files):
-                self.report.add(check.result())
+            self.report.add([Finding(part, name_below(self.store, path), reason(error), error)])
 
-    def _read_commits(self, plan: pa.Table, lengths: np.ndarray, parts: list[int]) -> dict[int, PartCommit]:
+    def _read_commits(self, planned: Sequence[Mapping[str, int]], parts: list[int]) -> dict[int, PartCommit]:
         """Return the commits that can be read, and say where they contradict the plan."""
-        numbers, report = plan["part"].to_numpy(), self.report
-        n_tokens = np.bincount(numbers, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
-        n_sequences = np.bincount(numbers, minlength=len(lengths))
         commits: dict[int, PartCommit] = {}
         for part, (path, read) in zip(parts, reads_of(commit_path(self.store, part) for part in parts), strict=True):
-            try:
-                commit = read_part_commit(path, read)
-            except MISSING:
-                report.n_pending_parts += 1
-                continue
-            except StoreDamaged as error:
-                report.add([self._damage(part, path, error)])
-            except (OSError, MemoryError) as error:
-                report.add([self._unchecked(part, path, error)])
-            else:
-                commits[part] = commit
-                planned = {"n_sequences": n_sequences, "n_tokens": n_tokens, "allocated_tokens": lengths}
-                for key, expected in planned.items():
-                    if (got := getattr(commit, key)) != expected[part]:
-                        message = f"the commit says {key} {got}, the plan has {expected[part]}"
-                        report.add([self._damage(part, path, message)])
-                if commit.part != part:
-                    report.add([self._damage(part, path, f"the commit belongs to part {commit.part}")])
-            report.n_parts += 1
+            self.report.n_parts += 1
+            with self._checking(part, path):
+                try:
+                    commits[part] = commit = read_part_commit(path, read)
+                except MISSING:
+                    self.report.n_parts -= 1
+                    self.report.n_pending_parts += 1
+                    continue
+                for key, got in commit.counts.items():
+                    if got != (expected := planned[part][key]):
+                        self._damage(part, path, f"the commit says {key} {got}, the plan has {expected}")
         return commits
 
     def _check_parts(self, commits: Mapping[int, PartCommit]) -> None:
@@ -285,8 +276,8 @@ class _Verification:
                 self.report.n_sequences += commit.n_sequences
                 self.report.n_tokens += commit.n_tokens
             elif not has_findings and part not in contradicted:  # its files are whole by now, but were not before
-                why = unsized.get(part, OSError("its files changed meanwhile"))
-                self.report.add([self._unchecked(part, folder, why)])
+                with self._checking(part, folder):
+                    raise unsized.get(part, OSError("its files changed meanwhile"))
             self._advance(commit.stored_bytes / 2 if self.values else 0, part)
         if reader:
             reader.close()
@@ -297,17 +288,18 @@ class _Verification:
         """Start to check size and checksum of each file."""
 
         def check(path: StorePath, name: str, record: FileRecord) -> list[Finding]:
+            where = name_below(self.store, path)
             try:
                 for _, wrong in find_size_damage(folder, {name: record}):
-                    return [self._damage(part, path, wrong)]
+                    return [Finding(part, where, str(wrong))]
                 got = file_crc32(path)
             except (StoreError, *MISSING) as error:  # a missing file is damage; any other refusal says nothing about it
-                return [self._damage(part, path, error)]
+                return [Finding(part, where, str(error))]
             except (OSError, MemoryError) as error:
-                return [self._unchecked(part, path, error)]
+                return [Finding(part, where, reason(error), error)]
             if got == record.crc32:
                 return []
-            return [self._damage(part, path, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
+            return [Finding(part, where, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
 
         return [self.pool.submit(check, folder / name, name, record) for name, record in files.items()]
 
@@ -328,79 +320,59 @@ class _Verification:
             self.progress(min(round(self.done_bytes), self.n_bytes), self.n_bytes, f"verify part {part}")
 
 
-def _plan_damage(manifest: StoreManifest, plan: pa.Table) -> Iterator[Finding]:
-    for key, counted in plan_counts(plan).items():
-        expected = getattr(manifest, key)
-        if counted != expected:
-            yield Finding(None, PLAN_NAME, f"{PLAN_NAME} has {key} {counted}, store.json says {expected}")
-
-
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
     """Yield each thing that is wrong with a sequence."""
     who, part = f"sequence {row['sequence_id']} (source row {row['source_row']})", row["part"]
     for name, spec in reader.fields.items():
         codec = reader.codec.fields[name]
+        found: dict[str, str] = {}
         try:
-            if codec.is_identity:
-                message = _field_damage(reader, i, row, spec)
-                found = {name: message} if message else {}
+            if spec.name == "response_mask":
+                found[name] = _mask_damage(reader.read(i, name), row["n_response_tokens"])
             else:
-                found = _codes_damage(reader, i, row, codec)
+                for array, n_bad, first, layers in _non_finite(reader, i, row, codec):
+                    where = ", ".join(f"{axis} {index}" for axis, index in zip(array.axes, first, strict=True))
+                    shown = f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}" if layers else ""
+                    found[array.name] = f"{n_bad} values are NaN or infinite{shown}; the first at {where}"
         except StoreError as error:
             found = {name: str(error)}
         except (OSError, MemoryError) as error:
             yield Finding(part, f"{PARTS_NAME}/{name}", reason(error), error)
             continue
-        for array, message in found.items():
-            yield Finding(part, f"{PARTS_NAME}/{array}", f"{who}: {message}")
+        for array_name, message in found.items():
+            if message:
+                yield Finding(part, f"{PARTS_NAME}/{array_name}", f"{who}: {message}")
 
 
-def _slices(row: dict[str, Any], spec: FieldSpec) -> Iterator[slice]:
-    """Cut a sequence so that threads stay small; every slice begins at a multiple of ``SLICE_TOKENS``."""
+def _mask_damage(mask: np.ndarray, n_planned: int) -> str:
+    if mask.max(initial=0) > 1:
+        return "the response mask has values above 1"
+    n_masked = int(mask.sum(dtype=np.int64))
+    return "" if n_masked == n_planned else f"response mask counts {n_masked} tokens, the plan says {n_planned}"
+
+
+def _non_finite(
+    reader: ActivationStore, i: int, row: dict[str, Any], codec: FieldCodec
+) -> Iterator[tuple[StoredArray, int, list[int], list[int]]]:
+    """Read what is stored of a field; yield (array, values, first index, layers) for arrays that are not finite."""
+    found: dict[StoredArray, tuple[int, list[int], set[int]]] = {}
+    spec = codec.spec
+    # Slices of a sequence, so that threads stay small.
     step = max(1, SLICE_BYTES // spec.token_bytes // SLICE_TOKENS) * SLICE_TOKENS
-    return (slice(start, start + step) for start in range(0, row["n_tokens"], step))
-
-
-def _codes_damage(reader: ActivationStore, i: int, row: dict[str, Any], codec: FieldCodec) -> dict[str, str]:
-    """Read what is stored for a field of a sequence; say for each stored array of floats what is not finite."""
-    found: dict[str, str] = {}
-    for tokens in _slices(row, codec.spec):
-        codes = reader.read(i, codec.spec.name, tokens=tokens, decoded=False)
+    for start in range(0, row["n_tokens"], step):
+        rows = reader.read(i, spec.name, tokens=slice(start, start + step), decoded=False)
         for array in codec.arrays:
-            if array.logical_dtype not in FLOAT_DTYPES or array.name in found:
+            if array.logical_dtype not in FLOAT_DTYPES:
                 continue
-            finite = is_finite(codes[array.name], array.logical_dtype)
-            if not finite.all():
-                bad = np.argwhere(~finite)
-                first = [int(bad[0][0]) + tokens.start // array.block_tokens, *bad[0][1:].tolist()]
-                found[array.name] = _non_finite(len(bad), first, [], array.axes)
-    return found
-
-
-def _field_damage(reader: ActivationStore, i: int, row: dict[str, Any], spec: FieldSpec) -> str | None:
-    """Read a field of a sequence, a slice of its tokens at a time; say what is wrong."""
-    n_bad, n_masked, first, layers = 0, 0, None, set[int]()
-    for tokens in _slices(row, spec):
-        values = reader.read(i, spec.name, tokens=tokens)
-        if spec.dtype in FLOAT_DTYPES:
-            finite = is_finite(values, spec.dtype)
+            finite = is_finite(rows[array.name], array.logical_dtype)
             if finite.all():
                 continue
             bad = np.argwhere(~finite)
-            n_bad += len(bad)
-            first = first or [int(bad[0][0]) + tokens.start, *bad[0][1:].tolist()]
-            layers |= set() if spec.layer_axis is None else set(np.unique(bad[:, spec.layer_axis]).tolist())
-        elif spec.name == "response_mask":
-            if values.max(initial=0) > 1:
-                return "the response mask has values above 1"
-            n_masked += int(values.sum(dtype=np.int64))
-    if spec.name == "response_mask" and n_masked != row["n_response_tokens"]:
-        return f"response mask counts {n_masked} tokens, the plan says {row['n_response_tokens']}"
-    return None if first is None else _non_finite(n_bad, first, sorted(layers), spec.axes)
-
-
-def _non_finite(n_bad: int, first: list[int], layers: list[int], axes: tuple[str, ...]) -> str:
-    """Say how many values are NaN or infinite and where the first one is."""
-    where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, first, strict=True))
-    shown = f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}" if layers else ""
-    return f"{n_bad} values are NaN or infinite{shown}; the first at {where}"
+            n_before, first, layers = found.get(array, (0, bad[0].tolist(), set[int]()))
+            if not n_before:
+                first[0] += start // array.block_tokens
+            if array.layer_axis is not None:
+                layers |= set(np.unique(bad[:, array.layer_axis]).tolist())
+            found[array] = n_before + len(bad), first, layers
+    for array, (n_bad, first, layers) in found.items():
+        yield array, n_bad, first, sorted(layers)

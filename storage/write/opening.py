@@ -12,10 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreMismatch
-from ...files import disk_full_guard
 from ..backend import (
     blocks_of,
-    check_guard,
     exists,
     make_folder,
     names_in,
@@ -61,7 +59,7 @@ def check_unoccupied(store: StorePath) -> None:
         return
     if isinstance(store, Path) and not store.is_dir():
         raise OutputOccupied(f"{store} is a file, not a folder. Choose another output folder.")
-    manifest = store / MANIFEST_NAME
+    manifest, has_seal = store / MANIFEST_NAME, exists(manifest_commit_path(store))
     if exists(manifest):
         try:
             read_manifest(store)
@@ -69,14 +67,11 @@ def check_unoccupied(store: StorePath) -> None:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 raise  # else the version is a damaged byte
         except StoreDamaged as error:
-            if exists(manifest_commit_path(store)):
-                return  # a store whose manifest is damaged: `restore` repairs it, or names the damage
-            raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
+            if not has_seal:  # else `restore` repairs it, or names the damage
+                raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
     commits = names_in(store / COMMITS_NAME)
-    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not exists(
-        manifest_commit_path(store)
-    ):
+    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not has_seal:
         raise OutputOccupied(
             f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
             f"Restore {MANIFEST_NAME}, or choose another output folder."
@@ -93,42 +88,26 @@ def check_unoccupied(store: StorePath) -> None:
 
 def restore(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> None:
     """Write damaged or lost store.json and plan.parquet again if these inputs are the store's; else name the damage."""
-    if not exists(manifest_commit_path(store)):
-        return
-    contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
     try:
-        restore_files(store, contents)
+        restore_files(store, {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)})
     except StoreDamaged:
         if not exists(store / MANIFEST_NAME):
             raise
         # Either their commit is damaged, or the inputs are others: the comparison that follows says which.
 
 
-def check_same(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> None:
-    """Compare everything that shapes the data; raises StoreMismatch with every key that differs."""
-    old = flatten(json.loads(read_manifest(store).to_json()))
-    new = flatten(json.loads(manifest.to_json()))
-    absent = "(absent)"
-    changes: dict[str, tuple[Any, Any]] = {
-        key: (old.get(key, absent), new.get(key, absent))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, absent) != new.get(key, absent)
-    }
-    changes |= _plan_changes(store, plan)
+def check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table) -> None:
+    """Compare everything that shapes the data, or the plan alone; raises StoreMismatch with every key that differs."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    if manifest is not None:
+        old, new = (flatten(json.loads(each.to_json())) for each in (read_manifest(store), manifest))
+        pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in sorted(old.keys() | new.keys())}
+        changes = {key: (was, now) for key, (was, now) in pairs.items() if was != now}
+    old_plan = read_plan(store / PLAN_NAME)
+    if not old_plan.equals(plan.replace_schema_metadata(None)):
+        changes["plan"] = _first_difference(old_plan, plan)
     if changes:
         raise StoreMismatch(str(store), changes)
-
-
-def check_same_plan(store: StorePath, plan: pa.Table) -> None:
-    """Compare the plan alone, of a store that has no manifest yet; raises StoreMismatch."""
-    if changes := _plan_changes(store, plan):
-        raise StoreMismatch(str(store), changes)
-
-
-def _plan_changes(store: StorePath, plan: pa.Table) -> dict[str, tuple[Any, Any]]:
-    old_plan = read_plan(store / PLAN_NAME)
-    is_same = old_plan.equals(plan.replace_schema_metadata(None))
-    return {} if is_same else {"plan": _first_difference(old_plan, plan)}
 
 
 def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
@@ -146,36 +125,28 @@ def write_array_metadata(
 ) -> dict[str, ArrayGrid]:
     """Write the metadata of arrays where it is missing, and return the grid of each by its name.
 
-    Existing metadata stays, also where another release chose another grid: later parts follow it.
+    Existing metadata stays, also where another release chose another grid: later parts follow it. It raises
+    StoreDamaged where it is damaged, and not what this release would write.
 
     Args:
         longest_part: tokens of the longest part, padding included.
-
-    Raises:
-        StoreDamaged: metadata that is there is damaged, and not what this release would write.
     """
     wanted = {array.name: array for array in arrays}
     documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in wanted.values())
     contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
-    with check_guard(store):
-        if all(path != manifest_commit_path(store) for path, _ in find_manifest_damage(store)):
-            restore_files(store, contents)  # else no commit tells the original bytes, and readable metadata is taken
+    restore_files(store, contents)
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):  # groups before their members
         path = store / name
-        with check_guard(store):
-            is_there = exists(path)
-        if not is_there:
-            with disk_full_guard(path):
-                make_folder(path.parent)
-                put_if_absent(path, content)
-                sync_names(path.parent.parent)
+        if not exists(path):
+            make_folder(path.parent)
+            put_if_absent(path, content)
+            sync_names(path.parent.parent)
     grids = {}
     for name, array in wanted.items():
         path = store / PARTS_NAME / name / ZARR_NAME
         try:
-            with check_guard(store):
-                grids[name] = grid = grid_from_metadata(read_file(path), array, str(path))
-        except (ValueError, StoreDamaged) as error:
+            grids[name] = grid = grid_from_metadata(read_file(path), array, str(path))
+        except ValueError as error:
             raise StoreDamaged(f"{error} Restore the file from a copy.") from error
         if grid.shape[0] != n_parts * grid.part_rows or grid.part_rows < array.n_rows(longest_part):
             raise StoreDamaged(
@@ -199,7 +170,7 @@ def begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files
         if not put_if_absent(store / CODEC_NAME / name, content):
             raise StoreMismatch(str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")})
     if not put_if_absent(store / PLAN_NAME, plan_bytes(plan)):
-        check_same_plan(store, plan)
+        check_same(store, None, plan)
     if not put_if_absent(store / MANIFEST_NAME, manifest.to_json().encode()):
         check_same(store, manifest, plan)
 

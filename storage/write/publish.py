@@ -54,7 +54,7 @@ from ..backend import (
     replace_file,
     sync_names,
 )
-from ..commit import PartCommit, read_part_commit, read_target_commit, target_commit_json
+from ..commit import PartCommit, files_json, read_file_records, read_part_commit
 from ..paths import RemotePath, StorePath, requests
 from ..schema import (
     CODEC_NAME,
@@ -286,7 +286,7 @@ class StoreFiles:
         if isinstance(self.path, Path):
             return self.path / TARGET_NAME
         try:
-            files = read_target_commit(target_commit_path(self.path))
+            files = read_file_records(target_commit_path(self.path))
         except MISSING:
             files = {}
         if self._target_copy is None or self._target_copy[0] != files:
@@ -314,7 +314,7 @@ class StoreFiles:
             was_there = _content(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
-            has_won = Publication(commit, attempt, sizes, None, target_commit_json(files).decode()).publish()
+            has_won = Publication(commit, attempt, sizes, None, files_json(files).decode()).publish()
             if was_there and not has_won:  # else another one's, of the same target, was there first
                 raise changed_meanwhile(commit)
             self._remove_others(TARGET_NAME, files)

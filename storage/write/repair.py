@@ -1,4 +1,4 @@
-"""Plans which pieces of a damaged store must go, and deletes them; ``pipeline.extract`` makes them again."""
+"""Plans what of a damaged store must go, and deletes it; ``pipeline.extract`` makes it again."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ from ..schema import (
     MANIFEST_NAME,
     PLAN_NAME,
     TARGET_NAME,
+    TEXTS_NAME,
     manifest_commit_path,
     target_commit_path,
 )
 from .store import StoreWriter
 
-# What a damaged file of the whole store means, in the order of the plan's lines.
+# Kinds of damage to the whole store, in the order of the plan's lines. Of the first ones parts cannot be checked.
+_MANIFEST, _METADATA, _MANIFEST_COMMIT, _CODEC = "manifest", "metadata", "manifest_commit", "codec"
+_TARGET, _TEXTS, _STRAYS, _OTHERS = "target", "texts", "strays", "others"
 _MEANINGS = {
-    "target": "the target bundle is damaged; training needs it",
-    "manifest": f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help",
-    "metadata": "Zarr's metadata is damaged: --model or --drop writes it anew",
-    "manifest_commit": f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged",
-    "codec": f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop cannot "
+    _TARGET: "the target bundle is damaged; training needs it",
+    _TEXTS: f"{TEXTS_NAME} is damaged: --model writes it anew, --drop deletes it",
+    _MANIFEST: f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help",
+    _METADATA: "Zarr's metadata is damaged: --model or --drop writes it anew",
+    _MANIFEST_COMMIT: f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged",
+    _CODEC: f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop cannot "
     "help",
 }
 
@@ -43,38 +47,41 @@ class RepairPlan:
 
     Attributes:
         damages: everything that `verify_store` found.
-        parts: parts that must be extracted again or dropped.
-        target: whether the target bundle must be.
-        manifest: whether store.json or plan.parquet are not what was written; only the inputs can give them back.
-        metadata: whether metadata of the arrays that all parts share is; opening the store for writing repairs it.
-        manifest_commit: whether only their record, commits/store.json, is damaged.
-        codec: whether what a codec has learned is; the target can teach it again.
-        strays: commits that belong to no part, relative to the store.
-        others: damages that a repair does not help with.
         missing: what of the plan is still to be written, in words; empty for a complete store.
     """
 
     store: StorePath
     damages: tuple[Finding, ...]
-    parts: tuple[int, ...]
-    target: bool
-    manifest: bool
-    metadata: bool
-    manifest_commit: bool
-    codec: bool
-    strays: tuple[str, ...]
-    others: tuple[Finding, ...]
     missing: str
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Parts that must be extracted again or dropped."""
+        return tuple(sorted({damage.part for damage in self.damages if damage.part is not None}))
+
+    def of_kind(self, kind: str) -> list[Finding]:
+        """Return the damages to one kind of files of the whole store, such as ``"target"``."""
+        return [damage for damage in self.damages if damage.part is None and _kind(damage.path) == kind]
+
+    @property
+    def is_droppable(self) -> bool:
+        """Whether the rest of the store can be read; else only the inputs can give back what is damaged."""
+        return not self.of_kind(_MANIFEST) and not self.of_kind(_CODEC)
+
+    @property
+    def others(self) -> list[Finding]:
+        """Damages that a repair does not help with."""
+        return self.of_kind(_OTHERS)
 
     def describe(self) -> str:
         """Return the plan as lines for people; empty for a whole store."""
         lines = [f"{self.store} is incomplete: {self.missing}"] if self.missing else []
         if self.parts:
             lines.append(f"{len(self.parts)} parts are damaged: {', '.join(map(str, self.parts))}")
-        lines += [line for name, line in _MEANINGS.items() if getattr(self, name)]
-        if self.manifest or self.metadata or self.manifest_commit or self.codec:
+        lines += [line for kind, line in _MEANINGS.items() if self.of_kind(kind)]
+        if any(map(self.of_kind, (_MANIFEST, _METADATA, _MANIFEST_COMMIT, _CODEC))):
             lines.append("so the parts were not checked yet: afterwards run this command once more")
-        lines += [f"{name} belongs to no part" for name in self.strays]
+        lines += [f"{damage.path} belongs to no part" for damage in self.of_kind(_STRAYS)]
         lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
         return "\n".join(lines)
 
@@ -86,34 +93,25 @@ def plan_repair(
     store = open_path(path)
     report = verify_store(store, progress, parts=parts)
     report.check_complete(store)
-    found: dict[str, list[Finding]] = {name: [] for name in (*_MEANINGS, "strays", "others")}
-    for damage in report.damages:
-        if damage.part is None:
-            found[_kind(damage.path)].append(damage)
-    return RepairPlan(
-        store=store,
-        damages=tuple(report.damages),
-        parts=tuple(sorted({damage.part for damage in report.damages if damage.part is not None})),
-        strays=tuple(damage.path for damage in found.pop("strays")),
-        others=tuple(found.pop("others")),
-        missing=report.missing,
-        **{name: bool(damages) for name, damages in found.items()},
-    )
+    return RepairPlan(store, tuple(report.damages), report.missing)
 
 
 def _kind(path: str) -> str:
-    """Say what a damaged file of the whole store belongs to: a key of ``_MEANINGS``, ``strays`` or ``others``."""
+    """Return what a damaged file of the whole store belongs to."""
     if path.startswith((f"{TARGET_NAME}/", target_commit_path(Path()).as_posix())):
-        return "target"
-    if path in (MANIFEST_NAME, PLAN_NAME):
-        return "manifest"
+        return _TARGET
     if is_metadata(path):
-        return "metadata"
-    if path == manifest_commit_path(Path()).as_posix():
-        return "manifest_commit"
-    if path == CODEC_NAME:
-        return "codec"
-    return "strays" if path.startswith(f"{COMMITS_NAME}/part-") else "others"
+        return _METADATA
+    if path.startswith(f"{COMMITS_NAME}/part-"):
+        return _STRAYS
+    kinds = {
+        MANIFEST_NAME: _MANIFEST,
+        PLAN_NAME: _MANIFEST,
+        TEXTS_NAME: _TEXTS,
+        CODEC_NAME: _CODEC,
+        manifest_commit_path(Path()).as_posix(): _MANIFEST_COMMIT,
+    }
+    return kinds.get(path, _OTHERS)
 
 
 def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
@@ -123,7 +121,6 @@ def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
         StoreDamaged: store.json, plan.parquet or codec/ is damaged, without which no part can be read; or a symbolic
             link stands inside the store.
         StorageUnavailable: it could not be checked once more; nothing was deleted.
-        StoreLocked: another process is writing to the store.
     """
     _check_droppable(plan)
     with check_guard(plan.store):
@@ -145,18 +142,17 @@ def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
     """
     now = plan_repair(writer.path, parts=plan.parts)
     _check_droppable(now)
-    for name in now.strays:
-        remove_file(writer.path / name)
-    if now.target or (plan.target and not writer.has_target):
+    for damage in now.of_kind(_STRAYS) + now.of_kind(_TEXTS):
+        remove_file(writer.path / damage.path)
+    if now.of_kind(_TARGET) or (plan.of_kind(_TARGET) and not writer.has_target):
         writer.drop_target()
     return now
 
 
 def _check_droppable(plan: RepairPlan) -> None:
-    """Raise StoreDamaged if something is damaged without which no part can be decoded."""
-    damaged = [f"{MANIFEST_NAME} or {PLAN_NAME}"] if plan.manifest else []
-    damaged += [f"{CODEC_NAME}/"] if plan.codec else []
-    if damaged:
+    if not plan.is_droppable:
+        damaged = [f"{MANIFEST_NAME} or {PLAN_NAME}"] * bool(plan.of_kind(_MANIFEST))
+        damaged += [f"{CODEC_NAME}/"] * bool(plan.of_kind(_CODEC))
         raise StoreDamaged(
             f"{plan.store}: {' and '.join(damaged)} is damaged, and no part can be read without it. Restore it from a "
             "copy, or pass --model, which makes it anew from the recorded inputs."

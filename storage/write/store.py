@@ -59,8 +59,8 @@ from ..commit import (
     find_size_damage,
     metadata_names,
     read_commits,
+    read_file_records,
     read_part_commit,
-    read_target_commit,
     write_manifest_commit,
 )
 from ..grid import ArrayGrid
@@ -311,7 +311,8 @@ class StoreWriter(StoreFiles):
 
     def lay_out(self, codec: StoreCodec) -> None:
         """Write the metadata of a codec's arrays where it is missing."""
-        self._grids |= write_array_metadata(self.path, codec.arrays, self.n_parts, self._longest_part)
+        with check_guard(self.path), disk_full_guard(self.path):
+            self._grids |= write_array_metadata(self.path, codec.arrays, self.n_parts, self._longest_part)
 
     def replace_parts(self, parts: Iterable[int]) -> None:
         """Make damaged parts pending; each is kept until :meth:`part` opens it, so that a stop loses at most that."""
@@ -431,6 +432,6 @@ class StoreWriter(StoreFiles):
         """Whether the target bundle has no commit, or all files that its commit lists."""
         commit = target_commit_path(self.path)
         try:
-            return not exists(commit) or not find_size_damage(self.path / TARGET_NAME, read_target_commit(commit))
+            return not exists(commit) or not find_size_damage(self.path / TARGET_NAME, read_file_records(commit))
         except StoreDamaged:
             return False

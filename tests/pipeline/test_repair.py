@@ -29,7 +29,7 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     flip(next((store / "parts/kv").glob("c.1.*")))
     flip(store / "target/frozen.safetensors")
     plan = plan_repair(store)
-    assert (plan.parts, plan.target, plan.manifest) == ((1,), True, False)
+    assert (plan.parts, bool(plan.of_kind("target")), plan.is_droppable) == ((1,), True, True)
 
     other = write_target(tmp_path / "other", seed=1)
     before = read_tree(store)
@@ -44,7 +44,7 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     flip(store / "store.json")
     flip(store / "plan.parquet")
     plan = plan_repair(store)
-    assert (plan.parts, plan.manifest) == ((), True)
+    assert (plan.parts, plan.is_droppable) == ((), False)
     repair(plan, config.model)
     assert read_tree(store) == whole
     assert verify_store(store).ok
@@ -105,7 +105,7 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
     flip(store / "codec/basis.safetensors")
     before = read_tree(store)
     plan = plan_repair(store)
-    assert (plan.parts, plan.target, plan.manifest, plan.codec, plan.others) == ((), False, False, True, ())
+    assert [damage.path for damage in plan.damages] == ["codec"]
     assert "codec/ is damaged, without which nothing can be decoded" in plan.describe()
     with pytest.raises(StoreDamaged, match="codec/"):
         drop_damage(plan)

@@ -15,7 +15,8 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.sequences import Sequences
-from moa_data.pipeline.texts import keep_texts, map_texts, read_texts
+from moa_data.pipeline.texts import keep_texts, read_texts
+from moa_data.storage.plan import map_texts
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import TEXTS_NAME, commit_path
 from moa_data.storage.write.repair import plan_repair

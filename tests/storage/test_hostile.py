@@ -224,7 +224,7 @@ def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
     numbers = [pa.array(np.zeros(1), field.type) for field in list(PLAN_SCHEMA)[1:]]
     pq.write_table(pa.table([ids, *numbers], schema=PLAN_SCHEMA), tmp_path / "plan.parquet", compression="zstd")
     assert (tmp_path / "plan.parquet").stat().st_size < 1 << 20
-    with bounded_memory(), pytest.raises(StoreDamaged, match="bytes unpacked for 1 rows"):
+    with bounded_memory(), pytest.raises(StoreDamaged, match="1 rows"):
         read_plan(tmp_path / "plan.parquet")
 
 

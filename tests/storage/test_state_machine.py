@@ -152,11 +152,11 @@ class StoreMachine(RuleBasedStateMachine):
     def repair(self, how: str, at: int) -> None:
         """What verify names is dropped; store.json and plan.parquet come back by the run that made them."""
         plan = plan_repair(self.store)
-        if how == "kill" and not plan.manifest:
+        if how == "kill" and plan.is_droppable:
             with killed_at(at):
                 drop_damage(plan)
             plan = plan_repair(self.store)
-        if plan.manifest or how == "run again":
+        if not plan.is_droppable or how == "run again":
             self.opened().close()
             plan = plan_repair(self.store)
         if plan.damages:

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from moa_data.errors import SchemaVersionError, StoreNotFound
+from moa_data.moa.targets.chat_tokens import TokenizedChat
+from moa_data.pipeline.sequences import Sequences
+from moa_data.pipeline.texts import write_texts
 from moa_data.storage.read.summary import length_histogram, summarize_store
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import StoreManifest
+from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 
@@ -75,6 +79,24 @@ def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path) -> None:
     assert "checksum is" in damage.message
 
 
+@pytest.mark.parametrize("change", ["flip", "cut", "other"])
+def test_damaged_texts_are_found_and_dropped(store: Path, change: str) -> None:
+    texts, path = Sequences(), store / "texts.arrow"
+    for n in (50, 60):
+        texts.add(n, TokenizedChat(np.arange(n, dtype=np.int32), np.ones(n, np.uint8), truncated=False))
+    write_texts(path, texts, {"of": "this test"})
+    assert verify_store(store).ok
+    content = path.read_bytes()
+    at = content.index(np.arange(50, dtype=np.int32).tobytes()) + 8
+    flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    path.write_bytes({"flip": flipped, "cut": content[:-200], "other": b"texts"}[change])
+    (damage,) = verify_store(store).damages
+    assert (damage.part, damage.path) == (None, "texts.arrow")
+    drop_damage(plan_repair(store))
+    assert verify_store(store).ok
+    assert not path.exists()
+
+
 def test_pending_parts_are_no_damage(store: Path, recipe: Recipe) -> None:
     (store / "commits/part-00001.json").unlink()
     report = verify_store(store)
@@ -89,7 +111,7 @@ def test_damaged_commits_are_found(store: Path) -> None:
     commit.write_text(canonical(document | {"n_tokens": 1, "part": 3}))
     messages = [damage.message for damage in verify_store(store).damages]
     assert any("the commit says n_tokens 1, the plan has" in message for message in messages)
-    assert any("the commit belongs to part 3" in message for message in messages)
+    assert any("the commit says part 3, the plan has 0" in message for message in messages)
     commit.write_text("{}")
     (damage,) = verify_store(store).damages
     assert (damage.part, damage.path) == (0, "commits/part-00000.json")
