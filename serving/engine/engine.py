@@ -15,12 +15,13 @@ All other methods may be called from any thread, also from the functions that ar
 at the next step.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
@@ -255,14 +256,20 @@ class Engine:
             elif sequence.work is Work.SPECULATE and sequence.n_missing == 0:
                 groups[name].append(sequence)
         for name, speculation in self._speculations.items():
-            try:
+            with self._dispensable(name, groups[name]):
                 speculation.gather(groups[name])
                 if groups[name]:
                     speculation.draft(groups[name])
-            except Exception:  # noqa: BLE001 - a text does not depend on drafts: without them it is the same
-                _LOG.exception("drafting with %s failed; %d texts continue without drafts", name, len(groups[name]))
-                speculation.abandon(groups.pop(name))
         return groups
+
+    @contextlib.contextmanager
+    def _dispensable(self, name: str, sequences: Rows[Sequence]) -> Iterator[None]:
+        """Decode sequences without drafts where their drafter fails: the text is the same."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - whatever it is
+            _LOG.exception("the drafter %s failed; %d texts continue without drafts", name, len(sequences))
+            self._speculations[name].abandon(sequences)
 
     def _call(self, scheduled: list[Scheduled]) -> list[tuple[Scheduled, Output]]:
         """Call the target; if that fails, once for each sequence, so that only the faulty ones end."""
@@ -325,12 +332,10 @@ class Engine:
         return sequence.take_contexts(commit)
 
     def _send_contexts(self, sequences: Rows[Sequence]) -> None:
-        """Send contexts after the tokens that they belong to.
-
-        While the server decodes by itself they are sent many at a time, and encoded so, which takes as long as a few;
-        where the server's drafter needs the same, at once for both. Those of the prompt are sent at once: without them
-        the client could not draft.
-        """
+        """Send contexts after the tokens that they belong to."""
+        # While the server decodes by itself they are sent many at a time, and encoded so, which takes as long as a few;
+        # where the server's drafter needs the same, at once for both. Those of the prompt are sent at once: without
+        # them the client could not draft.
         due: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             name = sequence.request.drafter
@@ -356,15 +361,11 @@ class Engine:
         is_comparable = all(one.n_known == 1 for one in served)
         for name, speculation in self._speculations.items():
             own = [one for one in served if one.sequence.request.drafter == name and one.sequence.is_draftable]
-            try:
+            with self._dispensable(name, [one.sequence for one in own]):
                 speculation.observe(own)
-            except Exception:  # noqa: BLE001 - as in _draft
-                _LOG.exception("the drafter %s failed; %d texts continue without drafts", name, len(own))
-                speculation.abandon([one.sequence for one in own])
-                continue
-            rounds = [one for one in own if one.sequence in drafting.get(name, ())]
-            if is_comparable and rounds:
-                speculation.judge(rounds, round_s)
+                rounds = [one for one in own if one.sequence in drafting[name]]
+                if is_comparable and rounds:
+                    speculation.judge(rounds, round_s)
 
     def _report(self, sequence: Sequence, commit: Commit) -> None:
         if commit.finish:
