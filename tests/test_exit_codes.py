@@ -16,7 +16,7 @@ from moa_data.tests.kit.variants import quick
 
 MOA_DATA = f"exec {sys.executable} -m moa_data"
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
-# Every command, in a folder with model/, chats.jsonl, store/ and a trained run/.
+# Every command, in a folder with model/, chats.jsonl, store/, exported/ and a run/ that was trained with PREPARE.
 COMMANDS: dict[str, Any] = {
     "plan": "plan --model model --dataset chats.jsonl --out OUT --device cpu",
     "extract": "extract --model model --dataset chats.jsonl --out OUT --device cpu",
@@ -27,14 +27,16 @@ COMMANDS: dict[str, Any] = {
     "audit": "audit store --model model --device cpu --samples 2",
     "recode": "recode store --codec int8 --out OUT",
     "add": "add store --model model --activations hidden:layer:0 --device cpu",
-    "train": "train store --out OUT --max-steps 2 --batch-size 2 --accelerator cpu --validation-fraction 0",
+    "train": "train store --out OUT --preset paper --max-steps 2 --batch-size 2 --accelerator cpu",
     "generate": "generate --model model --drafter run --prompt Hi --max-new-tokens 4 --device cpu",
     "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 --max-new-tokens 4",
-    "export": "export store --format speculators --layers 0,1,1 --out OUT",
-    "import": "import store --format specforge --model model --out OUT",
+    "export": "export store --format eagle --out OUT",
+    "import": "import exported --format eagle --model model --out OUT",
     "export-drafter": "export-drafter run --format moa --model model --out OUT",
     "demo": f"demo --out OUT {DEMO_OPTIONS}",
 }  # fmt: skip
+PREPARE = (COMMANDS["train"].replace("OUT", "run"), COMMANDS["export"].replace("OUT", "exported"))
+"""What makes run/ and exported/, which some commands read."""
 
 
 def shell(line: str, cwd: Path, env: Mapping[str, str] = ENVIRONMENT) -> subprocess.CompletedProcess[str]:
@@ -88,8 +90,9 @@ def test_what_a_library_prints_does_not_land_in_a_file_of_the_store(tmp_path: Pa
 def full_room(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The room with a trained drafter in run/."""
     folder = Path(shutil.copytree(room, tmp_path_factory.mktemp("full") / "room"))
-    done = shell(f"{MOA_DATA} {COMMANDS['train'].replace('OUT', 'run')}", folder)
-    assert done.returncode == 0, done.stderr
+    for command in PREPARE:
+        done = shell(f"{MOA_DATA} {command}", folder)
+        assert done.returncode == 0, done.stderr
     return folder
 
 
