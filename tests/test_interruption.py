@@ -1,6 +1,5 @@
 """Signals on the real process: one line and the signal's exit code, and the same command ends what was begun."""
 
-import json
 import logging
 import os
 import re
@@ -10,16 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from moa_data.tests.kit.command import DEMO_OPTIONS, error_line, run
+from moa_data.tests.kit.command import DEMO_OPTIONS, error_line
 from moa_data.tests.kit.runs import assert_same_run
-from moa_data.tests.kit.stores import flip
 from moa_data.tests.kit.variants import quick
 from moa_data.tests.test_exit_codes import COMMANDS as EVERY_COMMAND
 from moa_data.tests.test_exit_codes import PREPARE
@@ -50,14 +47,6 @@ setattr(owner, name, struck)
 main()
 """
 
-PHASES = {
-    "corpus": "moa_data.demo.run:write_jsonl",
-    "target": "moa_data.demo.target:_fit",
-    "extract": "moa_data.pipeline.forwards.parts:capture",
-    "train": "moa_data.trainer.step:DrafterModule.training_step",
-    "eval": "moa_data.evaluation.measure:_compare",
-    "serve": "moa_data.demo.serving:_served",
-}
 
 # Stands in for the command line, whose imports take a second.
 FAKE_CLI = """
@@ -195,27 +184,6 @@ def test_what_handles_signals_itself_has_its_time() -> None:
     assert done.stdout == "saved\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_each_phase_of_the_demo(tmp_path: Path, number: signal.Signals) -> None:
-    out = tmp_path / "demo"
-    arguments = ("demo", "--out", str(out), *DEMO_OPTIONS.split())
-    for index, (phase, place) in enumerate(PHASES.items()):
-        done = python(STRIKE, place, str(int(number)), *arguments)
-        finished = list(json.loads((out / "demo.json").read_text())["phases"])
-        assert finished == list(PHASES)[:index]
-        if number == signal.SIGKILL:
-            assert done.returncode == -signal.SIGKILL, done.stderr
-            continue
-        line = one_line(done, number)
-        assert f"interrupted in the {phase} phase; run the same command again, finished phases are kept" in line
-        assert all(name in line for name in finished)
-    done = subprocess.run([sys.executable, "-m", "moa_data", *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "identical to plain greedy decoding" in done.stdout
-    assert not list(out.rglob("*.partial"))
-
-
 COMMANDS: dict[str, Any] = {
     "extract": "extract --model model --dataset chats.jsonl --out OUT --part-tokens 256 --device cpu",
     "recode": "recode store --codec int8 --out OUT",
@@ -263,58 +231,6 @@ def test_sigterm_in_the_middle_of_a_command_ends_it_in_one_line(
     assert said in line
     left = [path for path in work.rglob("*") if path.name.endswith(".partial") or path.name.startswith(".moa-data")]
     assert not left
-
-
-def strike_writer(arguments: list[str], cwd: Path, delay_s: float, number: int) -> tuple[int, str, float]:
-    """Do as :func:`run_until` does, counting time from the moment at which the process locks ``store``."""
-    command = [sys.executable, "-m", "moa_data", *arguments]
-    with subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
-        while run.poll() is None and str(run.pid) not in (cwd / "store" / "store.lock").read_text():
-            time.sleep(0.002)
-        began = time.perf_counter()
-        try:
-            _, said = run.communicate(timeout=delay_s)
-        except subprocess.TimeoutExpired:
-            run.send_signal(number)
-            _, said = run.communicate(timeout=300)
-    return run.returncode, said.decode(errors="replace"), time.perf_counter() - began
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_repair_stopped_at_random_moments(room: Path, tmp_path: Path, number: int) -> None:
-    """Whatever is left is called damaged or incomplete, and the same command ends with the bytes of the whole store."""
-    damaged, options = tmp_path / "damaged", ("--model", room / "model", "--device", "cpu")
-    inputs = ("--dataset", room / "chats.jsonl", "--out", damaged, "--part-tokens", "64", *options)
-    assert run("extract", *inputs).exit_code == 0
-    whole = data_files(damaged)
-    for part in range(4):
-        flip(next((damaged / "parts" / "kv").glob(f"c.{part}.*")))
-    arguments = ["repair", "store", *map(str, options)]
-    work, random, n_struck, n_seen = tmp_path / "work", Random(int(number)), 0, Counter[int]()
-    shutil.copytree(damaged, work / "store")
-    code, said, work_s = strike_writer(arguments, work, 300, 0)
-    assert code == 0, said
-    assert data_files(work / "store") == whole
-    while n_struck < N_MOMENTS:
-        shutil.rmtree(work)
-        shutil.copytree(damaged, work / "store")
-        for _ in range(3):
-            code, said, _ = strike_writer(arguments, work, random.uniform(0, work_s), number)
-            if code == 0:
-                break
-            assert code in (-number, 128 + number), said
-            n_struck += 1
-            state = run("verify", work / "store").exit_code
-            n_seen[state] += 1
-            assert state in (1, 3) or data_files(work / "store") == whole
-            assert run("repair", work / "store").exit_code == state
-        if code != 0:
-            code, said, _ = run_until(arguments, work, None, 0)
-        assert code == 0, said
-        assert data_files(work / "store") == whole
-        assert run("verify", work / "store").exit_code == 0
-    _log.info("%d times %r, exit codes of verify afterwards: %s", n_struck, number, dict(n_seen))
 
 
 def data_files(out: Path) -> dict[str, bytes]:

@@ -39,7 +39,7 @@ from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs
 from ..moa.nn import masks
 from ..storage.codecs.field import FieldCodec
 from ..storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
-from ..storage.schema import TOKENS, StoredArray
+from ..storage.schema import TOKENS
 from ..text import add_command
 from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 
@@ -87,9 +87,7 @@ class Batch:
     """One micro-batch."""
 
     inputs: TrainingInputs
-    """Right-padded activations."""
     draws: Draws
-    """Step bounds and staircase rows, already drawn."""
     denominator: float
     """The divisor of sums over loss positions, which weighs unequal micro-batches and devices by their positions."""
     n_tokens: int
@@ -97,7 +95,6 @@ class Batch:
     n_tokens_of_all: int = 0
     """Those of the micro-batches that all devices take at the same time."""
     n_bytes_read: int = 0
-    """Bytes of the store that were read for it."""
     index: int = 0
     """Number of a micro-batch within its step on this device; number of a validation batch over all devices."""
     n_parts: int = 1
@@ -108,7 +105,7 @@ class Batch:
     """Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor."""
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
-        """Copy the batch to a device."""
+        """Copy it to a device."""
         copied: Batch = map_tensors(self, lambda tensor: tensor.to(device, **kwargs))
         return copied
 
@@ -158,7 +155,7 @@ class BufferPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes in use and free."""
+        """The bytes in use and free."""
         return sum(self._in_use.values()) + sum(len(buffer) for buffer in self._free)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -301,11 +298,13 @@ class BatchReader:
         n_rows, n_tokens = len(sequences), int(lengths.max())
         codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]
         plain = {codec.spec.name for codec, _ in codecs if codec.is_identity}
-        buffers = {
-            array.name: self._buffer(array, row_shape(array, indices), array.name in plain, n_rows, n_tokens)
-            for array, indices in shared_arrays(codecs).items()
-        }
-        out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
+        buffers, out = {}, {}
+        for array, indices in shared_arrays(codecs).items():
+            dtype = _TORCH_DTYPES[array.logical_dtype] if array.name in plain else getattr(torch, array.dtype)
+            shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
+            buffer = buffers[array.name] = self._buffers.take(shape, dtype)
+            # numpy has no bfloat16; the store keeps its bits as uint16.
+            out[array.name] = (buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer).numpy()
         # The masks of a whole step are read before its first micro-batch, for the divisor of the loss.
         names = _TEXT_FIELDS if response is None else ("tokens",)
         text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in names}
@@ -361,23 +360,11 @@ class BatchReader:
         """Count the bytes of activations in a batch of sequences with these token counts."""
         return len(lengths) * self._token_bytes * int(lengths.max())
 
-    def _buffer(
-        self, array: StoredArray, row_shape: tuple[int, ...], is_field: bool, n_sequences: int, n_tokens: int
-    ) -> Tensor:
-        dtype = _TORCH_DTYPES[array.logical_dtype] if is_field else getattr(torch, array.dtype)
-        return self._buffers.take((n_sequences, array.n_rows(n_tokens), *row_shape), dtype)
-
-
-def _as_stored(buffer: Tensor) -> np.ndarray:
-    """View a buffer in the stored dtype; numpy has no bfloat16, the store keeps its bits as uint16."""
-    return buffer.view(torch.uint16).numpy() if buffer.dtype == torch.bfloat16 else buffer.numpy()
-
 
 def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Split by content hash, so that the split survives re-ordering and growth of the dataset.
+    """Return the indices of training and of validation sequences, ascending.
 
-    Returns:
-        Indices of the training and of the validation sequences, ascending.
+    They are told apart by content hash, so that the split survives re-ordering and growth of the dataset.
     """
     # 32 bits of a SHA-256 are uniform enough, and exact in a float.
     points = np.array([int(sequence_id[:8], 16) / 2**32 for sequence_id in sequence_ids])
@@ -635,8 +622,6 @@ class StoreDataModule(L.LightningDataModule):
 
     Attributes:
         micro_batch: sequences per forward on one device; the whole batch until trial steps have chosen it.
-        steps_per_epoch: optimizer steps of a pass over the training sequences.
-        max_steps: optimizer steps of the run.
     """
 
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
@@ -665,7 +650,7 @@ class StoreDataModule(L.LightningDataModule):
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 
     def train_dataloader(self) -> TrainingStream:
-        """Make the stream that starts at the trainer's current step."""
+        """Make the stream from the trainer's current step on."""
         trainer = self.trainer
         assert trainer is not None
         stream = TrainingStream(

@@ -5,7 +5,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -27,24 +27,22 @@ from ..storage.schema import MANIFEST_NAME, TARGET_NAME
 from .config import RUN_FILE, DrafterExportConfig
 
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_GIVE = "Give the target with --model."
 
 
 @dataclass(frozen=True)
 class DrafterExportReport:
-    """The outcome of an export.
-
-    Attributes:
-        reader: the program that loads it.
-        notes: what to know before using it.
-    """
+    """The outcome of an export."""
 
     folder: Path
     format: str
     reader: str
+    """The program that loads it."""
     kind: str
     n_tensors: int
     written_bytes: int
     notes: tuple[str, ...]
+    """What to know before using it."""
 
     def describe(self) -> str:
         """Return the report as text."""
@@ -55,8 +53,7 @@ class DrafterExportReport:
         return "\n".join((line, *(f"note: {note}" for note in self.notes)))
 
 
-@dataclass(frozen=True)
-class TargetPieces:
+class TargetPieces(NamedTuple):
     """What a layout may need of a target."""
 
     config: Any
@@ -70,15 +67,7 @@ class TargetPieces:
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
-    """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal.
-
-    Raises:
-        OutputOccupied: the folder holds something.
-        TargetError: the layout needs the target, and it is not to be found.
-        DrafterError: the drafter cannot be loaded, is of another kind, would be run differently by the other program,
-            or belongs to another target.
-        CheckpointError: what was written does not load as the same drafter.
-    """
+    """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal."""
     layout = LAYOUTS[config.format]
     source, folder = Path(config.drafter).expanduser(), Path(config.out).expanduser()
     drafter = load_drafter(source)
@@ -116,62 +105,45 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_he
 
     Args:
         model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
-
-    Raises:
-        TargetError: there is no run, its store is gone, or the target has no embeddings.
-        TargetError: the target cannot be read.
     """
     place = model or _store_of(drafter)
     if _is_store(place):
         with ActivationStore(place, parts=()) as opened:  # whatever its parts are like
             folder, recorded = opened.target_path, opened.manifest.identities
-            prefix = "target."
-            identity = {key.removeprefix(prefix): str(v) for key, v in recorded.items() if key.startswith(prefix)}
-            return _pieces(folder, [folder / FROZEN_FILE], "", identity, with_embeddings, with_head)
-    folder = resolve_model_folder(place)
-    load_target_config(folder)
-    return _pieces(folder, weight_files(folder), "model.", hash_target(folder), with_embeddings, with_head)
-
-
-def _pieces(
-    folder: Path, files: list[Path], prefix: str, identity: dict[str, str], with_embeddings: bool, with_head: bool
-) -> TargetPieces:
-    """Read the pieces of a target from files whose tensors' names begin with a prefix."""
+        found = [(name.split(".", 1), value) for name, value in recorded.items() if name.startswith("target.")]
+        identity = {name: str(value) for (_, name), value in found}
+        files, prefix = [folder / FROZEN_FILE], ""
+    else:
+        folder = resolve_model_folder(place)
+        load_target_config(folder)  # refuses what is no target before it is hashed
+        files, prefix, identity = weight_files(folder), "model.", hash_target(folder)
     embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
     head = _read_tensor(files, (_HEAD, prefix + _EMBEDDINGS), folder) if with_head else None
     return TargetPieces(load_target_config(folder), identity, embeddings, head)
 
 
 def _store_of(drafter: Path) -> str:
-    """Find the store of a run; ``drafter`` may be its subfolder."""
     for folder in (drafter, drafter.parent):
         if (folder / RUN_FILE).is_file():
             settings = yaml.safe_load((folder / RUN_FILE).read_text(encoding="utf-8"))
             store = str(settings.get("store", "")) if isinstance(settings, dict) else ""
             if store and _is_store(store):
                 return store
-            raise TargetError(
-                f"the format needs weights or settings of the target, and the store {store!r} of {folder} is not "
-                "there. Give the target with --model."
-            )
-    raise TargetError(
-        f"the format needs weights or settings of the target, and {drafter} is no run. Give the target with --model."
-    )
+            raise TargetError(f"the format needs the target, and the store {store!r} of {folder} is not there. {_GIVE}")
+    raise TargetError(f"the format needs the target, and {drafter} is no run. {_GIVE}")
 
 
 def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Tensor:
-    """Read the first of some tensors that there is."""
     for name in names:
         for file in files:
             if name in read_header(file, TargetError):
                 with safe_open(file, framework="pt") as tensors:
                     tensor: Tensor = tensors.get_tensor(name)
                     return tensor
-    raise TargetError(f"{folder} has no tensor {names[0]}. Give another target with --model.")
+    raise TargetError(f"{folder} has no tensor {names[0]}. {_GIVE}")
 
 
 def _is_store(place: str) -> bool:
-    """Whether a store with a target bundle lies there; of a remote one, whether a store does."""
     path = open_path(place)
     if isinstance(path, RemotePath):
         return exists(path / MANIFEST_NAME)
@@ -179,7 +151,6 @@ def _is_store(place: str) -> bool:
 
 
 def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
-    """Load what was written and compare it with the drafter in that dtype."""
     again = load_drafter(folder)
     if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(drafter.config.to_dict(), sort_keys=True):
         raise CheckpointError(f"{folder} does not load with the same sizes. Report this drafter.json.")

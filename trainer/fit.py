@@ -79,10 +79,8 @@ _FREE_TO_CHANGE = frozenset(
      "checkpoint_every", "devices", "num_nodes", "strategy", "accelerator", "logger", "project", "max_steps", "epochs",
      "decay_steps", "dry_run", "cache_dir", "cache_gb"}
 )  # fmt: skip
-"""Settings that may differ between two invocations of one run; those of its length only as far as :func:`_check_length`
-allows."""
-_WEIGHT_COPIES_ON_DISK = 3 * 3 + 1
-"""Two checkpoints and one that is being written, with two moments each; and ``drafter/``."""
+"""Settings that may differ between two invocations of one run; of its length see :func:`_check_length`."""
+_WEIGHT_COPIES_ON_DISK = 3 * 3 + 1  # two checkpoints and one that is being written, with two moments each; drafter/
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class TrainReport:
     n_pending_parts: int = 0
     """Parts of the store that were planned but not extracted yet, so not trained on."""
     n_tokens_total: int = 0
-    """Real tokens trained on in all invocations."""
+    """As ``n_tokens``, of all invocations."""
     n_bytes_read: int = 0
     """Bytes of the store that were read in all invocations."""
 
@@ -128,14 +126,11 @@ class RunPlan:
 def train(
     config: TrainConfig, progress: Progress | None = None, provenance: dict[str, Any] | None = None
 ) -> TrainReport:
-    """Train a drafter from a store.
+    """Train a drafter from a store; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
 
     Args:
         progress: called with optimizer steps.
         provenance: command, versions and machine of the run, written beside it.
-
-    Returns:
-        Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
 
     Raises:
         Interrupted: a signal stopped the run; its state is saved.
@@ -157,11 +152,10 @@ def train(
         signum = getattr(interrupt, "signum", signal.SIGINT)
         if not is_first:
             raise SystemExit(128 + signum) from interrupt  # one line, by the first process, is enough
-        raise Interrupted(_where_to_go_on(out, interrupt), signum) from interrupt
+        raise Interrupted(_how_to_continue(out, interrupt), signum) from interrupt
 
 
-def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
-    """Return the line for a run that was stopped at once, by the checkpoint that it left."""
+def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
     try:
         step = read_step(out / LAST)
     except (CheckpointError, OSError):
@@ -378,7 +372,7 @@ def _loggers(config: TrainConfig) -> list[Logger]:
 
 
 def _check_processes(machine: MachineSettings, n_devices: int) -> None:
-    """Refuse another number of processes than of devices: each would train alone, in one folder, or wait for ever."""
+    # With another number of processes each would train alone, in one folder, or wait for ever.
     launched = None
     if TorchElasticEnvironment.detect():
         launched = int(os.environ["WORLD_SIZE"])
@@ -392,7 +386,7 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
 
 
 def plan_run(config: TrainConfig) -> RunPlan:
-    """Say how long a run is and what it writes, without training; nothing is written."""
+    """Compute how long a run is and what it will write; writes nothing."""
     with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
         data = StoreDataModule(store, config)
         module = build_module(store, data.config, data)
@@ -414,15 +408,9 @@ def plan_run(config: TrainConfig) -> RunPlan:
 
 
 def _hush_lightning() -> None:
-    """Drop Lightning's advertisements and its warnings about folders that were checked here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # Validation logs what is the same on all devices already.
-    advice = (
-        "Experiment logs directory",
-        "Checkpoint directory",
-        "`isinstance\\(treespec",
-        "It is recommended to use `self",
-    )
+    # Of folders that were checked here, of torch's own, and of values that are the same on all devices already.
+    advice = ("Experiment logs", "Checkpoint directory", "`isinstance\\(treespec", "It is recommended to use `self")
     for message in advice:
         warnings.filterwarnings("ignore", message=message)
 
@@ -460,7 +448,6 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
 
 
 def _recorded_config(out: Path) -> TrainConfig:
-    """Read the settings of a run, as it recorded them."""
     record = out / RUN_FILE
     try:
         return TrainConfig(**yaml.safe_load(record.read_text()))
@@ -470,7 +457,6 @@ def _recorded_config(out: Path) -> TrainConfig:
 
 @contextlib.contextmanager
 def _lock_run(out: Path) -> Iterator[None]:
-    """Keep other trainings out of the folder while this one runs."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         lock = lock_file(out / LOCK_FILE)
@@ -485,14 +471,13 @@ def _lock_run(out: Path) -> Iterator[None]:
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
-    """List what decides the order and content of batches: a store may move between two invocations, but not change."""
+    # What decides the order and content of batches: a store may move between two invocations, but not change.
     identities = dict(sorted(store.manifest.identities.items()))
     codec = store.manifest.codec["name"]
     return {"n_sequences": len(store), "n_tokens": int(store.lengths.sum()), "codec": codec, **identities}
 
 
 def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) -> None:
-    """Refuse to resume a run on another store, or on one that has grown."""
     if not config.resume or not (out / STORE_FILE).is_file():
         return
     now = _store_facts(store)
@@ -528,7 +513,6 @@ def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None
 
 
 def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
-    """Write the resolved settings, the store's identity, and the provenance."""
     # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
     # Absolute, so that a reader in another folder finds the store, as `export-drafter` does.
     place = store.path.absolute() if isinstance(store.path, Path) else store.path
@@ -539,7 +523,7 @@ def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenan
 
 
 def keep_earlier_metrics(run: Path) -> None:
-    """Move metrics.csv of an earlier invocation aside; Lightning's logger would delete it."""
+    """Move metrics.csv of an earlier invocation aside: Lightning's logger would delete it."""
     if (run / METRICS_FILE).is_file():
         earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
         index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0  # not their number: one of them may be gone
@@ -580,10 +564,8 @@ def plot_curves(run: Path, out: Path) -> None:
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), constrained_layout=True)
     for axis, (title, names) in zip(axes.flat, panels, strict=True):
         for name, label in names.items():
-            points = series.get(name, [])
-            axis.plot(
-                [p[0] for p in points], [p[1] for p in points], label=label, marker="." if len(points) < 40 else None
-            )
+            points = dict(series.get(name, []))
+            axis.plot(list(points), list(points.values()), label=label, marker="." if len(points) < 40 else None)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -1,8 +1,7 @@
 """Muon: momentum whose matrix updates are made orthogonal, in float32 and in batches of equal shape.
 
-Small networks need about a quarter of AdamW's steps to the same loss. ``torch.optim.Muon`` computes the same update one
-matrix at a time in bfloat16, which takes 2 to 3.5 times as long on a CPU at these sizes, and takes matrices alone.
-Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+``torch.optim.Muon`` computes the same update one matrix at a time in bfloat16, which takes 2 to 3.5 times as long on a
+CPU at these sizes. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """
 
 from collections import defaultdict
@@ -65,7 +64,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update each parameter once; `closure`, when given, recomputes the loss first and its value is returned."""
+        """Update each parameter once; ``closure``, where given, computes the loss before, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,13 +108,10 @@ class Muon(torch.optim.Optimizer):
 
     def _step_others(self, group: dict[str, Any]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        for p in parameters:
+            if not self.state[p]:
+                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p] = {"step": torch.zeros(()), **zeros}
         states = [self.state[p] for p in parameters]
         adamw(
             parameters,

@@ -35,20 +35,13 @@ _LOGITS_BYTES = 1 << 26
 
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
-    """Return what a drafter reads of a store, or refuse a drafter that was not trained on keys and values like these.
-
-    Raises:
-        TrainingError: it reads no keys and values.
-        SelectionInvalid: the store lacks something that it reads.
-        TargetError: it was trained for another target.
-    """
+    """Return what a drafter reads of a store, or refuse a drafter that was not trained on such keys and values."""
     check_sizes_fit(drafter.config, store.manifest.target)
     check_identity_fits(drafter.config, {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")})
     reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)
     if not reads.kv:
         raise TrainingError(
-            f"a drafter of kind {drafter.kind} with these settings reads no keys and values, so errors of theirs cost "
-            "it nothing. Give one that does, e.g. moa."
+            f"a drafter of kind {drafter.kind} with these settings reads no keys and values; give one that does."
         )
     if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
         raise SelectionInvalid(
@@ -89,11 +82,6 @@ class DrafterMetrics:
 
         Returns:
             The metric of each part of each group, float64 [W, W], for ``TransformCodec.metrics``.
-
-        Raises:
-            TrainingError: as by :func:`check_measurable`; or values of the store, or drafts, are not finite.
-            SelectionInvalid, TargetError: as by :func:`check_measurable`.
-            TargetError: the store's target has fewer decoder layers than the drafter's drafts pass through.
         """
         drafter = self.drafter
         reads, n_last = check_measurable(drafter, store), drafter.config.target_layer_inference
@@ -148,15 +136,11 @@ def drawn_gradients(
 ) -> list[list[Tensor]]:
     """Draw gradients, [T, W] of each part of each group, whose outer products have the Gauss-Newton matrix as mean.
 
-    They are those of the log-probability of tokens drawn from the drafter, one for each position that it drafts. The
-    draws are independent and their gradients have mean zero, so that products between positions cancel on average.
-
     Args:
         inputs: one sequence, whose ``kv`` is [1, T, L, H, 2, d] of all layers.
-
-    Raises:
-        TrainingError: a draft's distribution has NaN.
     """
+    # Of the log-probability of tokens drawn from the drafter, one for each position that it drafts. The draws are
+    # independent and their gradients have mean zero, so that products between positions cancel on average.
     assert inputs.kv is not None
     parts = [[part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])]
     kv = codec.whole(parts).flatten(2)[None]  # [1, T, L, D]
@@ -172,7 +156,7 @@ def drawn_gradients(
 def _drawn_feature_gradients(
     drafter: Drafter, frozen: FrozenTarget, features: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Draw a token at each position, and return the gradients of its log-probability by the features: both [P, E]."""
+    """Return the gradients by the features of the log-probability of a token drawn at each position: both [P, E]."""
     gradients = []
     n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))
     for some in features.split(n_rows):  # the logits of a long sequence are gigabytes

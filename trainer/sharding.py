@@ -1,9 +1,4 @@
-"""``--strategy fsdp``: each device holds a share of weights, gradients and optimizer state.
-
-torch's ``fully_shard`` cuts every tensor of the drafter along its first dimension. The forward gathers all of them at
-once and the backward scatters the gradients: a drafter is one or two layers, whose parts are called by name and not as
-modules, so there is little to win by gathering them one after the other. What is saved is the rest: between forwards a
-device of N holds 1/N of the weights, and 1/N of gradients and moments always.
+"""``--strategy fsdp``: each device of N holds 1/N of gradients and moments, and of the weights between forwards.
 
 Checkpoints are those of any other strategy, so a run may be resumed with another one, on another number of devices.
 """
@@ -22,6 +17,8 @@ from typing_extensions import override
 
 def shard_weights(drafter: nn.Module, mesh: DeviceMesh) -> None:
     """Leave each device of a mesh its share of a drafter's weights; all must hold the same ones before."""
+    # Cut along the first dimension, and gathered for a forward all at once: a drafter is one or two layers, whose parts
+    # are called by name and not as modules, so there is little to win by gathering them one after the other.
     if not isinstance(drafter, FSDPModule):
         fully_shard(drafter, mesh=mesh)
         register_fsdp_forward_method(drafter, "objective")
@@ -75,7 +72,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {"state": state, "param_groups": found["param_groups"]} if self.is_global_zero else {}
 
     def _gathered(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Gather tensors on the first device, which alone writes; others get none."""
+        # On the first device, which alone writes; others get none.
         gathered = {}
         for name, tensor in tensors.items():
             full = whole(tensor.detach())  # one after the other, so that a device holds one whole tensor at a time

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from moa_data.moa.decoding.loop import plain_generate
@@ -23,8 +22,7 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import SavedAnswer
-from moa_data.tests.kit.certificates import Authority
-from moa_data.tests.kit.command import error_line, refused, run
+from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.proxy import Proxy
@@ -113,20 +111,6 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
     refused(run("chat", *options(server.address, tmp_path), "--prompt", "a"), "does not exist")
     gone = options("127.0.0.1:1", folder, "--set", "connect_s=0.3", "--prompt", "a")
     refused(run("chat", *gone), "127.0.0.1:1 cannot be reached")
-
-
-@pytest.mark.slow
-def test_another_authority_is_refused_in_one_line(live: Target, folder: Path, tmp_path: Path) -> None:
-    """As a process: gRPC has lines of its own."""
-    (tmp_path / "ca.pem").write_bytes(Authority("other").certificate)
-    credentials = grpc.ssl_server_credentials([Authority().server()])
-    with Server(live, credentials=credentials) as guarded:
-        arguments = options(guarded.address, folder, "--ca", str(tmp_path / "ca.pem"), "--prompt", "a")
-        done = subprocess.run(
-            [sys.executable, "-m", "moa_data", "chat", *arguments], capture_output=True, text=True, check=False
-        )
-    assert error_line(done.returncode, done.stderr) == done.stderr.strip()
-    assert "has no certificate of the given authority" in done.stderr
 
 
 @contextlib.contextmanager

@@ -87,16 +87,6 @@ def test_memory_is_used_again_only_when_nothing_shares_it() -> None:
     assert pool.n_allocations == 2
 
 
-def test_shapes_and_dtypes() -> None:
-    pool = BufferPool(1 << 20)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        tensor = pool.take((2, 3, 4), dtype)
-        assert tensor.shape == (2, 3, 4)
-        assert tensor.dtype == dtype
-        assert tensor.is_contiguous()
-    assert pool.take((0, 3), torch.float32).numel() == 0
-
-
 def test_what_is_kept_is_bounded() -> None:
     pool = BufferPool(10_000)
     for n in (1000, 3000, 7000, 9000, 100, 9000):

@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import shutil
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,6 @@ def copied(trained: Path, tmp_path: Path) -> Any:
 
 def last_of(out: Any) -> Any:
     return out / "checkpoints" / "last.ckpt"
-
-
-def test_nothing_goes_through_the_temporary_folder(
-    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    run(store_path, tmp_path / "run", max_steps=2, checkpoint_every=1, validate_every=1)
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.ckpt", "last.ckpt"]
 
 
 def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -243,12 +234,3 @@ def test_best_can_take_the_place_of_last(copied: Any, store_path: Path) -> None:
     run(store_path, copied, **SETTINGS, resume=True)
     shutil.copy(copied / "checkpoints" / "best.ckpt", last_of(copied))
     assert run(store_path, copied, **SETTINGS, resume=True).n_steps == 4
-
-
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.randn(2, 2), "c": torch.tensor(1.5)}
-    tensor_file.write_tensors(tmp_path / "file", tensors, {"of": "test"})
-    for name, value in load_file(tmp_path / "file").items():
-        assert torch.equal(value, tensors[name])

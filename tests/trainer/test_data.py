@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,15 +140,6 @@ def test_an_epoch_visits_every_sequence_about_once() -> None:
     assert np.array_equal(order, epoch_order(lengths, 8, seed=3, epoch=0))
 
 
-def test_no_sequence_is_left_out_more_often_than_others() -> None:
-    lengths = np.random.default_rng(0).integers(10, 500, 60)
-    n_left_out = np.zeros(60, int)
-    for epoch in range(300):
-        n_left_out[np.setdiff1d(np.arange(60), epoch_order(lengths, 8, seed=0, epoch=epoch))] += 1
-    assert n_left_out.sum() == 300 * (60 % 8)
-    assert 5 < n_left_out.min() <= n_left_out.max() < 40, "20 times each on average"
-
-
 def test_the_split_follows_content_not_order() -> None:
     ids = [f"{value:08x}" for value in np.random.default_rng(0).integers(0, 2**32, 4000)]
     train, held_out = split_sequences(ids, 0.1)
@@ -176,20 +166,6 @@ def test_draws_cover_their_range_and_the_curriculum() -> None:
     assert (drawn.offset < drawn.step_bound).all()
 
 
-def test_the_order_is_computed_once_per_epoch(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def noted(*args: Any) -> Any:
-        calls.append(args[3])
-        return epoch_order(*args)
-
-    monkeypatch.setattr(data_module, "epoch_order", noted)
-    iterator = iter(stream_of(ActivationStore(store_path), config()))
-    for _ in range(20):
-        next(iterator)
-    assert calls == [0, 1]
-
-
 def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
     running, done = [], []
 
@@ -214,17 +190,6 @@ def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
     assert done == list(range(9))
 
 
-def test_reader_threads_follow_the_cores(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ActivationStore(store_path)
-    for n_cores, n_ranks, n_threads in ((1, 1, 1), (2, 1, 2), (2, 4, 1), (64, 8, 8), (64, 1, 16)):
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=n_cores: set(range(n)))
-        given = [
-            BatchReader(store, config(reader_threads=chosen), torch.device("cpu"), n_ranks).n_threads
-            for chosen in (None, 3)
-        ]
-        assert given == [n_threads, 3]
-
-
 def test_errors_of_the_reading_thread_arrive(store_path: Path) -> None:
     broken: Any = [(1, lambda: 1 // 0)]
     iterator = data_module._read_ahead(iter(broken), 2, 10)
@@ -239,24 +204,6 @@ def test_micro_batches_divide_the_share_of_a_device() -> None:
         device_share(config(batch_size=32), 3)
     with pytest.raises(TrainingError, match="--micro-batch-size 3 does not divide the 16 sequences"):
         device_share(config(batch_size=32, micro_batch_size=3), 2)
-
-
-def test_memory_is_used_again(store_path: Path) -> None:
-    store = ActivationStore(store_path)
-    reader = BatchReader(store, config(), torch.device("cpu"))
-    lengths = store.lengths.astype(np.int64)
-    iterator = iter(TrainingStream(reader, np.arange(len(store)), lengths, 20, 0, 1))
-    for _ in range(12):
-        batch = next(iterator)
-        epoch = epoch_order(lengths, 4, 0, 0)
-    warm = reader._buffers.n_allocations
-    for _ in range(40):
-        batch = next(iterator)
-        assert batch.inputs.kv is not None
-        for row, n in enumerate((batch.inputs.kv.flatten(2).abs().sum(2) > 0).sum(1).tolist()):
-            assert not batch.inputs.hidden[row, n:].any()
-    assert reader._buffers.n_allocations - warm < 20 < 40 * 2, "two buffers for each of 40 batches would be 80"
-    assert epoch.shape[1] == 4
 
 
 def test_validation_is_the_same_on_each_pass(store_path: Path) -> None:
@@ -292,17 +239,3 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
     for batch in (batch for share in shares for batch in share):
         assert torch.equal(batch.inputs.kv, whole[batch.index].inputs.kv)
         assert torch.equal(batch.draws.offset, whole[batch.index].draws.offset)
-
-
-@pytest.mark.parametrize(("changes", "size"), [({"micro_batch_size": 2}, 2), ({}, 8)])
-def test_validation_batches_are_micro_batches(
-    store_path: Path, changes: dict[str, Any] | dict[str, int], size: int
-) -> None:
-    settings = config(batch_size=8, validation_fraction=0.3, **changes)
-    module = data_module.StoreDataModule(ActivationStore(store_path), settings)
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, world_size=1, num_devices=1)
-    module.trainer = trainer
-    sizes = [len(batch.inputs.tokens) for batch in module.val_dataloader()]
-    assert max(sizes) == size
-    assert sum(sizes) == len(module.validation_sequences)

@@ -19,7 +19,7 @@ from moa_data.errors import Interrupted, OutputOccupied, RunWarning, TrainingErr
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.pipeline.recode import recode
-from moa_data.tests.kit.runs import assert_same_weights, last_state, run, settings
+from moa_data.tests.kit.runs import assert_same_weights, last_state, run
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import callbacks
 from moa_data.trainer.checkpoints import read_checkpoint
@@ -274,21 +274,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     monkeypatch.setattr(MoADrafter, "objective", broken)
     with pytest.raises(TrainingError, match=r"is not finite at step 0.*lower --learning-rate"):
         run(store_path, tmp_path / "run", max_steps=2, gradient_clip=gradient_clip)
-
-
-@pytest.mark.slow
-def test_two_devices_train_one_run(store_path: Path, tmp_path: Path) -> None:
-    """Lightning starts the command a second time; that process must not take the run for somebody else's."""
-    run(store_path, tmp_path / "one", max_steps=3)
-    two = settings(store_path, tmp_path / "two", max_steps=3, devices="2")
-    script = tmp_path / "two.py"
-    script.write_text(
-        "from moa_data.trainer.config import TrainConfig\nfrom moa_data.trainer.fit import train\n"
-        f"train(TrainConfig(**{two.model_dump()!r}))\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert_same_weights(tmp_path / "one", tmp_path / "two", rtol=1e-3, atol=2e-5)
 
 
 def test_resume_refuses_another_store(store_path: Path, tmp_path: Path) -> None:
