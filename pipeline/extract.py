@@ -80,22 +80,9 @@ def extract(
         plan = _with_texts(dataclasses.replace(plan, codec=store.codec), store)  # what another run learned first
         if redo is not None:
             store.replace_parts(retract_damage(store, redo).parts)
-        had_target = store.has_target
-        counter = PartProgress(store, progress)
-        timings, lost = Timings(), list[str]()
-        try:
-            if not is_done(store) and config.scale.is_alone:
-                _work_alone(plan, store, target or _load_target(plan, progress), timings, counter)
-            elif not is_done(store):
-                target = None  # its memory is the workers'
-                timings, lost = _run_workers(plan, store, counter)
-        except KeyboardInterrupt as error:
-            n_done = len(store.committed_parts())
-            store.sweep()
-            raise Interrupted(
-                f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
-                f"{store.path}. Run the same command again to continue."
-            ) from error
+        target = target if config.scale.is_alone else None  # else its memory is the workers'
+        had_target, counter = store.has_target, PartProgress(store, progress)
+        timings, lost = _work(plan, store, target, counter, progress)
         if timings.n_padded_tokens:
             counter.tell(timings, looks=True)
         timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
@@ -118,6 +105,26 @@ def extract(
         store.record_run(report.record(provenance) | record)
         store.sweep()
     return report
+
+
+def _work(
+    plan: ExtractPlan, store: StoreWriter, target: Target | None, counter: PartProgress, progress: Progress | None
+) -> tuple[Timings, list[str]]:
+    """Write what is pending, in this process or in workers; returns what was spent, and how workers were lost."""
+    timings, lost = Timings(), list[str]()
+    try:
+        if not is_done(store) and plan.config.scale.is_alone:
+            _work_alone(plan, store, target or _load_target(plan, progress), timings, counter)
+        elif not is_done(store):
+            timings, lost = _run_workers(plan, store, counter)
+    except KeyboardInterrupt as error:
+        n_done = len(store.committed_parts())
+        store.sweep()
+        raise Interrupted(
+            f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
+            f"{store.path}. Run the same command again to continue."
+        ) from error
+    return timings, lost
 
 
 def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]) -> WriteReport:

@@ -1,4 +1,9 @@
-"""Extraction with several processes ends in the bytes of one, whoever is killed, and whoever else extracts."""
+"""Extraction by several processes, or with Ray on two machines of one host, ends in the bytes of one process.
+
+Whatever is lost or added meanwhile, and whoever else extracts.
+"""
+
+from __future__ import annotations
 
 import json
 import os
@@ -6,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,133 +19,208 @@ import pytest
 
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
-from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.chats import random_chats, write_jsonl
-from moa_data.tests.kit.command import error_line, refused, run
+from moa_data.tests.kit.command import error_line
+from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import read_tree
 
-
-def children(pid: int | None = None) -> list[int]:
-    """Process ids of the children of a process, of this one by default."""
-    pid = pid or os.getpid()
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
-def elsewhere(config: ExtractConfig, name: str = "whole") -> ExtractConfig:
-    return config.replaced(out=str(Path(config.out).with_name(name)))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers by /proc")
-def test_a_worker_is_killed_and_the_store_has_the_bytes_of_one_process(config: ExtractConfig) -> None:
-    extract(elsewhere(config))
-    before, killed, told = set(children()), list[int](), list[str]()
-
-    def kill_one(done: int, total: int, message: str) -> None:
-        told.append(message)
-        if message.startswith("extract") and not killed:
-            killed.append(max(set(children()) - before))
-            os.kill(killed[0], signal.SIGKILL)
-
-    report = extract(config.replaced(workers=2), progress=kill_one)
-    assert killed
-    assert read_tree(config.out) == read_tree(elsewhere(config).out)
-    assert (report.n_parts_done, report.timings.n_late) == (report.n_parts, 0)
-    assert "lost         1 of 2 workers (signal SIGKILL" in report.describe()
-    assert any("1 of 2 workers left" in message for message in told)
-    (record,) = [json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")]
-    assert len(record["lost_workers"]) == 1
-    assert set(children()) == before
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Ray has many
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers by /proc"),
+]
+_WAIT_S = 1200.0
+_SETTINGS: dict[str, Any] = {
+    "device": "cpu", "max_length": 128, "target_layers": 1, "part_tokens": 512, "batch_tokens": 256,
+}  # fmt: skip
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_WAIT_POLICY": "PASSIVE",  # these machines share their cores, so that who spins takes them from others
+}  # fmt: skip
 
 
-def test_more_workers_than_a_machine_can_have_are_refused(config: ExtractConfig) -> None:
-    arguments = ["extract", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
-    refused(run(*arguments, "--workers", "0"), "--workers is '0'")
-    refused(run(*arguments, "--workers", "1:2"), "--workers is '1:2'")
+class Machines:
+    """Machines of a Ray cluster on this host: a head that computes nothing, and others of one core each."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        common = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **common})
+        self._nodes: list[Any] = []
+        self.address = str(self._cluster.address)
+
+    def have(self, n_nodes: int) -> None:
+        """Add or kill machines until there are so many."""
+        while len(self._nodes) > n_nodes:
+            self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
+        while len(self._nodes) < n_nodes:
+            self._nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=80 << 20))
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
 
 
-class Commands:
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _ENVIRONMENT.items():
+            patch.setenv(name, value)
+        made = Machines()
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, chats for about 80 parts, and a whole store of them by one process."""
+    folder = tmp_path_factory.mktemp("ray")
+    target, chats = write_target(folder / "target"), write_jsonl(folder / "chats.jsonl", random_chats(400))
+    extract(ExtractConfig.of(model=str(target), dataset=str(chats), out=str(folder / "whole"), **_SETTINGS))
+    return folder
+
+
+class Runs:
     """Runs `moa-data extract` on one store, in processes of their own."""
 
-    def __init__(self, config: ExtractConfig) -> None:
-        self.out = Path(config.out)
-        self.arguments = [
-            "extract", "--model", config.model, "--dataset", config.dataset, "--out", config.out, "--device", "cpu",
-            "--max-length", "128", "--target-layers", "1", "--part-tokens", "512", "--batch-tokens", "256",
-        ]  # fmt: skip
+    def __init__(self, room: Path, out: Path, address: str | None) -> None:
+        self.room, self.out, self._is_ray = room, out, address is not None
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in _SETTINGS.items()]
+        files = ["--model", str(room / "target"), "--dataset", str(room / "chats.jsonl"), "--out", str(out)]
+        ray = [] if address is None else ["--engine", "ray", "--address", address]
+        self._command = [sys.executable, "-m", "moa_data", "extract", *files, *options, *ray]
 
-    def start(self, n_workers: int) -> subprocess.Popen[str]:
-        environment: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "moa_data", *self.arguments, "--workers", str(n_workers)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    def start(self, n_workers: int = 2) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._command, "--workers", str(n_workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **_ENVIRONMENT},
+        )  # fmt: skip
 
-    def wait_for_parts(self, n_parts: int, running: subprocess.Popen[str]) -> None:
-        while self.n_committed() < n_parts and running.poll() is None:
-            time.sleep(0.01)
+    def finish(self, running: subprocess.Popen[str]) -> tuple[str, str]:
+        out, said = running.communicate(timeout=_WAIT_S)
+        assert running.returncode == 0, said
+        return out, said
 
-    def n_committed(self) -> int:
-        return len(list((self.out / "commits").glob("part-*.json")))
+    def workers(self, running: subprocess.Popen[str]) -> list[int]:
+        """Process ids of the workers: tasks of Ray that have a store open, or children of the command."""
+        if self._is_ray:
+            return tasks()
+        return list(map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()))
+
+    def commits(self) -> dict[str, int]:
+        """The moment of each part's commit: one that was done again has another."""
+        return {path.name: path.stat().st_mtime_ns for path in (self.out / "commits").glob("part-*.json")}
+
+    def wait_for_parts(self, n_parts: int, running: subprocess.Popen[str]) -> dict[str, int]:
+        wait_until(lambda: len(self.commits()) >= n_parts or running.poll() is not None)
+        assert running.poll() is None, running.communicate()
+        return self.commits()
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.out / "runs").glob("*.json"))]
+
+    def check_whole(self, before: dict[str, int]) -> None:
+        """Every byte is that of one process, and no part that had its commit was done again."""
+        assert read_tree(self.out) == read_tree(self.room / "whole")
+        after = self.commits()
+        assert {name: after[name] for name in before} == before
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def tasks() -> list[int]:
+    """Process ids of tasks of Ray that have a store open."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::ray_task"):
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
 
 
 @pytest.fixture
-def commands(config: ExtractConfig, tmp_path: Path) -> Commands:
-    """Extractions of about 60 parts, and a whole store to compare with."""
-    many = config.replaced(dataset=str(write_jsonl(tmp_path / "many.jsonl", random_chats(300))))
-    extract(elsewhere(many))
-    return Commands(many)
+def ray_runs(machines: Machines, room: Path, tmp_path: Path) -> Runs:
+    machines.have(2)
+    wait_until(lambda: not tasks())  # of the test before
+    return Runs(room, tmp_path / "store", machines.address)
 
 
-def is_whole(commands: Commands) -> bool:
-    return read_tree(commands.out) == read_tree(commands.out.with_name("whole"))
+@pytest.fixture(params=["processes", "ray"])
+def runs(request: pytest.FixtureRequest, room: Path, tmp_path: Path) -> Runs:
+    found: Runs = Runs(room, tmp_path / "store", None)
+    return found if request.param == "processes" else request.getfixturevalue("ray_runs")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("heeded_signals")
-def test_a_signal_ends_all_processes_in_one_line(commands: Commands, number: signal.Signals) -> None:
-    running = commands.start(2)
-    commands.wait_for_parts(3, running)
-    running.send_signal(number)
-    _, said = running.communicate(timeout=120)
-    assert "parts are committed in" in error_line(running.returncode, said, 128 + number)
-    assert not list(commands.out.rglob("*.partial"))
-    running = commands.start(2)
-    out, said = running.communicate(timeout=300)
-    assert running.returncode == 0, said
-    assert "workers      2" in out
-    assert is_whole(commands)
+def test_workers_write_the_bytes_of_one_process(runs: Runs) -> None:
+    _, said = runs.finish(runs.start())
+    runs.check_whole({})
+    assert "2 workers" in said
+    assert "Traceback" not in said
+    (record,) = runs.records()
+    assert (record["n_parts_done"], record["n_parts_late"], record["lost_workers"]) == (len(runs.commits()), 0, [])
+    assert "nothing to do" in runs.finish(runs.start())[0]
 
 
-@pytest.mark.slow
-def test_workers_end_when_the_command_is_killed(commands: Commands) -> None:
-    running = commands.start(2)
-    commands.wait_for_parts(3, running)
-    workers = children(running.pid)
-    assert len(workers) == 2
+def test_a_worker_is_killed(runs: Runs) -> None:
+    running = runs.start()
+    before = runs.wait_for_parts(5, running)
+    os.kill(runs.workers(running)[0], signal.SIGKILL)
+    runs.finish(running)
+    runs.check_whole(before)
+    assert len(runs.records()[0]["lost_workers"]) == 1
+
+
+def test_a_machine_is_lost_and_another_one_joins(machines: Machines, ray_runs: Runs) -> None:
+    running = ray_runs.start()
+    before = ray_runs.wait_for_parts(5, running)
+    machines.have(1)
+    lost = ray_runs.wait_for_parts(len(ray_runs.commits()) + 5, running)
+    machines.have(2)
+    ray_runs.finish(running)
+    ray_runs.check_whole(before | lost)
+
+
+def test_the_command_is_killed_and_the_same_one_continues(runs: Runs) -> None:
+    running = runs.start()
+    runs.wait_for_parts(5, running)
+    workers = runs.workers(running)
     running.kill()
     running.communicate()
-    again = commands.start(2)  # at once: the orphans may still be writing
-    _, said = again.communicate(timeout=300)
-    assert again.returncode == 0, said
-    deadline_s = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    assert verify_store(commands.out).ok
-    third = commands.start(1)  # has nothing to do but to sweep
-    third.communicate(timeout=300)
-    assert is_whole(commands)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    before = runs.commits()
+    runs.finish(runs.start())
+    runs.check_whole(before)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n_workers", [(1, 1), (2, 2, 2)])
-def test_commands_at_once_share_the_parts(commands: Commands, n_workers: tuple[int, ...]) -> None:
-    running = [commands.start(n) for n in n_workers]
-    outputs = [one.communicate(timeout=500) for one in running]
-    assert [one.returncode for one in running] == [0] * len(n_workers), outputs
-    assert is_whole(commands)
-    records = [json.loads(path.read_text()) for path in (commands.out / "runs").glob("*.json")]
-    n_parts = commands.n_committed()
-    assert sum(record["n_parts_done"] for record in records) == n_parts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("heeded_signals")
+def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -> None:
+    running = runs.start()
+    runs.wait_for_parts(5, running)
+    running.send_signal(number)
+    _, said = running.communicate(timeout=_WAIT_S)
+    assert "parts are committed in" in error_line(running.returncode, said, 128 + number)
+    assert not list(runs.out.rglob("c.*.partial"))
+    before = runs.commits()
+    runs.finish(runs.start())
+    runs.check_whole(before)
+
+
+def test_commands_at_once_share_the_parts(runs: Runs) -> None:
+    running = [runs.start(1), runs.start(1)]
+    outputs = [one.communicate(timeout=_WAIT_S) for one in running]
+    assert [one.returncode for one in running] == [0, 0], outputs
+    runs.check_whole({})
+    records = runs.records()
+    assert sum(record["n_parts_done"] for record in records) == len(runs.commits())
     # Such small parts: a process has up to four in flight, which the others take when nothing else is left.
-    assert sum(record["n_parts_late"] for record in records) <= 4 * sum(n_workers)
+    assert sum(record["n_parts_late"] for record in records) <= 8
+    n_tokens = json.loads((runs.out / "store.json").read_text())["n_tokens"]
+    assert sum(record["timings"]["n_tokens"] for record in records) == n_tokens

@@ -1,6 +1,6 @@
 """Workers on one store: whatever becomes of them, it gets the bytes of one process, and each part is computed once.
 
-Ray is stood in for here; test_extract_ray.py has the real one.
+Ray is stood in for here; test_extract_workers.py has the real one.
 """
 
 import importlib.util
@@ -405,3 +405,9 @@ def test_gpus_of_workers_need_not_be_on_this_machine(config: ExtractConfig, monk
         build_plan(on_gpus.replaced(device="cpu"))
     with pytest.raises(OptionInvalid, match="learns from forwards on this machine"):
         build_plan(on_gpus.replaced(codec="transform:1"))
+
+
+def test_numbers_of_workers_that_make_no_sense_are_refused(config: ExtractConfig) -> None:
+    arguments = ["extract", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
+    refused(run(*arguments, "--workers", "0"), "--workers is '0'")
+    refused(run(*arguments, "--workers", "1:2"), "--workers is '1:2'")
