@@ -297,11 +297,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def run_layers(
         self, x: Tensor, positions: Tensor, appends: Sequence[AppendKV], mask: masks.Mask | Tensor | None
     ) -> Tensor:
-        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E] after the final norm.
-
-        Args:
-            appends: for each layer, takes keys and values of the slots and gives those of context and slots.
-        """
+        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers, each with its ``append``: [B, Q, E]."""
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):
             x = block.attend_cached(x, rotation, append, mask)
@@ -490,7 +486,6 @@ class BlockDrafter(KVEncoder, Drafter):
     def _write_after_target(
         self, cache: KVSource, before: Sequence[int], index: int, keys: Tensor, values: Tensor
     ) -> KeysValues:
-        """Write the block's keys and values after the target's own, of each layer that a layer sees."""
         n_slots = keys.shape[2]
         views = [cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(index)]
         return _side_by_side([write_after(view, before, n_slots, keys, values) for view in views])
@@ -498,7 +493,6 @@ class BlockDrafter(KVEncoder, Drafter):
     def _extend_context(
         self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> None:
-        """Add the positions that were committed since the last round to the context."""
         counts = [len(row) - 1 - before for row, before in zip(committed, state.n_true, strict=True)]
         if not any(counts):
             return
@@ -591,7 +585,6 @@ def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
 
 
 def _check_has_kv(cache: KVSource, before: Sequence[int]) -> None:
-    """Refuse to draft after so many positions of each row where the target's KV of some has not arrived."""
     for have, n_positions in zip(cache.lengths, before, strict=True):
         if have < n_positions:
             raise DrafterError(

@@ -96,12 +96,11 @@ def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
 
 
 def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor) -> KeysValues:
-    """Write a drafter's keys and values of the newest tokens after the target's verified ones, in place.
+    """Write a drafter's newest keys and values after the target's verified ones [B, H_kv, S, d], in place.
 
     Nothing of the context is copied; the target's next call overwrites these slots.
 
     Args:
-        view: keys and values [B, H_kv, S, d] of the target's cache.
         before: verified tokens of each row.
         n_fed: tokens of this round that were fed, the newest included.
     """
@@ -116,14 +115,7 @@ def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tenso
 
 
 def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Run causal layers over whole sequences x [B, S, E], slot t at position t.
-
-    Args:
-        queries: [B, Q] int64 slots to compute features for; None = all.
-
-    Returns:
-        [B, Q, E], outputs of the last layer.
-    """
+    """Run causal layers over x [B, S, E], slot t at position t: features of queries [B, Q], or of all slots."""
     slots = torch.arange(x.shape[1], device=x.device)
     rotation = rotary(slots[None, :])
     causal = masks.Mask.up_to(slots[None], len(slots))

@@ -43,12 +43,7 @@ from .training import (
 
 
 class FeatureState(LayerState):
-    """Caches whose committed slots are made from the target's own hidden states.
-
-    Attributes:
-        fresh: per row the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
-        last: per row the newest of those that were fed, [1, E or K * E]; None before the first.
-    """
+    """Slots made from the target's own states, and ``last``, the newest that was fed of each row [1, ...]."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
@@ -201,15 +196,7 @@ class EagleDrafter(FeatureDrafter):
         cache.extend(len(context), None, 0)
 
     def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Run the layers over whole sequences; slot t gives the feature of token t+1.
-
-        Args:
-            joined: [B, S, E], slots 0..S-1.
-            queries: [B, Q] int64 slots to compute features for; None = all.
-
-        Returns:
-            [B, Q, E].
-        """
+        """Run the layers over slots [B, S, E], or for some of them, [B, Q]; slot t gives the feature of token t+1."""
         return causal_features(self.blocks, self.rotary, joined, queries)
 
     @override

@@ -289,10 +289,9 @@ class Eagle3Drafter(FeatureDrafter):
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Let each round attend to slots that all share and to slots of its own: [B, H, Q, d].
+    """Let each round, a query of q [B, H, Q, d], attend to slots that all share and to slots of its own: [B, H, Q, d].
 
     Args:
-        q: [B, H, Q, d], a query of each round.
         keys: [B, H_kv, S, d], shared, as are ``values``.
         seen: [B, Q, S] bool, which shared slots each round sees.
         own: per earlier step keys and values [B, H_kv, Q, d], one of each round.

@@ -119,21 +119,18 @@ class GlideDrafter(Drafter):
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
     def _features(self, frozen: FrozenTarget, inputs: TrainingInputs, last_seen: Tensor, queries: Tensor) -> Tensor:
-        """Compute features [B, Q, E] of queries that see target KV up to ``last_seen``, both [B, Q] int64."""
-        seen = masks.cross_attention_mask(last_seen, inputs.tokens.shape[1])
+        seen = masks.Mask.up_to(last_seen, inputs.tokens.shape[1])
         features: Tensor = self(frozen, inputs.tokens, inputs.required_kv(), seen, queries)
         return features
 
     def forward(
         self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: masks.Mask | Tensor, queries: Tensor | None = None
     ) -> Tensor:
-        """Run many draft rounds at once, fed with the text: features [B, Q, E].
+        """Run many draft rounds at once, fed with the text [B, T]: features of queries [B, Q] or of all positions.
 
         Args:
-            tokens: [B, T] int64, right padded.
             kv: [B, T, >= 1, D], packed target KV; the last layer is attended to.
             seen: which positions' target KV each query sees; a tensor is [B, Q, T] bool, or added to the scores.
-            queries: [B, Q] int64 positions to compute features for; None = all.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
         if queries is None:
@@ -184,7 +181,6 @@ class GlideDrafter(Drafter):
         return self._decoding_layer(fed.before, cache)(x, fed.rotation, *own, fed.mask)
 
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
-        """Make the layer that attends to the target's cache up to so many positions of each row."""
         target = cache.layer_view(self.config.n_layers - 1, max(before))
         return partial(self._layer, target, lengths_mask(before, target[0].device))
 

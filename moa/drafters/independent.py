@@ -84,15 +84,7 @@ class IndependentDrafter(Drafter):
         return response_mask.bool()
 
     def forward(self, tokens: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Run the model over whole sequences.
-
-        Args:
-            tokens: [B, T] int64, right padded.
-            queries: [B, Q] int64 positions to compute features for; None = all.
-
-        Returns:
-            Features after the final norm [B, Q, W].
-        """
+        """Run the model over tokens [B, T]: normed features [B, Q, W] of queries [B, Q], or of all positions."""
         features: Tensor = self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
         return features
 

@@ -164,12 +164,7 @@ class MoADrafter(KVEncoder, Drafter):
         return self.losses(frozen, step, rounds, self._forward(frozen, step.inputs, rounds))
 
     def forward(self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds) -> DrafterOutputs:
-        """Run many draft rounds at once, fed with the text.
-
-        Args:
-            tokens: [B, T] int64, right padded.
-            kv: [B, T, L, D], packed target KV.
-        """
+        """Run many draft rounds at once, fed with the text [B, T] and packed target KV [B, T, L, D]."""
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
         queries, context = rounds.queries, rounds.context
@@ -192,7 +187,7 @@ class MoADrafter(KVEncoder, Drafter):
             mask = masks.round_mask(queries, context, rounds.pass_index, n_tokens)
             x2 = self.cross_attention.attend_cached(x1, query_rotation, append, mask)
         else:
-            mask = masks.cross_attention_mask(context, n_tokens)
+            mask = masks.Mask.up_to(context, n_tokens)
             x2 = self.cross_attention(x1, query_rotation, *verified, mask)
 
         # Target layers
@@ -259,12 +254,7 @@ class MoADrafter(KVEncoder, Drafter):
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     def append_encoded(self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Append encoded KV of the next n positions of each row to the cross-attention cache.
-
-        Args:
-            encoded: [B, n, E].
-            counts: how many of the n positions of each row are real; None for all.
-        """
+        """Append encoded KV [B, n, E] of the next positions of each row, of which ``counts`` are real."""
         rotation = self.rotary(positions_from(state.encoded.lengths, encoded.shape[1], encoded.device))
         state.encoded.append(*self.cross_attention.keys_values(encoded, rotation), counts)
 

@@ -72,13 +72,7 @@ class DrafterSizes:
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Make the sizes of a drafter for a target, or raise DrafterError where they do not fit.
-
-        Args:
-            config: the target's transformers config.
-            target: identity of the target.
-            **sizes: by field name; None means the default.
-        """
+        """Make the sizes for a target's config and identity, or raise DrafterError where the given ones do not fit."""
         known = target_sizes(config)
         names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
         facts = {name: known[name] for name in names} | {

@@ -328,13 +328,7 @@ def distillation(
     divergence: losses.Divergence = losses.KL,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum forward KL (or what takes its place) and feature loss over positions, times ``scale``: two scalars.
-
-    Args:
-        features: [P, E], the drafter's.
-        hidden: [P, E], the target's.
-        weights: [P], of the positions; None for 1 each.
-    """
+    """Sum forward KL (or another divergence) and feature loss over P positions with weights [P], times a scale."""
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
     head, of_terms = frozen.lm_head_weight, weights[:, None, None]
     kl, _ = losses.chunked_losses(features[:, None], hidden, head, of_terms, divergence=divergence)

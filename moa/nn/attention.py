@@ -31,16 +31,10 @@ _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
-    """Attend with a scale of 1/sqrt(d).
+    """Attend with a scale of 1/sqrt(d): q [B, H, Q, d] to k and v [B, H_kv, S, d], cast to its dtype -> [B, H, Q, d].
 
     Args:
-        q: [B, H, Q, d].
-        k: [B, H_kv, S, d], cast to the dtype of the queries.
-        v: [B, H_kv, S, d], likewise.
         mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
-
-    Returns:
-        [B, H, Q, d], the queries' dtype.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
     if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
@@ -67,10 +61,7 @@ def expand_heads(x: Tensor, n_heads: int) -> Tensor:
 
 
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend within many short sequences, as layer self-attention does; equals the fused kernel without a mask.
-
-    q [B, H, Q, d], k and v [B, H_kv, S, d] -> [B, H, Q, d].
-    """
+    """Attend within many short sequences, as layer self-attention does; equals the fused kernel without a mask."""
     # On CPU the fused kernel costs time per sequence and head; here the heads of a group are rows of one product.
     n_kv_heads, head_dim = k.shape[1], k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
@@ -116,22 +107,17 @@ def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_hea
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             for n_queries, n_keys in ((192, 320), (320, 448)):
-                last_seen = torch.arange(n_queries, device=device).expand(2, -1)
-                mask = Mask.up_to(last_seen, n_keys)
-                sizes = ((n_heads, n_queries), (n_kv_heads, n_keys), (n_kv_heads, n_keys))
+                mask = Mask.up_to(torch.arange(n_queries, device=device).expand(2, -1), n_keys)
                 q, k, v = (
                     torch.randn(2, heads, n, head_dim, device=device, generator=generator).to(dtype).requires_grad_()
-                    for heads, n in sizes
+                    for heads, n in ((n_heads, n_queries), (n_kv_heads, n_keys), (n_kv_heads, n_keys))
                 )
-                results = []
-                for attended in (
-                    attend_blocks(_compiled_flex(), q, k, v, mask),
-                    F.scaled_dot_product_attention(
-                        q, expand_heads(k, n_heads), expand_heads(v, n_heads), mask.dense.unsqueeze(1)
-                    ),
-                ):
-                    results.append((attended, *torch.autograd.grad(attended.float().square().sum(), (q, k, v))))
-                for got, expected in zip(*results, strict=True):
+                own = attend_blocks(_compiled_flex(), q, k, v, mask)
+                wide_k, wide_v = expand_heads(k, n_heads), expand_heads(v, n_heads)
+                plain = F.scaled_dot_product_attention(q, wide_k, wide_v, mask.dense.unsqueeze(1))
+                torch.testing.assert_close(own, plain, rtol=0.05, atol=0.05)
+                gradients = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (own, plain))
+                for got, expected in zip(*gradients, strict=True):
                     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways, each of which means no
         text = first_line(error)

@@ -34,14 +34,10 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the keys of packed KV and leave the values; with the inverse rotation the keys are those before RoPE.
+    """Rotate the keys of packed KV [n, L, D] of n positions and leave the values; the inverse rotation undoes RoPE.
 
     Args:
-        packed: [n, L, D], of n positions.
         rotation: cos and signed sin of these positions, each [n, d].
-
-    Returns:
-        [n, L, D], the input's dtype.
     """
     cos, sin = rotation
     keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
@@ -64,16 +60,10 @@ def cache_layers(cache: DynamicCache) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class KVBuffer:
-    """Keys and values of L layers for B rows of different lengths, in one tensor that grows by doubling.
+    """Keys and values of L layers for B rows of different ``lengths``, in one tensor that grows by doubling.
 
     Slot i of a row holds the token at position i. Slots at or beyond a row's length hold anything; the next call
     overwrites them, so that dropping rejected drafts costs nothing proportional to the context.
-
-    Args:
-        n_slots: slots that are allocated at first.
-
-    Attributes:
-        lengths: committed tokens of each row.
     """
 
     def __init__(self, n_rows: int = 1, n_slots: int = 256, n_layers: int = 1) -> None:
@@ -96,11 +86,7 @@ class KVBuffer:
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Add keys and values [B, H_kv, n, d] after each row of the only layer; returns :meth:`view`.
-
-        Args:
-            counts: how many of the n tokens of each row are real; None for all.
-        """
+        """Add keys and values [B, H_kv, n, d], ``counts`` of them real, after each row of the only layer."""
         n_tokens = keys.shape[2]
         self.reserve(max(self.lengths) + n_tokens, keys)
         self.write(0, keys, values, self.next_slots(n_tokens, keys.device))

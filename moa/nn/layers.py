@@ -51,13 +51,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding in the half-split form, always float32 (bf16 would round the frequencies).
-
-    Args:
-        head_dim: d, even.
-        rope_parameters: as in a transformers config: ``rope_theta``, ``rope_type`` and the type's own keys.
-        max_position_embeddings: of the target; some rope types scale by it.
-    """
+    """Rotary position embedding in the half-split form, always float32 (bf16 would round the frequencies)."""
 
     inv_freq: Tensor
 
@@ -101,7 +95,6 @@ class Rotary(nn.Module):
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        """Move with the module, but stay float32."""
         exact = self.inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
         self.inv_freq = exact.to(self.inv_freq.device)
@@ -288,10 +281,7 @@ class DecoderBlock(nn.Module):
     def attend_cached(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
 
-        Args:
-            rotation: rotation of x's positions, [B or 1, Q, d].
-            append: takes x's own keys and values, each [B, H_kv, Q, d], and gives all, each [B, H_kv, S, d].
-            mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
+        Rotation and mask are those of :meth:`forward`.
         """
         normed = self.normed(x)
         keys, values = append(*self.self_attn.keys_values(normed, rotation))

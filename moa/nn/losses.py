@@ -47,13 +47,10 @@ class Divergence:
     decay: float = 3.0
 
     def of(self, kl: Tensor, l1: Tensor, mass: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the divergence from the forward KL and the L1 distance, each [...].
+        """Compute the divergence from the forward KL and the L1 distance, each [...], and its derivatives in both.
 
         Args:
             mass: probability of the target's tokens that are compared, [...]; 1 for all tokens.
-
-        Returns:
-            The divergence, and the factors of the gradients of KL and L1 in its own, each [...].
         """
         if self.kind == "kl":
             return kl, torch.ones_like(kl), torch.zeros_like(kl)
@@ -82,7 +79,6 @@ def chunk_rows(n_rows: int, n_logits: int) -> int:
 
 
 def _blocks(head: Tensor) -> Iterator[slice]:
-    """Cut the vocabulary of a head [V, E] into slices whose cast or gradient takes at most ``_CAST_BYTES``."""
     n_tokens = max(1, _CAST_BYTES // (4 * head.shape[1]))
     return (slice(start, start + n_tokens) for start in range(0, head.shape[0], n_tokens))
 
@@ -134,13 +130,8 @@ def _terms_and_error(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the terms [n, J, K], and the gradient of their weighted sum in the logits; ``log_draft`` is overwritten.
 
-    Args:
-        kl: [n, J].
-        log_draft: [n, J, V_d], as ``probability`` [n, 1 or J, V_d].
-        mass: sum of ``probability`` [n, 1 or J, 1]; None for 1.
-
-    Returns:
-        Terms, gradient [n, J, V_d], and a factor [n, J, 1] that the gradient still lacks, if any.
+    The gradient [n, J, V_d] may lack a factor [n, J, 1], which is returned too. ``probability`` and its sum ``mass``,
+    None for 1, are [n, 1 or J, ...].
     """
     own = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
@@ -297,16 +288,11 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
     """Weigh the drafts of blocks by what they add to the expected acceptance length (D-PACE, arXiv 2605.18810).
 
     A draft of probability q = exp(-cross-entropy) counts as (1 - smoothing) * q + smoothing. Its weight is the sum over
-    itself and the later drafts of the product of these up to each: the first drafts weigh most while they are unsure,
-    the later ones more once the first are right.
+    itself and the later drafts of the product of these up to each: the first drafts weigh most while they are unsure.
 
     Args:
         cross_entropy: [..., K], to the text's tokens.
         supervised: [..., K] bool; the others have weight 0 and count as certain.
-        smoothing: from 0 to 1, where 1 weighs a draft by the number of those from it on.
-
-    Returns:
-        [..., K], without a gradient.
     """
     smoothed = (1 - smoothing) * torch.exp(-cross_entropy.detach()) + smoothing
     reached = torch.where(supervised, smoothed, 1.0).cumprod(dim=-1) * supervised

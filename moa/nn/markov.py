@@ -95,7 +95,6 @@ class RecurrentMarkovHead(MarkovHead):
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def _joint(self, memory: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gate, candidate and output of slots, before their non-linearities: each [..., r]."""
         embedded, state = memory.split(self.rank, dim=-1)
         gate, candidate, output = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1)).chunk(3, dim=-1)
         return gate, candidate, output

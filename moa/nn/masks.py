@@ -30,9 +30,6 @@ def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: 
         response_mask: [B, T], non-zero on response tokens.
         step_bound: [B] integer e; positions with (i - offset) % e == 0 are context. None: no bound.
         offset: [B] integer; zeros where None.
-
-    Returns:
-        [B, T] bool.
     """
     drafted = response_mask.bool()
     if step_bound is None:
@@ -44,12 +41,7 @@ def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: 
 
 
 def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions of standard training, where all positions before a drafted one are verified.
-
-    Returns:
-        Which positions are drafted, [B, T] bool: the response without position 0; and the last context position that
-        each one sees, [B, T] int64.
-    """
+    """Find the drafted positions of standard training [B, T] bool, all of a response, and the predecessor of each."""
     drafted = response_mask.bool().clone()
     drafted[:, :1] = False
     index = torch.arange(drafted.shape[1], device=drafted.device)
@@ -78,7 +70,7 @@ class Mask:
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
-        """Let each query see the keys up to its ``last_seen``, [B or 1, Q] int64."""
+        """Let each query see the keys up to its ``last_seen``, [B or 1, Q] int64, such as s(i) (official line 210)."""
         n_rows, n_queries = last_seen.shape
 
         def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -110,17 +102,8 @@ class Mask:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Mask:
-    """Let queries see keys up to s(i), as step-bounded cross-attention does (official line 210)."""
-    return Mask.up_to(last_context_of_query, n_keys)
-
-
 def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int) -> Mask:
-    """Mask self-attention: causal; staircase queries see only the drafted block and themselves (official 169-193).
-
-    Args:
-        staircase: [B, Q] or [B, 1] bool.
-    """
+    """Mask self-attention: causal; queries with ``staircase`` see only the drafted block and themselves (169-193)."""
     staircase = staircase.expand_as(queries)
 
     def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -176,15 +159,12 @@ def staircase_drop_probability(progress: float) -> float:
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
     """Mask the pending tokens of a decoding call: they see all committed slots, and their pending ancestors.
 
-    Slot i of a row holds the committed token at position i; the pending tokens stand after the row's committed part.
+    The pending tokens stand after the row's committed part. Gives [B, Q, max(lengths) + P] bool.
 
     Args:
         lengths: committed slots of each of B rows.
         seen: [B, Q, P] bool, which pending tokens the last Q of P pending tokens see, themselves included.
         window: as for :func:`round_mask`.
-
-    Returns:
-        [B, Q, max(lengths) + P] bool.
     """
     n_pending, device = seen.shape[2], seen.device
     n_slots = max(lengths) + n_pending

@@ -92,7 +92,7 @@ def glide_features(
     assert inputs.kv is not None
     n_tokens = inputs.tokens.shape[1]
     positions = torch.arange(n_tokens)[None]
-    seen = masks.cross_attention_mask(block_context(positions, drafter.config.block_size), n_tokens).dense
+    seen = masks.Mask.up_to(block_context(positions, drafter.config.block_size), n_tokens).dense
     if watch is not None:
         watch(seen)
     # The least number is added to the scores, beside which they are lost. Fused kernels get the gradients of a query

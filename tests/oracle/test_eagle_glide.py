@@ -132,7 +132,7 @@ def test_the_official_glide_differs_by_rotation_and_first_block_alone(name: str)
     assert inputs.kv is not None
     frozen, block, n_tokens, last = frozen_target(name), drafter.config.block_size, real.shape[1], int(real.sum())
     context = block_context(torch.arange(n_tokens)[None], block).clamp(min=0)
-    seen = masks.cross_attention_mask(context, n_tokens)
+    seen = masks.Mask.up_to(context, n_tokens)
     ours = drafter(frozen, inputs.tokens, rotated_twice(drafter, inputs.kv), seen)
     assert not torch.allclose(ours[:, :block], vectors["features"][:, :block], atol=1e-3)
     torch.testing.assert_close(ours[:, block:last], vectors["features"][:, block:last], rtol=0, atol=2e-5)

@@ -72,7 +72,7 @@ def test_training(name: str) -> None:
     n_tokens = real.shape[1]
     allowed = masks.self_attention_mask(rounds.queries, rounds.context, rounds.staircase, n_tokens)
     expected.equal("sa_allowed", allowed.dense)
-    expected.equal("ca_allowed", masks.cross_attention_mask(rounds.context, n_tokens).dense)
+    expected.equal("ca_allowed", masks.Mask.up_to(rounds.context, n_tokens).dense)
 
     outputs = moa_forward(drafter, frozen, inputs, rounds)
     expected.close("sa_out", outputs.self_attention)

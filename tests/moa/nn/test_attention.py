@@ -24,7 +24,7 @@ def training_masks() -> dict[str, masks.Mask]:
     rounds = Rounds.packed(draws, response)
     queries, context, passes = rounds.queries, rounds.context, rounds.pass_index
     return {
-        "cross": masks.cross_attention_mask(context, N_TOKENS),
+        "cross": masks.Mask.up_to(context, N_TOKENS),
         "self": masks.self_attention_mask(queries, context, rounds.staircase, N_TOKENS),
         "rounds": masks.round_mask(queries, context, passes, N_TOKENS),
         "window": masks.round_mask(queries, context, passes, N_TOKENS, window=6),
@@ -83,6 +83,19 @@ def test_kernels_equal_the_definition_in_value_and_gradient(
     expected = with_gradients(plain(*inputs, mask.dense), inputs)
     for one, other in zip(with_gradients(got, inputs), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_kernel_that_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In value or gradient, or by an exception."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    works, facts = attention._flex_works.__wrapped__, (torch.device("cpu"), torch.float32, 4, 2, 16)
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex.flex_attention)
+    assert works(*facts)
+    for wrong in (lambda *args, **options: 1.5 * flex.flex_attention(*args, **options), lambda *_: 1 / 0):
+        monkeypatch.setattr(attention, "_compiled_flex", lambda wrong=wrong: wrong)
+        with pytest.warns(UserWarning, match="FlexAttention"):
+            assert not works(*facts)
 
 
 @pytest.mark.gpu

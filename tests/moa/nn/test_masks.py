@@ -12,7 +12,7 @@ def test_the_docstring_example() -> None:
     context = masks.last_context(drafted)
     assert context.tolist() == [[0, 1, 2, 2, 4, 4, 4, 4, 8]]
     query = torch.tensor([[6]])
-    seen = masks.cross_attention_mask(context[:, 6:7], 9).dense
+    seen = masks.Mask.up_to(context[:, 6:7], 9).dense
     assert seen[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
     plain = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[False]]), 9).dense
     assert plain[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -30,14 +30,14 @@ def test_no_row_is_ever_empty() -> None:
     queries = torch.arange(40).expand(16, -1)
     stairs = torch.rand(16, generator=generator) < 0.5
     for mask in (
-        masks.cross_attention_mask(context, 40).dense,
+        masks.Mask.up_to(context, 40).dense,
         masks.self_attention_mask(queries, context, stairs[:, None], 40).dense,
         masks.round_mask(queries, context, None, 40).dense[..., 40:],
     ):
         assert mask.any(dim=-1).all()
         assert not (mask & (torch.arange(40) > torch.arange(40)[:, None])).any(), "no query sees the future"
     later = torch.arange(40) > context[:, :, None]
-    assert not (masks.cross_attention_mask(context, 40).dense & later).any()
+    assert not (masks.Mask.up_to(context, 40).dense & later).any()
 
 
 def test_a_round_sees_verified_positions_and_its_own_drafts() -> None:
