@@ -56,25 +56,19 @@ class ReadCache:
 
     def read(self, ranges: Sequence[ByteRange], fetch: Fetch) -> list[memoryview]:
         """Return the bytes of ranges, from blocks that are kept and by fetching the others, which are kept then."""
-        wanted = {(i, block): b"" for i, item in enumerate(ranges) for block in _blocks_of(item)}
-        first: dict[tuple[str, int], tuple[int, int]] = {}  # several ranges may lie in one block
-        for i, block in wanted:
-            first.setdefault((ranges[i].identity, block), (i, block))
-        missing = []
-        loads = requests().map(lambda key: self._load(ranges[key[0]], key[1]), first.values())
-        for key, kept in zip(first.values(), loads, strict=True):
-            if kept is None:
-                missing.append(key)
-            else:
-                wanted[key] = kept
-                self.n_hit_bytes += len(kept)
-        spans = [(i, *_span(ranges[i], block)) for i, block in missing]
-        for (i, block), data in zip(missing, fetch(spans) if spans else (), strict=True):
-            wanted[i, block] = bytes(data)
+        keys = [[(item.identity, block) for block in _blocks_of(item)] for item in ranges]
+        at = {key: i for i, own in enumerate(keys) for key in own}  # several ranges may lie in one block
+        loads = requests().map(lambda key: self._load(ranges[at[key]], key[1]), at)
+        found = {key: data for key, data in zip(at, loads, strict=True) if data is not None}
+        self.n_hit_bytes += sum(map(len, found.values()))
+        missing = [key for key in at if key not in found]
+        spans = [(at[key], *_span(ranges[at[key]], key[1])) for key in missing]
+        for key, data in zip(missing, fetch(spans) if spans else (), strict=True):
+            found[key] = bytes(data)
             self.n_fetched_bytes += len(data)
-        for _ in requests().map(lambda key: self._keep(ranges[key[0]], key[1], wanted[key]), missing):
+        for _ in requests().map(lambda key: self._keep(ranges[at[key]], key[1], found[key]), missing):
             pass
-        return [_cut(item, [wanted[first[item.identity, block]] for block in _blocks_of(item)]) for item in ranges]
+        return [_cut(item, [found[key] for key in own]) for item, own in zip(ranges, keys, strict=True)]
 
     def _path(self, item: ByteRange, block: int) -> Path:
         name = hashlib.sha256(f"{item.identity} {item.n_bytes}".encode()).hexdigest()[:32]
@@ -118,10 +112,17 @@ class ReadCache:
         """Count a new block, and delete old ones where it does not fit."""
         share = self.max_bytes // _FREED_SHARE
         if self._n_written > share or self._n_used + n_bytes > self.max_bytes:
-            found = list(self._found())
+            found = sorted(self._found())
             self._n_used, self._n_written = sum(size for _, size, _ in found), 0
-            if self._n_used + n_bytes > self.max_bytes:
-                self._n_used -= _delete_oldest(found, self._n_used + n_bytes - self.max_bytes + share)
+            allowed = self.max_bytes - n_bytes
+            if self._n_used > allowed:
+                allowed -= share
+            for _, size, path in found:
+                if self._n_used <= allowed:
+                    break
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                self._n_used -= size
         self._n_used += n_bytes
         self._n_written += n_bytes
 
@@ -136,13 +137,10 @@ class ReadCache:
 
 
 def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache | None:
-    """Return a cache; what is not given ``MOA_DATA_CACHE_DIR`` and ``MOA_DATA_CACHE_GB`` (default 100) tell.
+    """Return a cache, or None where nothing names a folder.
 
-    Returns:
-        None where nothing names a folder.
-
-    Raises:
-        OptionInvalid: the size in the environment is no positive number.
+    What is not given, ``MOA_DATA_CACHE_DIR`` and ``MOA_DATA_CACHE_GB`` (default 100) tell; OptionInvalid for a size
+    that is no positive number.
     """
     folder = folder or os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -157,17 +155,6 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
     return ReadCache(folder, int(n_gb * 1e9))
 
 
-def _delete_oldest(found: list[tuple[float, int, str]], n_bytes: int) -> int:
-    n_freed = 0
-    for _, size, path in sorted(found):
-        if n_freed >= n_bytes:
-            break
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        n_freed += size
-    return n_freed
-
-
 def _blocks_of(item: ByteRange) -> range:
     stop = min(item.stop, item.n_bytes)
     return range(item.start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if stop > item.start else range(0)
@@ -178,8 +165,7 @@ def _span(item: ByteRange, block: int) -> tuple[int, int]:
 
 
 def _cut(item: ByteRange, blocks: Sequence[bytes]) -> memoryview:
-    """Cut a item from its blocks, of which the last may be shorter than it should be."""
+    """Cut what was asked for from its blocks, of which the last may be shorter than it should be."""
     skipped, n_bytes = item.start % BLOCK_BYTES, max(0, item.stop - item.start)
-    if len(blocks) == 1:
-        return memoryview(blocks[0])[skipped : skipped + n_bytes]
-    return memoryview(b"".join(blocks))[skipped : skipped + n_bytes]
+    whole = blocks[0] if len(blocks) == 1 else b"".join(blocks)
+    return memoryview(whole)[skipped : skipped + n_bytes]

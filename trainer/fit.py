@@ -226,7 +226,7 @@ def _fit(
         data_wait_share=throughput.data_wait_share,
         metrics={n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)},
         best_expected_acceptance_length=best.best if math.isfinite(best.best) else None,
-        n_pending_parts=store.manifest.n_parts - store.n_parts_committed,
+        n_pending_parts=store.manifest.n_parts - len(store.commits),
         n_tokens_total=throughput.n_tokens_total,
         n_bytes_read=throughput.n_bytes_read,
     )

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,8 +52,7 @@ class RowRange:
     layers: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class _Destination:
+class _Destination(NamedTuple):
     """Where rows [low, high) of a shard go: to ``out[: high - low]``."""
 
     low: int
@@ -108,15 +109,14 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
         n_threads: threads that decode, the caller's included.
 
     Raises:
-        StoreDamaged: a file is gone.
-        StoreDamaged: a checksum or a size is wrong.
+        StoreDamaged: a file is gone, or a checksum or a size is wrong.
     """
-    plans = list(_plan_shards(shards, ranges))
+    plans = _plan_shards(shards, ranges)
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
         reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(shards, plan)]
         for window in _windows(reads):
             _fetch_ahead(window)
-            run_in_threads([_Decode(read) for read in window], n_threads)
+            run_in_threads([partial(_decode, read) for read in window], n_threads)
             shards.n_bytes_read += sum(read.n_bytes for read in window)
 
 
@@ -164,7 +164,7 @@ def _helpers() -> ThreadPoolExecutor:
     return _pool[1]
 
 
-def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> Iterator[_ShardPlan]:
+def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardPlan]:
     plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
     for item in ranges:
         grid = shards.grid(item.array)
@@ -182,7 +182,7 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> Iterator[_Sh
             for row in range(destination.low // chunk_rows, -(-destination.high // chunk_rows)):
                 plan.wanted.setdefault(row, []).append(destination)
             at = until
-    return iter(plans.values())
+    return list(plans.values())
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
@@ -255,39 +255,34 @@ def _fetch_ahead(reads: list[_Read]) -> None:
             read.data = np.frombuffer(data, np.uint8)
 
 
-class _Decode:
-    """Reads one run of chunks and puts their values where they are wanted."""
+def _decode(read: _Read) -> None:
+    """Read a run of chunks and put their values where they are wanted."""
+    raw = read.reader.read_bytes(read.offset, read.n_bytes) if read.data is None else read.data
+    for at, n_bytes, row, column, destinations in read.chunks:
+        _place(read.reader, raw[at : at + n_bytes], row, column, destinations)
+    read.data = None
 
-    def __init__(self, read: _Read) -> None:
-        self._read = read
 
-    def __call__(self) -> None:
-        read = self._read
-        raw = read.reader.read_bytes(read.offset, read.n_bytes) if read.data is None else read.data
-        for at, n_bytes, row, column, destinations in read.chunks:
-            self._place(raw[at : at + n_bytes], row, column, destinations)
-        read.data = None
-
-    def _place(self, data: np.ndarray, row: int, column: _Column, destinations: list[_Destination]) -> None:
-        reader, grid = self._read.reader, self._read.reader.grid
-        row_start, chunk_rows = row * grid.chunk_tokens, grid.chunk_tokens
-        if len(destinations) == 1 and column.span is not None and destinations[0].low <= row_start:
-            at = row_start - destinations[0].low
-            target = destinations[0].out[at : at + chunk_rows]
-            if grid.chunks_per_row > 1 or target.ndim > 1:
-                target = target[:, column.span[0] : column.span[1]]
-            if target.shape == grid.chunk_shape and target.flags.c_contiguous:
-                reader.decode(data, row, column.number, target)
-                return
-        dtype = destinations[0].out.dtype
-        chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(grid.chunk_shape)
-        reader.decode(data, row, column.number, chunk)
-        for destination in destinations:
-            low, high = max(destination.low, row_start), min(destination.high, row_start + chunk_rows)
-            target = destination.out[low - destination.low : high - destination.low]
-            values = chunk[low - row_start : high - row_start]
-            if column.span is not None:
-                target = target if target.ndim == 1 else target[:, column.span[0] : column.span[1]]
-                target[...] = values
-            for inner, position in column.pairs if column.span is None else ():
-                target[:, position] = values[:, inner]
+def _place(reader: ShardReader, data: np.ndarray, row: int, column: _Column, destinations: list[_Destination]) -> None:
+    grid = reader.grid
+    row_start, chunk_rows = row * grid.chunk_tokens, grid.chunk_tokens
+    if len(destinations) == 1 and column.span is not None and destinations[0].low <= row_start:
+        at = row_start - destinations[0].low
+        target = destinations[0].out[at : at + chunk_rows]
+        if grid.chunks_per_row > 1 or target.ndim > 1:
+            target = target[:, column.span[0] : column.span[1]]
+        if target.shape == grid.chunk_shape and target.flags.c_contiguous:
+            reader.decode(data, row, column.number, target)
+            return
+    dtype = destinations[0].out.dtype
+    chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(grid.chunk_shape)
+    reader.decode(data, row, column.number, chunk)
+    for destination in destinations:
+        low, high = max(destination.low, row_start), min(destination.high, row_start + chunk_rows)
+        target = destination.out[low - destination.low : high - destination.low]
+        values = chunk[low - row_start : high - row_start]
+        if column.span is not None:
+            target = target if target.ndim == 1 else target[:, column.span[0] : column.span[1]]
+            target[...] = values
+        for inner, position in column.pairs if column.span is None else ():
+            target[:, position] = values[:, inner]

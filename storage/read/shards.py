@@ -34,8 +34,7 @@ class ShardReader:
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
 
     Raises:
-        StoreDamaged: no such file.
-        StoreDamaged: the index is damaged.
+        StoreDamaged: no such file, or its index is damaged.
     """
 
     def __init__(
@@ -130,12 +129,7 @@ class PartShards:
         self._open = lru_cache(MAX_SHARDS)(partial(_open, self._folder, commits, self._grids, cache))
 
     def grid(self, array: StoredArray) -> ArrayGrid:
-        """Return the grid of an array, which all parts share.
-
-        Raises:
-            StoreDamaged: its metadata is gone.
-            StoreDamaged: its metadata is not what the manifest and the commits declare.
-        """
+        """Return the grid of an array, which all parts share; StoreDamaged where its metadata is not as declared."""
         found = self._grids.get(array.name)
         if found is None:  # read twice where threads meet
             found = self._grids[array.name] = (array, self._read_grid(array))

@@ -8,19 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, overload
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
-from ...errors import (
-    SelectionInvalid,
-    StoreDamaged,
-    StoreIncomplete,
-    StoreNotFound,
-)
+from ...errors import SelectionInvalid, StoreDamaged, StoreIncomplete, StoreNotFound
 from ..backend import download, exists, open_path, read_file, sizes_of
-from ..codecs.field import FieldCodec, LosslessCodec
+from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
 from ..paths import StorePath
@@ -92,9 +87,14 @@ class ActivationStore:
         self.manifest, self.codec = _open_manifest(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
-        self._check_plan(plan)
-        wanted = range(self.manifest.n_parts) if parts is None else parts
-        self.commits = read_commits(self.path, wanted)
+        check_plan(plan, self.manifest.alignment_tokens)
+        for key in ("n_sequences", "n_parts"):
+            if (expected := getattr(self.manifest, key)) != (counted := plan_counts(plan)[key]):
+                raise StoreDamaged(
+                    f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
+                    "Restore the two files from one copy."
+                )
+        self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
         lengths = part_lengths(plan, self.manifest.alignment_tokens)
         look = sizes_of(self.path / PARTS_NAME)
         for part, commit in self.commits.items():
@@ -121,16 +121,6 @@ class ActivationStore:
         self._shards = PartShards(self.path, self.manifest, self.commits, self.cache)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 
-    def _check_plan(self, plan: pa.Table) -> None:
-        check_plan(plan, self.manifest.alignment_tokens)
-        counts = plan_counts(plan)
-        for key in ("n_sequences", "n_parts"):
-            if (expected := getattr(self.manifest, key)) != (counted := counts[key]):
-                raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
-                    "Restore the two files from one copy."
-                )
-
     def __reduce__(self) -> tuple[Callable[[StorePath], ActivationStore], tuple[StorePath]]:
         return (partial(ActivationStore, parts=self._selected, cache=self.cache), (self.path,))
 
@@ -145,7 +135,7 @@ class ActivationStore:
         shapes = [f"{f.name} {f.dtype}[{', '.join(map(str, ('n', *f.token_shape)))}]" for f in self.fields.values()]
         return (
             f"ActivationStore({str(self.path)!r}: {len(self):,} sequences, {self._n_tokens.sum():,} tokens, "
-            f"{self.n_parts_committed} of {self.manifest.n_parts} parts; {'; '.join(shapes)})"
+            f"{len(self.commits)} of {self.manifest.n_parts} parts; {'; '.join(shapes)})"
         )
 
     def __enter__(self) -> ActivationStore:
@@ -155,11 +145,6 @@ class ActivationStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def n_parts_committed(self) -> int:
-        """Parts that a reader sees."""
-        return len(self.commits)
 
     @property
     def target_path(self) -> Path:
@@ -183,35 +168,9 @@ class ActivationStore:
         """Stored bytes of all chunks that were read so far (about, where threads read at the same time)."""
         return self._shards.n_bytes_read
 
-    @overload
     def read(
-        self,
-        i: int,
-        field: str,
-        layers: slice | Sequence[int] | None = ...,
-        tokens: slice | None = ...,
-        decoded: Literal[True] = ...,
-    ) -> np.ndarray: ...
-
-    @overload
-    def read(
-        self,
-        i: int,
-        field: str,
-        layers: slice | Sequence[int] | None = ...,
-        tokens: slice | None = ...,
-        *,
-        decoded: Literal[False],
-    ) -> dict[str, np.ndarray]: ...
-
-    def read(
-        self,
-        i: int,
-        field: str,
-        layers: slice | Sequence[int] | None = None,
-        tokens: slice | None = None,
-        decoded: bool = True,
-    ) -> np.ndarray | dict[str, np.ndarray]:
+        self, i: int, field: str, layers: slice | Sequence[int] | None = None, tokens: slice | None = None
+    ) -> np.ndarray:
         """Read a field of one sequence.
 
         Args:
@@ -219,38 +178,52 @@ class ActivationStore:
             field: name, e.g. ``"kv"``.
             layers: layers to read, in the order given; None for all. Only for fields with a layer axis.
             tokens: slice of the sequence's tokens with step 1; None for all.
-            decoded: False for what is stored instead: the arguments of ``codec.fields[field].decode``.
 
         Returns:
-            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``schema.to_float32``). With
-            ``decoded=False`` the rows of each stored array that cover the tokens, from the last multiple of 64 tokens
-            at or before the first one; arrays with a layer axis have the chosen layers only, arrays with pieces those
-            that these layers need. Where the field is predicted from tokens, they are there too.
+            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``).
 
         Raises:
             SelectionInvalid: no such field, sequence or layer, or a step other than 1.
             StoreDamaged: a checksum is wrong, a file is gone, or a token id is none of the target's.
         """
         spec, codec = self._field(field), self.codec.fields[field]
-        i = self._sequence(i)
         chosen = layer_indices(spec, layers)
-        start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[i]))
-        if step != 1:
-            raise SelectionInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
-        stop = max(start, stop)
-        # Codecs decode from positions that are multiples of 64; what is stored as it is can be read from any.
-        base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
-        codes = empty_codes(codec, base, stop, chosen)
-        read_ranges(self._shards, self._ranges(i, codec, base, stop, codes, chosen))
-        self._check_tokens([i], codes)
-        if not decoded:
-            return codes
+        base, start, stop = self._span(i, codec, tokens)
+        codes = self._read_codes(i, codec, base, stop, chosen)
         if codec.is_identity:
             return codes[codec.arrays[0].name]
         out = np.empty((stop - start, *token_shape(spec, chosen)), spec.storage_dtype)
         if stop > start:
             decode_tokens(codec, codes, base, start, stop, chosen, out)
         return out
+
+    def read_stored(
+        self, i: int, field: str, layers: slice | Sequence[int] | None = None, tokens: slice | None = None
+    ) -> dict[str, np.ndarray]:
+        """Read what is stored for a field of one sequence: the ``codes`` that ``codec.fields[field].decode`` takes.
+
+        The arguments are those of :meth:`read`. The rows begin at the last multiple of 64 tokens at or before the first
+        token.
+        """
+        chosen, codec = layer_indices(self._field(field), layers), self.codec.fields[field]
+        base, _, stop = self._span(i, codec, tokens)
+        return self._read_codes(i, codec, base, stop, chosen)
+
+    def _span(self, i: int, codec: FieldCodec, tokens: slice | None) -> tuple[int, int, int]:
+        """Return the first token whose rows are read, the first one wanted, and where both end."""
+        start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[self._sequence(i)]))
+        if step != 1:
+            raise SelectionInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
+        # Codecs decode from positions that are multiples of 64; what is stored as it is can be read from any.
+        base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
+        return base, start, max(start, stop)
+
+    def _read_codes(self, i: int, codec: FieldCodec, base: int, stop: int, layers: Layers) -> dict[str, np.ndarray]:
+        i = self._sequence(i)
+        codes = empty_codes(codec, base, stop, layers)
+        read_ranges(self._shards, self._ranges(i, codec, base, stop, codes, layers))
+        self._check_tokens([i], codes)
+        return codes
 
     def read_batch(
         self,
@@ -278,7 +251,7 @@ class ActivationStore:
 
         Raises:
             SelectionInvalid: no such field, sequence or layer, or an array of ``out`` is missing or does not fit.
-            StoreDamaged: a checksum is wrong, a file is gone, or a token id is none of the target's.
+            StoreDamaged: as by :meth:`read`.
         """
         rows = [self._sequence(int(i)) for i in sequences]
         lengths = [int(self._n_tokens[i]) for i in rows]
@@ -286,7 +259,7 @@ class ActivationStore:
         has_layers = any(spec.layer_axis == 1 for spec in specs)
         batch: dict[str, np.ndarray] = {}
         ranges: list[RowRange] = []
-        as_stored: list[tuple[FieldCodec, list[int] | None]] = []
+        as_stored: list[tuple[FieldCodec, Layers]] = []
         undone: list[Callable[[], None]] = []
         for spec in specs:
             chosen = layer_indices(spec, layers if spec.layer_axis == 1 or not has_layers else None)
@@ -347,18 +320,14 @@ class ActivationStore:
         return self.fields[name]
 
     def _sequence(self, i: int) -> int:
+        if isinstance(i, str):
+            raise SelectionInvalid(f"{i!r} is no number of a sequence. Read a field of one with read(0, {i!r}).")
         if not -len(self) <= i < len(self):
             raise SelectionInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
         return i % len(self)
 
     def _ranges(
-        self,
-        i: int,
-        codec: FieldCodec,
-        start: int,
-        stop: int,
-        out: Mapping[str, np.ndarray],
-        layers: list[int] | None,
+        self, i: int, codec: FieldCodec, start: int, stop: int, out: Mapping[str, np.ndarray], layers: Layers
     ) -> Iterator[RowRange]:
         for array in (array for array in decoding_arrays(codec) if array.name in out):
             yield self._range(i, array, codec.indices_of(array, layers), start, stop, out[array.name])
@@ -397,13 +366,8 @@ def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
                 raise
 
 
-def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list[int] | None:
-    """Return non-negative layer indices, or None for all layers in order.
-
-    Raises:
-        SelectionInvalid: the field has no layers.
-        SelectionInvalid: no such layer.
-    """
+def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Layers:
+    """Return non-negative layer indices, or None for all layers in order; SelectionInvalid where there are none."""
     if layers is None:
         return None
     if spec.layer_axis != 1:
@@ -420,7 +384,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list
     return None if chosen == list(range(n_layers)) else chosen
 
 
-def token_shape(spec: FieldSpec, layers: list[int] | None) -> tuple[int, ...]:
+def token_shape(spec: FieldSpec, layers: Layers) -> tuple[int, ...]:
     """Return the shape of one token's values with these layers."""
     return spec.token_shape if layers is None else (len(layers), *spec.token_shape[1:])
 
@@ -430,9 +394,7 @@ def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
     return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
 
-def shared_arrays(
-    fields: Iterable[tuple[FieldCodec, list[int] | None]],
-) -> dict[StoredArray, list[int] | None]:
+def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> dict[StoredArray, list[int] | None]:
     """Return the stored arrays that some layers of several fields are decoded from, each once.
 
     Returns:
@@ -446,13 +408,13 @@ def shared_arrays(
     return found
 
 
-def decoding_arrays(codec: FieldCodec, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
+def decoding_arrays(codec: FieldCodec, layers: Layers = None) -> tuple[StoredArray, ...]:
     """Return the arrays that decoding these layers of a field reads, the tokens included where it needs them."""
     arrays = codec.arrays_read(layers)
     return (*arrays, _TOKENS_ARRAY) if any(one.needs_tokens for one in codec.with_sources()) else arrays
 
 
-def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | None) -> dict[str, np.ndarray]:
+def empty_codes(codec: FieldCodec, start: int, stop: int, layers: Layers) -> dict[str, np.ndarray]:
     """Return buffers for the rows of ``decoding_arrays`` that cover the tokens [start, stop) of a sequence."""
     return {
         array.name: np.empty(
@@ -464,20 +426,13 @@ def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | No
 
 
 def decode_tokens(
-    codec: FieldCodec,
-    codes: Mapping[str, np.ndarray],
-    base: int,
-    start: int,
-    stop: int,
-    layers: list[int] | None,
-    out: np.ndarray,
+    codec: FieldCodec, codes: Codes, base: int, start: int, stop: int, layers: Layers, out: np.ndarray
 ) -> None:
     """Decode the tokens [start, stop) of a sequence from rows that begin at token ``base``, a multiple of 64.
 
     Args:
         codec: of the field; not the identity.
-        base: position of the rows' first token.
-        layers: the layers that ``codes`` hold; None for all.
+        layers: the layers that ``codes`` hold.
         out: [stop - start, *token_shape], the field's storage dtype; filled.
     """
     if layers == []:
@@ -489,16 +444,7 @@ def decode_tokens(
 def batch_buffer(
     out: Mapping[str, np.ndarray] | None, name: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """Return the caller's buffer of that name, or a new one.
-
-    Args:
-        out: the caller's buffers; None for new ones.
-        name: of the field or stored array.
-        shape: [n_sequences, n_rows, ...]; a buffer of the caller may have more rows.
-
-    Raises:
-        SelectionInvalid: the caller's buffer is missing, or has another dtype or shape.
-    """
+    """Return the caller's buffer of a field or stored array, or a new one: [n_sequences, at least n_rows, ...]."""
     if out is None:
         return np.empty(shape, dtype)
     if name not in out:

@@ -360,7 +360,7 @@ def _non_finite(
     # Slices of a sequence, so that threads stay small.
     step = max(1, SLICE_BYTES // spec.token_bytes // SLICE_TOKENS) * SLICE_TOKENS
     for start in range(0, row["n_tokens"], step):
-        rows = reader.read(i, spec.name, tokens=slice(start, start + step), decoded=False)
+        rows = reader.read_stored(i, spec.name, tokens=slice(start, start + step))
         for array in codec.arrays:
             if array.logical_dtype not in FLOAT_DTYPES:
                 continue

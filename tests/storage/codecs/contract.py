@@ -187,7 +187,7 @@ class LossyContract(CodecContract):
         with ActivationStore(written) as store:
             codec = store.codec.fields["kv"]
             needed = {TOKENS} if codec.needs_tokens else set()
-            codes = store.read(2, "kv", tokens=slice(70, 100), decoded=False)
+            codes = store.read_stored(2, "kv", tokens=slice(70, 100))
             assert codes.keys() == needed | {array.name for array in codec.arrays}
             values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
             self.equal(values, store.read(2, "kv", tokens=slice(70, 100)))

@@ -67,6 +67,7 @@ def len_of(layers: Any) -> int:
         (lambda reader: reader.read(0, "tokens", layers=[0]), "'tokens'"),
         (lambda reader: reader.read(0, "kv", layers=[4]), "layer 4"),
         (lambda reader: reader.read(12, "kv"), "sequence 12"),
+        (lambda reader: reader["kv"], "'kv'"),
         (lambda reader: reader.read(0, "kv", tokens=slice(0, 10, 2)), "step"),
     ],
 )
@@ -87,7 +88,7 @@ def test_reads_again_after_close_and_pickled(reader: ActivationStore) -> None:
 def test_a_part_without_commit_does_not_exist(store: Path, recipe: Recipe) -> None:
     (store / "commits/part-00001.json").unlink()
     reader = ActivationStore(store)
-    assert reader.n_parts_committed == recipe.manifest.n_parts - 1
+    assert len(reader.commits) == recipe.manifest.n_parts - 1
     assert 1 not in reader.sequences["part"].to_pylist()
     for i, row in enumerate(rows(reader)):
         np.testing.assert_array_equal(reader.read(i, "tokens"), recipe.values(reader.fields["tokens"], row))
