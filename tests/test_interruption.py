@@ -65,123 +65,111 @@ def one_line(done: subprocess.CompletedProcess[str], number: int = signal.SIGINT
     return error_line(done.returncode, done.stderr, 128 + number)
 
 
-ENDING = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+IMPORTS = (
+    FAKE_CLI
+    + """
+del sys.modules["moa_data.cli"]
+class Finder:
+    def find_spec(self, *args):
+        RAISE
+sys.meta_path.insert(0, Finder())
+main()
+"""
+)
+# Commands that do with a signal what libraries do, or that can't be interrupted at all: what follows is their body.
+RUNS = (
+    FAKE_CLI
+    + """
+import atexit, hashlib, os, threading, moa_data.commands.signals as ours
+ours.CLEANUP_S, ours._REPEAT_S = 0.4, 0.2
+class Dying:
+    def __del__(self):
+        RAISE
+def later(seconds):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+def command():
+    BODY
+    time.sleep(9)
+    print("went on")
+fake.main = command
+main()
+"""
+)
+BODIES = {
+    "drops it in a destructor": "Dying()",
+    "swallows it": "try:\n        RAISE\n    except BaseException: pass",
+    "is in an import": "import imported",
+    "is in C code": "later(0.1); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
+    "is in C code at a second one": "ours.CLEANUP_S = 99; later(0.1); later(0.5)\n"
+    "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)",
+    "hangs in its cleaning up": "lock = threading.Lock()\n    try:\n        RAISE\n    finally:\n"
+    "        lock.acquire()\n        lock.acquire()",
+    "hangs at its end": "threading.Thread(target=time.sleep, args=(20,)).start()\n    RAISE",
+}
 
 
-@ENDING
-def test_signal_while_importing(number: signal.Signals) -> None:
-    code = FAKE_CLI + "del sys.modules['moa_data.cli']\n"
-    code += f"class Finder:\n    def find_spec(self, *args):\n        signal.raise_signal({int(number)})\n"
-    code += "sys.meta_path.insert(0, Finder())\nmain()\n"
-    assert "interrupted before anything was done. Run the same command again." in one_line(python(code), number)
+def raising(code: str, number: int = signal.SIGINT, body: str = "") -> subprocess.CompletedProcess[str]:
+    return python(code.replace("BODY", body).replace("RAISE", f"signal.raise_signal({int(number)})"))
 
 
-@ENDING
-def test_signal_inside_a_destructor_is_not_lost(number: signal.Signals) -> None:
-    code = FAKE_CLI + "import moa_data.commands.signals as ours\nours.CLEANUP_S = 0.3\n"
-    code += f"class Dying:\n    def __del__(self):\n        signal.raise_signal({int(number)})\n"
-    code += "def command():\n    Dying()\n    time.sleep(20)\n    print('went on')\nfake.main = command\nmain()\n"
-    done = python(code)
-    one_line(done, number)
+@pytest.mark.parametrize("how", ["RAISE", "exec('RAISE')"])  # as named tuples and dataclasses run their texts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_program_is_imported(number: signal.Signals, how: str) -> None:
+    assert "interrupted before anything was done" in one_line(raising(IMPORTS.replace("RAISE", how), number), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_the_end_changes_nothing(number: signal.Signals) -> None:
+    done = raising(FAKE_CLI + "import atexit\natexit.register(lambda: RAISE)\nfake.main = lambda: None\nmain()", number)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("how", BODIES)
+def test_a_command_that_resists_ends_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    (tmp_path / "imported.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    began = time.monotonic()
+    done = raising(RUNS, body=BODIES[how])
+    one_line(done)
+    assert time.monotonic() < began + 8
     assert "went on" not in done.stdout
 
 
-@ENDING
-def test_signal_after_the_end_changes_nothing(number: signal.Signals) -> None:
-    code = FAKE_CLI + f"import atexit\natexit.register(lambda: signal.raise_signal({int(number)}))\n"
-    code += "fake.main = lambda: print('done')\nmain()\n"
-    done = python(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
-
-
-def test_ctrl_c_in_a_text_that_is_executed_ends_like_any_other() -> None:
-    """As named tuples and dataclasses run theirs: Python would end with the signal itself."""
-    code = FAKE_CLI + "del sys.modules['moa_data.cli']\n"
-    code += "class Finder:\n    def find_spec(self, *args):\n        exec('signal.raise_signal(signal.SIGINT)')\n"
-    code += "sys.meta_path.insert(0, Finder())\nmain()\n"
-    one_line(python(code))
-
-
 def test_a_second_sigterm_does_not_break_off_the_cleaning_up() -> None:
-    code = FAKE_CLI + (
-        "def command():\n    try:\n        signal.raise_signal(signal.SIGTERM)\n    finally:\n"
-        "        signal.raise_signal(signal.SIGTERM)\n        print('cleaned up')\n"
-        "fake.main = command\nmain()\n"
-    )
-    done = python(code)
+    body = "try:\n        RAISE\n    finally:\n        RAISE\n        print('cleaned up', flush=True)"
+    done = raising(RUNS, signal.SIGTERM, body)
     one_line(done, signal.SIGTERM)
     assert done.stdout == "cleaned up\n"
 
 
+def test_what_handles_signals_itself_has_its_time() -> None:
+    """As training does, which saves its state, until Ctrl-C is pressed again."""
+    body = "noted = threading.Event()\n    signal.signal(signal.SIGINT, lambda *_: noted.set())\n    RAISE\n"
+    body += "    assert noted.wait(5)\n    time.sleep(1)\n    print('saved', flush=True)\n    raise KeyboardInterrupt"
+    done = raising(RUNS, body=body)
+    one_line(done)
+    assert done.stdout == "saved\n"
+    assert "a second Ctrl-C ends it at once" in done.stderr
+
+
 def test_signals_that_are_ignored_stay_ignored() -> None:
     """As ``nohup`` and a shell's background jobs have it."""
-    ignored = ("SIGINT", "SIGTERM", "SIGHUP")
-    code = "import signal\n" + "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in ignored)
-    code += FAKE_CLI
-    raised = "; ".join(f"signal.raise_signal(signal.{name})" for name in ignored)
-    code += f"def command():\n    {raised}\n    print('went on')\nfake.main = command\nmain()\n"
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    code = "import signal\n" + "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in names) + FAKE_CLI
+    raised = ", ".join(f"signal.raise_signal(signal.{name})" for name in names)
+    code += f"fake.main = lambda: [{raised}]\nmain()\n"
     done = python(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
-
-
-# Commands that do with an interruption what libraries do, or that can't be interrupted at all.
-STUBBORN = {
-    "swallows it": "try:\n        signal.raise_signal(signal.SIGINT)\n    except BaseException: pass",
-    "in an import": "try:\n        import imported\n    except BaseException: pass\n    print('went on')",
-    "in C code": "import hashlib\n    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-    "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
-    "tidying up hangs": "lock = threading.Lock()\n    try:\n        signal.raise_signal(signal.SIGINT)\n    finally:\n"
-    "        lock.acquire()\n        lock.acquire()",
-    "its end hangs": "threading.Thread(target=time.sleep, args=(20,)).start()\n    signal.raise_signal(signal.SIGINT)",
-}
-
-
-@pytest.mark.parametrize("how", STUBBORN)
-def test_a_command_that_resists_ends_as_well(tmp_path: Path, how: str) -> None:
-    (tmp_path / "imported.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    code = FAKE_CLI + "import os, threading, moa_data.commands.signals as ours\nours.CLEANUP_S = 0.5\n"
-    code += f"sys.path.insert(0, {str(tmp_path)!r})\ndef command():\n    {STUBBORN[how]}\n"
-    code += "    time.sleep(9)\n    print('went on')\nfake.main = command\nmain()\n"
-    began = time.monotonic()
-    done = python(code)
-    one_line(done)
-    assert time.monotonic() < began + 8
-    assert "went on" not in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_error_that_a_signal_leads_to_is_no_fault() -> None:
     """A library that is interrupted may fail in its own way, without a word of the cause."""
     code = FAKE_CLI + (
         "import click\nfrom moa_data.commands.console import StageGroup\nfake.main = StageGroup('fake')\n"
-        "@fake.main.command()\ndef fail():\n    try:\n        signal.raise_signal(signal.SIGINT)\n"
-        "    except KeyboardInterrupt:\n        pass\n    raise AttributeError('partially initialized module')\n"
-        "sys.argv[1:] = ['fail']\nmain()\n"
+        "@fake.main.command()\ndef fail():\n    try:\n        RAISE\n    except KeyboardInterrupt:\n        pass\n"
+        "    raise AttributeError('partially initialized module')\nsys.argv[1:] = ['fail']\nmain()\n"
     )
-    one_line(python(code))
-
-
-def test_a_second_ctrl_c_ends_at_once() -> None:
-    code = FAKE_CLI + (
-        "import hashlib, os, threading, moa_data.commands.signals as ours\nours.CLEANUP_S = 99\nours._REPEAT_S = 0.2\n"
-        "def command():\n    for moment in (0.1, 0.5):\n"
-        "        threading.Timer(moment, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)\nfake.main = command\nmain()\n"
-    )
-    one_line(python(code))
-
-
-def test_what_handles_signals_itself_has_its_time() -> None:
-    """As training does, which saves its state, until Ctrl-C is pressed again."""
-    code = FAKE_CLI + (
-        "import threading, moa_data.commands.signals as ours\nours.CLEANUP_S = 0.2\n"
-        "from moa_data.errors import Interrupted\n"
-        "def command():\n    noted = threading.Event()\n    signal.signal(signal.SIGINT, lambda *_: noted.set())\n"
-        "    signal.raise_signal(signal.SIGINT)\n    assert noted.wait(5)\n    time.sleep(1)\n    print('saved')\n"
-        "    raise KeyboardInterrupt\nfake.main = command\nmain()\n"
-    )
-    done = python(code)
-    one_line(done)
-    assert done.stdout == "saved\n"
+    one_line(raising(code))
 
 
 COMMANDS: dict[str, Any] = {
@@ -326,31 +314,6 @@ LIVES_S = {"serve": 12.0, "chat": 12.0, "push": 12.0, "pull": 12.0}
 """Seconds within which commands that wait for others are struck."""
 
 
-def struck(command: str, work: Path, port: int, moments: list[float | None]) -> list[tuple[int, str, float]]:
-    """Run a command once for each moment, side by side, and send SIGINT then; return exit codes, stderr and seconds.
-
-    The seconds count from the signal, for None from the start.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": ""}
-    runs = []
-    for index in range(len(moments)):
-        words = SWEPT[command].replace("OUT", f"out-{index}").replace("PORT", str(port)).split()
-        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        runs.append(subprocess.Popen([sys.executable, "-m", "moa_data", *words], cwd=work, env=environment, **files))
-    began, sent = time.monotonic(), {}
-    for moment, index in sorted((moment, index) for index, moment in enumerate(moments) if moment is not None):
-        time.sleep(max(0.0, began + moment - time.monotonic()))
-        if runs[index].poll() is None:
-            runs[index].send_signal(signal.SIGINT)
-            sent[index] = time.monotonic()
-    ends = []
-    for index, process in enumerate(runs):
-        said = process.communicate(timeout=LIVES_S.get(command, 300))[1].decode(errors="replace")
-        ends.append((process.returncode, said, time.monotonic() - sent.get(index, began)))
-        shutil.rmtree(work / f"out-{index}", ignore_errors=True)
-    return [end for index, end in enumerate(ends) if index in sent or moments[index] is None]
-
-
 def assert_interrupted(code: int, said: str, seconds: float) -> None:
     assert seconds < ENDS_S, (seconds, said)  # on a machine that has nothing else to do
     if code == -signal.SIGINT or "Fatal Python error: init_" in said or "Exception ignored in" in said:
@@ -361,29 +324,39 @@ def assert_interrupted(code: int, said: str, seconds: float) -> None:
 
 
 def test_ctrl_c_at_random_moments_of_verify(room: Path) -> None:
-    [(code, said, whole_s)] = struck("verify", room, 9, [None])
+    code, said, whole_s = run_until(["verify", "store"], room, None, 0)
     assert code == 0, said
-    random = Random(0)
-    for code, said, _ in struck("verify", room, 9, [random.uniform(0.4, 0.8) * whole_s for _ in range(3)]):
+    for share in (0.45, 0.75):
+        code, said, _ = run_until(["verify", "store"], room, share * whole_s, signal.SIGINT)
         assert_interrupted(code, said, 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SWEPT)
-def test_ctrl_c_at_any_moment_of_any_command(room: Path, tmp_path: Path, command: str) -> None:
+def test_ctrl_c_at_any_moment_of_any_command(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     """From the very first moment on, in an environment with all extras."""
     work = Path(shutil.copytree(room, tmp_path / "room"))
     for prepare in PREPARE:
         assert run_until(prepare.split(), work, None, 0)[0] == 0
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
+        port = str(silent.getsockname()[1])
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "")
+        words = SWEPT[command].replace("OUT", "out").replace("PORT", port).split()
         if (whole_s := LIVES_S.get(command)) is None:
-            [(code, said, whole_s)] = struck(command, work, port, [None])
+            code, said, whole_s = run_until(words, work, None, 0)
             assert code == 0, said
-        random, n_struck, tries = Random(command), 0, 0
-        while n_struck < N_CTRL_C:
-            tries += 1
-            assert tries < 4 * N_CTRL_C + 20
-            for end in struck(command, work, port, [random.uniform(0.0, whole_s)]):
-                assert_interrupted(*end)
-                n_struck += 1
+        random, n_struck = Random(command), 0
+        for _ in range(4 * N_CTRL_C + 20):
+            shutil.rmtree(work / "out", ignore_errors=True)
+            moment_s = random.uniform(0.0, whole_s)
+            code, said, seconds = run_until(words, work, moment_s, signal.SIGINT)
+            if seconds < moment_s:
+                continue  # it ended before
+            assert_interrupted(code, said, seconds - moment_s)
+            n_struck += 1
+            if n_struck == N_CTRL_C:
+                return
+        raise AssertionError(f"struck {n_struck} times only")
