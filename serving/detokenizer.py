@@ -9,13 +9,13 @@ _LONGEST = 16
 class Detokenizer:
     """The text of an answer that grows by tokens and may shrink again.
 
-    What a token adds depends on those before it: a byte may complete a character, and some tokenizers drop the space of
-    a text's first word. So each step decodes the tokens since the last one that ended a text, with and without the new
-    token; the rest of the text is not looked at.
-
     Args:
         decode: turns token ids into text, without special tokens.
     """
+
+    # What a token adds depends on those before it: a byte may complete a character, and some tokenizers drop the space
+    # of a text's first word. So each step decodes the tokens since the last one that ended a text, with and without the
+    # new token, and no earlier ones.
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

@@ -107,10 +107,8 @@ class DraftingSession:
     # The stream
 
     def check_text(self, request: Request) -> None:
-        """Refuse another text with RequestInvalid, whose answer would be neither the one nor the other.
-
-        A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
-        """
+        """Refuse another text with RequestInvalid."""
+        # A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
         own, n_both = self.request, min(len(self.tokens), len(request.tokens))
         is_same = (
             (own.n_prompt, own.max_new_tokens, own.sampling, own.seed)
@@ -346,14 +344,13 @@ class ContextLog:
 
 
 class Outbox:
-    """Messages of one stream.
-
-    Answers overtake contexts. It is *full* when its reader is slow: then the text's decoding is to be held, and nothing
-    more to be read from the client.
+    """Messages of one stream; answers overtake contexts.
 
     Attributes:
         failure: what ended the stream; None otherwise.
     """
+
+    # It is full when its reader is slow: then the text's decoding is held, and nothing more is read from the client.
 
     def __init__(self) -> None:
         self.failure: pb.Failure | None = None

@@ -108,7 +108,7 @@ def _finite(values: Tensor) -> Tensor:
     return values.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-# Identities: hashes by which client and server see whether they mean the same. They don't depend on how a side loads
+# Identities: hashes by which client and server see whether they have the same. They do not depend on how a side loads
 # its files.
 
 
@@ -127,10 +127,8 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 @torch.no_grad()
 def drafter_identity(drafter: Any) -> str:
-    """Hash the sizes and weights of a loaded drafter.
-
-    Weights are taken as bfloat16, so that one that was loaded in bfloat16 and one in float32 are the same.
-    """
+    """Hash the sizes and weights of a loaded drafter."""
+    # Weights as bfloat16, so that a drafter that was loaded in bfloat16 and one in float32 are the same.
     digest = hashlib.sha256(json.dumps(drafter.config.to_dict(), sort_keys=True).encode())
     for name, weight in sorted(drafter.state_dict().items()):
         digest.update(f"{name} {list(weight.shape)}".encode())

@@ -3,7 +3,7 @@
 Shapes: n positions, W numbers of a context, V vocabulary.
 
 Contexts may be late. A round begins at the token at ``n_context``, the first one without a context; known tokens after
-it are fed as levels of a chain, and drafts follow them::
+it are fed as levels of a chain, and drafts come after them::
 
     context        The  cat  sat                         n_context 3
     committed      The  cat  sat  on  the                "on" is the root, "the" a level that is fed, not drafted
