@@ -8,24 +8,20 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import DraftingClient, SavedAnswer, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
-from moa_data.serving.client.session import Event, LinkChanged
-from moa_data.tests.kit.drafters import build, frozen_for, teach
+from moa_data.serving.client.session import Event
+from moa_data.tests.kit.drafters import build, teach
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts
-from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 from .client.world import Display
-from .drafting import Server
 
 pytestmark = pytest.mark.slow
 
@@ -46,18 +42,7 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def drafter(target: Target) -> Drafter:
-    drafter: Drafter = teach(build("moa", target.model), target, PROMPTS, 60)
-    return drafter
-
-
-@pytest.fixture(scope="module")
-def model(target: Target, drafter: Drafter) -> DraftingModel:
-    return DraftingModel(drafter, frozen_for(drafter, target.model), None, frozenset())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, target: Target, drafter: Drafter) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
     """What the processes load: model/, drafter/ and store/target/."""
     folder = tmp_path_factory.mktemp("served")
     target.model.save_pretrained(folder / "model")
@@ -107,61 +92,10 @@ class ServerProcess:
         self._log.close()
 
 
-class Cutter:
-    """Cuts a proxy at random until it is stopped, half the time with a reset."""
-
-    def __init__(self, proxy: Proxy, n_cuts: int, longest_s: float, up_s: float, seed: int = 0) -> None:
-        self._proxy, self._n_cuts, self._longest_s, self._up_s = proxy, n_cuts, longest_s, up_s
-        self._chance, self._is_over, self.n_cuts = random.Random(seed), threading.Event(), 0
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while self.n_cuts < self._n_cuts and not self._is_over.wait(self._chance.uniform(0, 2 * self._up_s)):
-            self._proxy.cut(reset=self._chance.random() < 0.5)
-            self._is_over.wait(self._chance.uniform(self._longest_s / 100, self._longest_s))
-            self._proxy.restore()
-            self.n_cuts += 1
-
-    def __enter__(self) -> "Cutter":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-
 def plain(address: str, model: DraftingModel, tokens: list[int], n: int) -> list[int]:
     """What the server streams without faults and without drafts."""
     with DraftingClient(address, model, mode="server", timeouts=TIMEOUTS) as client:
         return list(client.complete(tokens, max_new_tokens=n).tokens)
-
-
-@pytest.mark.parametrize("mode", ["client", "server"])
-def test_two_hundred_random_cuts_in_one_answer(
-    target: Target, drafter: Drafter, model: DraftingModel, mode: Any
-) -> None:
-    """Of 0.05 to 5 s, at a twentieth of that; the network is never up for long."""
-    n = 2000
-    display, events = Display(), list[Event]()
-
-    def note(event: Event) -> None:
-        display.show(event)
-        events.append(event)
-
-    with Server(target, {"moa": drafter}, target_ms=30.0, kv_tokens=8192) as server:
-        wanted = plain(server.address, model, PROMPTS[0], n)
-        with (
-            Proxy(("127.0.0.1", server.server.port), delay_s=0.002) as proxy,
-            DraftingClient(proxy.address, model, mode=mode, timeouts=TIMEOUTS) as client,
-            Cutter(proxy, n_cuts=200, longest_s=0.25, up_s=0.08) as cutter,
-        ):
-            answer = client.complete(PROMPTS[0], max_new_tokens=n, on_event=note)
-            assert cutter.n_cuts == 200, "the answer ended before the cuts"
-        assert list(answer.tokens) == wanted == display.tokens
-        assert display.n_verified == n
-        assert answer.stats.n_rolled_back > 0
-        assert sum(isinstance(event, LinkChanged) and not event.up for event in events) > 20
 
 
 def test_the_server_is_killed_again_and_again(folder: Path) -> None:

@@ -299,35 +299,6 @@ def test_the_drafter_is_the_one_that_the_client_has(target: Target, taught: Any)
 # Cuts and restarts
 
 
-def test_a_cut_at_any_message_loses_nothing(server: Server, answer: list[int]) -> None:
-    """Neither the client's nor the server's last messages, nor contexts; also with the client's tokens behind."""
-    for n_read in range(1, 16):
-        tokens, n_context, session = list(PROMPT), 0, ""
-        for stream in range(12):
-            with Talk(server.address) as talk:
-                talk.open(tokens, N, session=session, codec="int4", n_context=n_context)
-                talk.send(run=pb.Run(start=len(tokens), mode=(SPECULATE, PLAIN)[stream % 2]))
-                for _ in range(n_read):
-                    message = talk.read()
-                    kind = message.WhichOneof("body")
-                    if kind == "opened":
-                        assert not session or session == message.opened.session
-                        session = message.opened.session
-                    elif kind == "committed":
-                        assert message.committed.start <= len(tokens)
-                        tokens = tokens[: message.committed.start] + list(message.committed.tokens)
-                    elif kind == "context":
-                        assert message.context.start == n_context
-                        n_context += message.context.n_positions
-                    if tokens == answer:
-                        break
-            if tokens == answer:
-                break
-        else:
-            assert n_read <= 2, "each stream brings something"
-        assert tokens == answer[: len(tokens)]
-
-
 def test_a_server_that_was_started_again_reads_the_text_anew(target: Target, taught: Any, answer: list[int]) -> None:
     with Server(target, {"moa": taught}) as server, Talk(server.address) as talk:
         session = talk.opened(PROMPT).session

@@ -118,21 +118,6 @@ def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: An
     assert wait_for(link, Received).stream == second
 
 
-def test_cut_and_restore(server: Server, links: Any) -> None:
-    with Proxy(("127.0.0.1", server.server.port)) as proxy:
-        link = links(proxy.address)
-        link.begin()
-        wait_for(link, Up)
-        link.cut()
-        assert "cut on this side" in str(wait_for(link, Down).error)
-        time.sleep(0.3)
-        assert link.take(0.0) == []
-        assert proxy.n_connections == 1, "nothing tries to connect"
-        link.restore()
-        wait_for(link, Up)
-        assert proxy.n_connections == 2, "a new connection: the old one was closed"
-
-
 def test_closes_while_it_waits(links: Any) -> None:
     """For a server that is not there, and for one that is silent."""
     for address in ("127.0.0.1:1", "192.0.2.1:80"):
