@@ -12,6 +12,7 @@ import secrets
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -263,15 +264,6 @@ def file_crc32(path: StorePath) -> int:
 
 # Errors of the machine are no damage: nothing may be deleted because of them.
 
-_ADVICE = {
-    errno.EMFILE: "Raise the limit of open files (`ulimit -n`)",
-    errno.ENFILE: "Close programs that hold many files open",
-    errno.EACCES: "Give yourself the right to read it",
-    errno.EPERM: "Give yourself the right to read it",
-    errno.ELOOP: "Repair the symbolic link",
-    errno.ENOMEM: "Free some memory",
-}
-
 
 def reason(error: OSError | MemoryError) -> str:
     """Return in words why something could not be checked."""
@@ -282,12 +274,10 @@ def reason(error: OSError | MemoryError) -> str:
 
 def check_incomplete(store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1) -> StorageUnavailable:
     """Return the error for what could not be checked; ``path``, the first file, is absolute or in the store."""
-    code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0
-    advice = _ADVICE.get(code, "Check the disk, or the mount of the network file system")
     what = path if n_files == 1 else f"{n_files} files, the first of them {path},"
     return StorageUnavailable(
         f"{store}: {what} could not be checked ({reason(error)}), which says nothing about damage, so nothing was "
-        f"deleted. {advice}, then run the same command again."
+        "deleted. Check the rights to read, the disk or mount, and `ulimit -n`, then run the same command again."
     )
 
 
@@ -306,61 +296,24 @@ def check_guard(store: StorePath) -> Iterator[None]:
 # Byte ranges of shards
 
 
-class OpenFile:
-    """A local file that is open only while there is room for it; a store may have thousands of shards."""
+class _Descriptor:
+    """A descriptor that is closed when nobody uses it any more."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.n_users = 0
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
 
-    def take(self) -> int:
-        """Return the file's descriptor, which stays open until :meth:`give_back`; safe in threads and after a fork."""
-        with _fds_lock:
-            fd = _fds.get(self)
-            if fd is not None:
-                self.n_users += 1
-                return fd
-        opened = open_regular(self.path)
-        with _fds_lock:
-            fd = _fds.setdefault(self, opened)  # another thread may have been faster
-            self.n_users += 1
-            idle = [file for file in _fds if not file.n_users] if len(_fds) > MAX_OPEN_FILES else []
-            for file in idle[: len(_fds) - MAX_OPEN_FILES]:  # first those that were opened first
-                file.close()
-        if fd != opened:
-            os.close(opened)
-        return fd
-
-    def give_back(self) -> None:
-        """Say that the descriptor is not used any more."""
-        with _fds_lock:
-            self.n_users -= 1
-
-    def close(self) -> None:
-        """Close the file if it is open; no thread may be using it."""
-        # Without the lock: this runs in finalizers, at any moment. Whoever takes an entry out closes its descriptor.
-        fd = _fds.pop(self, -1)
-        if fd >= 0:
-            os.close(fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
 
 
-_fds: dict[OpenFile, int] = {}
-"""Descriptors of the files that are open, in the order in which they were opened."""
-_fds_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _fds_lock
-    _fds_lock = threading.Lock()  # another thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_opened: deque[weakref.ref[LocalFile]] = deque()
+"""Files in the order in which they were opened: beyond MAX_OPEN_FILES the first one closes. A deque needs no lock."""
 
 
 class LocalFile:
     """A file of which byte ranges are read; safe in threads and after a fork, for ``pread`` shares no position.
 
-    It is opened when bytes are wanted, and closed when this object is garbage.
+    It is opened when bytes are wanted, and closed while there are too many, or when this object is garbage.
     """
 
     max_read_bytes = 512 << 10
@@ -370,39 +323,38 @@ class LocalFile:
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
-        self._file = OpenFile(path)
-        weakref.finalize(self, self._file.close)
+        self._path = path
+        self._descriptor: _Descriptor | None = None
+
+    def _open(self) -> _Descriptor:
+        """Return the descriptor, which stays open as long as the caller holds it."""
+        found = self._descriptor
+        if found is None:
+            found = self._descriptor = _Descriptor(open_regular(self._path))
+            _opened.append(weakref.ref(self))
+            if len(_opened) > MAX_OPEN_FILES and (oldest := _opened.popleft()()) is not None:
+                oldest._descriptor = None
+        return found
 
     @property
     def n_bytes(self) -> int:
         """The size of the file."""
-        fd = self._file.take()
-        try:
-            return os.fstat(fd).st_size
-        finally:
-            self._file.give_back()
+        file = self._open()
+        return os.fstat(file.fd).st_size
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
         """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
-        n_read = 0
-        fd = self._file.take()
-        try:
-            while n_read < len(buffer) and (got := os.preadv(fd, [buffer[n_read:].data], offset + n_read)):
-                n_read += got
-        finally:
-            self._file.give_back()
+        n_read, file = 0, self._open()
+        while n_read < len(buffer) and (got := os.preadv(file.fd, [buffer[n_read:].data], offset + n_read)):
+            n_read += got
         return n_read
 
     def prefetch(self, start: int, stop: int) -> None:
         """Ask the kernel to read bytes [start, stop) ahead; returns at once."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        fd = self._file.take()
-        try:
+        if hasattr(os, "posix_fadvise"):
+            file = self._open()
             for at in range(start, stop, self._prefetch_bytes):
-                os.posix_fadvise(fd, at, min(self._prefetch_bytes, stop - at), os.POSIX_FADV_WILLNEED)
-        finally:
-            self._file.give_back()
+                os.posix_fadvise(file.fd, at, min(self._prefetch_bytes, stop - at), os.POSIX_FADV_WILLNEED)
 
 
 class ByteRange(NamedTuple):

@@ -12,7 +12,6 @@ got no clear answer the file itself tells the outcome.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import random
@@ -183,17 +182,14 @@ class ObjectStore:
     def put(self, name: str, data: bytes) -> None:  # noqa: D102
         self._upload(name, data)
 
-    def upload(self, name: str, data: Path | Iterable[bytes]) -> None:  # noqa: D102
-        self._upload(name, data)
+    def upload(self, name: str, path: Path) -> None:  # noqa: D102
+        self._upload(name, path)
 
-    def _upload(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:
-        # Of bytes and of a file another try can be made; what came of an iterable is gone.
-        content, tries = (data, None) if isinstance(data, bytes | Path) else (iter(data), 1)
-
+    def _upload(self, name: str, data: bytes | Path) -> None:
         def upload() -> None:
-            obstore.put(self.connection, name, content, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
+            obstore.put(self.connection, name, data, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
 
-        self._repeated(name, upload, tries)
+        self._repeated(name, upload)
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:  # noqa: D102
         def copy() -> None:
@@ -225,10 +221,10 @@ class ObjectStore:
         with _answering(self.url):
             return self._repeated(name, request)
 
-    def _repeated(self, name: str, request: Callable[[], T], tries: int | None = None) -> T:
+    def _repeated(self, name: str, request: Callable[[], T]) -> T:
         """Make a request, again and again while the server fails, for a while."""
         pauses = _pauses()
-        for n_tried in itertools.count(1):
+        while True:
             try:
                 return request()
             except FileNotFoundError as error:
@@ -239,9 +235,8 @@ class ObjectStore:
                 raise
             except (BaseError, OSError, _Torn) as error:
                 _refuse_hopeless(self.url, name, error)
-                if n_tried == tries or not next(pauses):
+                if not next(pauses):
                     raise _unavailable(self.url, name, error) from error
-        raise AssertionError("unreachable")
 
 
 def _connect(url: str) -> Connection:

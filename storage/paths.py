@@ -29,43 +29,35 @@ class Entry(NamedTuple):
 
 
 class Backend(Protocol):
-    """All that is asked of the place of a store.
+    """All that is asked of the place of a store: a file system (``backend``), or an object store.
 
     Every method raises FileNotFoundError for a file that is not there; StorageUnavailable, or another OSError, where it
     cannot be told.
     """
 
     def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return all files at or below a folder by their names; a server's list may lag behind what was written."""
-        ...
+        """Return all files at or below a folder by their names; a server's list may be older than its files."""
 
     def size(self, name: str) -> int:
         """Return the bytes of a file, as it is now."""
-        ...
 
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Return a whole file; ValueError, with nothing read, where it is longer than ``max_bytes``."""
-        ...
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
         """Return bytes [start, stop) of files; a range that reaches beyond a file's end gives what there is."""
-        ...
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist; returns whether it holds ``data`` now, also where another writer put it."""
-        ...
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:
         """Write a file that must hold ``old``; returns whether it holds ``new`` now."""
-        ...
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, or replace it, in one step."""
-        ...
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; those that are not there are passed over."""
-        ...
 
 
 class RemoteBackend(Backend, Protocol):
@@ -73,13 +65,11 @@ class RemoteBackend(Backend, Protocol):
 
     url: str
 
-    def upload(self, name: str, data: Path | Iterable[bytes]) -> None:
-        """Write a file, or replace it, in one step, in blocks as they come."""
-        ...
+    def upload(self, name: str, path: Path) -> None:
+        """Write a file, or replace it, in one step, with the content of a local one."""
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:
-        """Write a file, or replace it, in one step with the content of another one, which has ``n_bytes``."""
-        ...
+        """Write a file, or replace it, in one step, with the content of another one, which has ``n_bytes``."""
 
 
 class Stat(NamedTuple):

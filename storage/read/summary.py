@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,18 +21,11 @@ from .verify import lacks_target, missing_text
 
 
 def _ratio(stored: float, n: float) -> float:
-    """Divide; NaN while nothing is committed."""
-    return stored / n if n else float("nan")
+    return stored / n if n else float("nan")  # while nothing is committed
 
 
-@dataclass(frozen=True)
-class ArraySummary:
-    """Size of one stored array over all committed parts.
-
-    Attributes:
-        name: path inside a part, e.g. ``"kv/key_codes"``.
-        dtype: what its numbers mean.
-    """
+class ArraySummary(NamedTuple):
+    """Size of one stored array over all committed parts; ``dtype`` is what its numbers mean."""
 
     name: str
     dtype: str
@@ -72,14 +66,8 @@ class FieldSummary:
         return _ratio(self.stored_bytes, self.raw_bytes)
 
 
-@dataclass(frozen=True)
-class LengthHistogram:
-    """Lengths of the committed sequences.
-
-    Attributes:
-        edges: bin edges in tokens, one more than counts.
-        counts: sequences with ``edges[k] <= n_tokens < edges[k + 1]`` (the last bin includes its end).
-    """
+class LengthHistogram(NamedTuple):
+    """Lengths of the committed sequences: ``counts[k]`` have from ``edges[k]`` to ``edges[k + 1] - 1`` tokens."""
 
     edges: tuple[int, ...]
     counts: tuple[int, ...]
@@ -87,13 +75,10 @@ class LengthHistogram:
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """What ``inspect`` shows.
+    """What ``inspect`` shows; counts are of committed parts.
 
     Attributes:
-        manifest: what shapes the store's data.
-        n_pending_parts: planned parts without a commit.
-        n_sequences: committed sequences.
-        n_response_tokens: committed tokens that the assistant wrote.
+        n_response_tokens: tokens that the assistant wrote.
         has_target: whether ``target/`` is there.
         missing: what of the plan is still to be written, in words; empty for a complete store.
         unfinished: fields that an addition has written to some parts only -> how many parts.
@@ -138,13 +123,7 @@ class StoreSummary:
 
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
-    """Summarise a store: its folder, or its URL.
-
-    Raises:
-        StoreNotFound: not a store.
-        SchemaVersionError: another schema version.
-        StoreDamaged: damaged manifest, plan or commit.
-    """
+    """Summarise a store: its folder, or its URL."""
     store = open_path(path)
     manifest = read_manifest(store)
     check_manifest(store)
@@ -188,7 +167,6 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
 
 
 def _array_bytes(commits: Iterable[PartCommit]) -> dict[str, int]:
-    """Return the bytes of the shards of each array by its name."""
     n_bytes: dict[str, int] = {}
     for commit in commits:
         for file, record in commit.files.items():

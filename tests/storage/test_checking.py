@@ -5,8 +5,6 @@ import errno
 import io
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 
 from moa_data.errors import StorageUnavailable, StoreError
 from moa_data.storage.backend import exists
-from moa_data.storage.read.verify import VerifyReport, verify_store
+from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
@@ -102,31 +100,6 @@ def test_a_refusal_anywhere_is_no_damage(store: Path, recipe: Recipe, name: str,
             assert read_tree(store) == whole, (action, at, lasting)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_a_refusal_at_each_call_of_verify_and_of_a_repair(store: Path, name: str) -> None:
-    """One part is damaged indeed: verify names no other, and repair takes no other away."""
-    flip(store / SHARD)
-    before = read_tree(store)
-    others = {path: data for path, data in before.items() if "part-00001" not in path and "/c.1" not in path}
-    plan = plan_repair(store)
-    assert plan.parts == (1,)
-    for at, lasting in itertools.product(
-        range(n_calls(store, lambda: verify_store(store, n_threads=1))), (False, True)
-    ):
-        report = VerifyReport()
-        with refusing(store, name, once_at(at, lasting)), suppress(StorageUnavailable):
-            report = verify_store(store, n_threads=1)
-        assert {damage.part for damage in report.damages} <= {1}, (at, lasting)
-        with refusing(store, name, once_at(at, lasting)), suppress(StoreError, OSError, MemoryError):
-            drop_damage(plan)
-        after = read_tree(store)
-        assert others.items() <= after.items(), (at, lasting)
-        for path, data in before.items():
-            (store / path).parent.mkdir(parents=True, exist_ok=True)
-            (store / path).write_bytes(data)
-
-
 @pytest.mark.parametrize("name", REFUSALS)
 @pytest.mark.parametrize(
     "path",
@@ -170,16 +143,6 @@ def test_a_refusal_that_passes_does_not_leave_values_unread(store: Path) -> None
     assert verify_store(store).ok
 
 
-def test_what_a_refusal_advises(store: Path) -> None:
-    for name, advice in (("EMFILE", r"`ulimit -n`"), ("EACCES", "right to read"), ("EIO", "Check the disk")):
-        with (
-            refusing(store, name, lambda text: "/c." in text),
-            pytest.raises(StorageUnavailable, match=rf"8 files, the first of them parts/hidden/.*{advice}") as caught,
-        ):
-            plan_repair(store)
-        assert "\n" not in str(caught.value)
-
-
 def test_exists_says_no_only_where_there_is_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
@@ -213,63 +176,3 @@ def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe: Recip
         with refusing(store, "EIO", lambda text: text.endswith("commits/part-00001.json")):
             out.discard()
     assert read_tree(store) == whole
-
-
-# Root may read everything, so the checks run as another user, who has the working directory.
-NO_RIGHT_TO_READ = """
-import dataclasses, os, sys
-from pathlib import Path
-
-from moa_data.tests.kit import stores as kit
-from moa_data.errors import StorageUnavailable, StoreError
-from moa_data.storage.read.verify import VerifyReport
-from moa_data.storage.write.repair import drop_damage, plan_repair
-from moa_data.storage.read.verify import verify_store
-
-recipe, store = kit.make_recipe((70, 3, 130, 64), part_tokens=256), Path("store")
-if os.geteuid() == 0:
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-recipe.write(store)
-whole = kit.read_tree(store)
-shard = store / "parts/hidden/last/c.0.0"
-shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-before, plan = kit.read_tree(store), plan_repair(store)
-assert plan.parts == (0,), plan
-plan = dataclasses.replace(plan, damages=(*plan.damages, dataclasses.replace(plan.damages[0], part=1)))
-
-def outcome(action):
-    try:
-        return action()
-    except (StorageUnavailable, StoreError) as error:
-        return error
-
-for name in sys.argv[1:]:
-    path = store / name
-    mode = path.stat().st_mode
-    path.chmod(0)
-    checked = outcome(lambda: verify_store(store))
-    others = [outcome(lambda: plan_repair(store)), outcome(lambda: drop_damage(plan))]
-    reopened = outcome(lambda: kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close())
-    path.chmod(mode)
-    if not isinstance(checked, StorageUnavailable):
-        assert checked.unchecked and all(damage.part == 0 for damage in checked.damages), (name, checked)
-    assert all(type(other) is StorageUnavailable for other in others), (name, others)
-    assert type(reopened) in (StorageUnavailable, type(None)), (name, reopened)
-    assert kit.read_tree(store) == before, name
-"""
-
-
-def test_no_right_to_read_is_no_damage(tmp_path: Path) -> None:
-    room = tmp_path / "room"
-    room.mkdir()
-    if os.geteuid() == 0:
-        os.chown(room, 65534, 65534)
-    names = [
-        SHARD, "parts/kv/zarr.json", "parts/kv", "parts",
-        "commits/part-00001.json", "commits", "commits/store.json", "store.json", "plan.parquet",
-    ]  # fmt: skip
-    command = [sys.executable, "-c", NO_RIGHT_TO_READ, *names]
-    done = subprocess.run(command, cwd=room, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,59 +19,6 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.repair import drop_damage, plan_repair, retract_damage
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
-
-# Each store is killed up to three times at random instants, its writer being a fork of a process that has imported
-# everything; then it is finished, also in a fork, and must not differ from an uninterrupted one.
-RANDOM_KILLS = """
-import os, random, signal, sys, time
-from pathlib import Path
-
-from moa_data.tests.kit import stores as kit
-recipe, folder, n_kills = kit.make_recipe(), Path(sys.argv[1]), int(sys.argv[2])
-rng = random.Random(0)
-
-def start(store):
-    child = os.fork()
-    if child:
-        return child
-    recipe.write(store)
-    with kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-        if not writer.has_target:
-            with writer.target() as bundle:
-                (bundle / "config.json").write_text("{}" * 500)
-    os._exit(0)
-
-def finish(store):
-    _, status = os.waitpid(start(store), 0)
-    assert status == 0, status
-
-begin = time.perf_counter()
-finish(folder / "whole")
-seconds = time.perf_counter() - begin
-whole = kit.read_tree(folder / "whole")
-n_done = n_struck = 0
-while n_struck < n_kills:
-    store = folder / f"killed-{n_done}"
-    for _ in range(3):
-        child = start(store)
-        time.sleep(rng.uniform(0, seconds))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        n_struck += os.WIFSIGNALED(status)
-    finish(store)
-    assert kit.read_tree(store) == whole, store
-    assert not list(store.rglob("*.partial")), store
-    n_done += 1
-print(n_struck, "kills,", n_done, "stores")
-"""
-
-
-@pytest.mark.parametrize("n_kills", [5, pytest.param(200, marks=pytest.mark.slow)])
-def test_kill_at_random_instants(tmp_path: Path, n_kills: int) -> None:
-    command = [sys.executable, "-c", RANDOM_KILLS, str(tmp_path), str(n_kills)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) >= n_kills
 
 
 @pytest.fixture
@@ -307,10 +253,3 @@ def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.M
     with pytest.raises(StorageUnavailable, match=r"cannot be written .*Read-only.*choose another output folder"):
         recipe.write(store)
     assert verify_store(store).ok
-
-
-def test_a_copy_of_a_store_is_a_store(tmp_path: Path, recipe: Recipe) -> None:
-    store = write_all(recipe, tmp_path / "store")
-    copy = shutil.copytree(store, tmp_path / "copy")
-    assert verify_store(copy).ok
-    assert read_tree(write_all(recipe, copy)) == read_tree(store)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import resource
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -204,18 +203,6 @@ def test_a_sparse_shard_of_the_size_of_its_commit(tmp_path: Path) -> None:
         content = (json.dumps(records, indent=1, sort_keys=True) + "\n").encode()
         with replaced(seal, content), endless(store / name, "sparse"):
             expect_refusal(store)
-
-
-def test_an_error_of_the_system_is_no_damage(tmp_path: Path) -> None:
-    """Who has no file descriptor left has not seen a damaged plan."""
-    store = make_recipe((70, 3)).write(tmp_path / "store")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            read_plan(store / "plan.parquet")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:

@@ -26,25 +26,6 @@ EAGLE_3 = tuple(hidden_field(f"layer_{layer}", 4096) for layer in (2, 16, 29))
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8"])
-def test_a_part_of_an_8b_takes_few_files_and_no_folder(tmp_path: Path, codec: str) -> None:
-    """Real widths, parts with room for 65,536 tokens; the second part holds few."""
-    fields = (*LLAMA_3_8B, *EAGLE_3)
-    recipe = make_recipe(lengths=(64, 70), fields=fields, part_tokens=64)
-    recipe = recipe.with_manifest(codec=StoreCodec(codec, fields).describe())
-    store = tmp_path / "store"
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-        recipe.write_part(writer, 0)
-        before = list((store / "parts").rglob("*"))
-        recipe.write_part(writer, 1)
-        new = [path for path in (store / "parts").rglob("*") if path not in before]
-        per_part = {name: grid.shards_per_part for name, grid in writer._grids.items()}
-    assert all(path.is_file() for path in new)
-    assert len(new) == len(per_part) <= 16
-    folders = [path for path in before if path.is_dir()]
-    assert len(folders) <= len(fields) + len(per_part)  # of the whole store
-
-
-@pytest.mark.parametrize("codec", ["lossless", "int8"])
 @pytest.mark.parametrize("fields", [LLAMA_3_8B, (*LLAMA_3_8B, *EAGLE_3)], ids=["last", "eagle-3"])
 def test_a_full_part_of_an_8b_takes_at_most_16_files(codec: str, fields: tuple[Any, ...]) -> None:
     grids = [array_grid(array, N_PARTS, 65_536) for array in StoreCodec(codec, fields).arrays]

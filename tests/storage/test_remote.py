@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zarr
 
-from moa_data.errors import StoreDamaged, StoreNotFound
+from moa_data.errors import StoreDamaged
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read import batch as read_batch
@@ -76,8 +76,3 @@ def test_damage_is_named(remote: RemotePath) -> None:
         ActivationStore(remote)
     (damage,) = verify_store(remote).damages
     assert (damage.part, damage.path) == (1, KV_SHARD)
-
-
-def test_no_store_there(s3: str) -> None:
-    with pytest.raises(StoreNotFound, match=f"{s3}/nothing is not an activation store: there is no such folder"):
-        ActivationStore(f"{s3}/nothing")

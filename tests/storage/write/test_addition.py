@@ -19,7 +19,7 @@ from moa_data.storage.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.read.summary import summarize_store, unfinished_fields
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import commit_path, hidden_field
+from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
@@ -201,27 +201,6 @@ def test_a_full_disk_at_any_write_leaves_a_whole_store(
     assert read_tree(store) == expected
 
 
-def test_an_interrupt_in_a_part_leaves_the_part_as_it_was(recipe: Recipe, wanted: Recipe, tmp_path: Path) -> None:
-    store = write_store(recipe, tmp_path / "store")
-    before = read_tree(store)
-
-    def interrupted() -> None:
-        with opened(store) as writer:
-            addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
-            with addition.part(0) as out:
-                row = out.sequences.to_pylist()[0]
-                out.write("hidden/layer_1", 0, wanted.values(wanted.manifest.fields[-2], row))
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert {name for name in read_tree(store) if name not in before} == {
-        f"parts/hidden/layer_{k}/zarr.json" for k in (1, 2)
-    }
-    opened(store).close()
-    assert read_tree(store) == before
-
-
 def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
     recipe: Recipe, wanted: Recipe, tmp_path: Path
 ) -> None:
@@ -319,19 +298,6 @@ def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(
     monkeypatch.setattr(commit_module, "read_file_records", change_after_reading)
     commit_module.check_target_bundle(store, store / "target")
     assert calls
-
-
-def test_files_that_no_commit_lists_are_deleted_by_the_next_writer(recipe: Recipe, tmp_path: Path) -> None:
-    store = write_store(recipe, tmp_path / "store")
-    before = read_tree(store)
-    for name in ("hidden/layer_1/c.0.0", "hidden/layer_1/zarr.json", "kv/c.9.0.0.0.0", "kv/extra", "empty/folder/x"):
-        path = store / "parts" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
-    recipe.write(store)
-    assert read_tree(store) == before
-    assert not (store / "parts/empty").exists()
-    assert commit_path(store, 0).exists()
 
 
 def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(

@@ -9,14 +9,11 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from moa_data.errors import StorageUnavailable, StoreDamaged, StoreError, StoreLocked, StoreMismatch
+from moa_data.errors import StorageUnavailable, StoreDamaged, StoreLocked
 from moa_data.files import LockHeld, lock_file
-from moa_data.storage.commit import read_part_commit
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import commit_path
 from moa_data.storage.write import lock as lock_module
 from moa_data.storage.write.lock import StoreLock
 from moa_data.storage.write.store import StoreWriter
@@ -48,25 +45,6 @@ def test_two_writers_share_a_store_and_both_end_with_the_bytes_of_one(
     assert read_tree(path) == read_tree(store)
 
 
-def test_of_two_writers_of_a_part_the_first_to_commit_wins(tmp_path: Path, recipe: Recipe) -> None:
-    """Also where they differ, as forwards on two kinds of devices do: no byte of the second is left."""
-    path = tmp_path / "shared"
-    with shared(path, recipe) as first, shared(path, recipe) as second:
-        one, other = first.part(0), second.part(0)
-        recipe.fill(one)
-        recipe.fill(other, lambda name, row, values: values ^ np.array(name == "kv", values.dtype))
-        won, lost = other.commit(), one.commit()
-        assert (won, won.files) == (lost, read_part_commit(commit_path(path, 0)).files)
-        assert (other.was_first, one.was_first) == (True, False)
-        assert 0 not in first.pending_parts()
-        assert not partials(path)
-        with pytest.raises(StoreError, match="closed"):
-            one.commit()
-        for part in first.pending_parts():
-            recipe.write_part(first, part)
-    assert verify_store(path).ok
-
-
 def test_a_writer_that_gives_up_leaves_what_the_other_has_committed(tmp_path: Path, recipe: Recipe) -> None:
     path = tmp_path / "shared"
     with shared(path, recipe) as first, shared(path, recipe) as second:
@@ -96,11 +74,6 @@ def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path
             recipe.write_part(second, part)
         assert second.sweep()
     assert read_tree(path) == read_tree(store)
-
-
-def test_other_inputs_are_refused_beside_others_too(tmp_path: Path, recipe: Recipe) -> None:
-    with shared(tmp_path / "shared", recipe), pytest.raises(StoreMismatch, match="max_length"):
-        shared(tmp_path / "shared", recipe.with_manifest(extraction={"max_length": 1, "dtype": "bfloat16"}))
 
 
 def test_who_wants_a_store_alone_and_who_shares_keep_each_other_out(

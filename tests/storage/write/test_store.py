@@ -1,7 +1,6 @@
 """Parts appear whole or not at all; a store goes on only from the inputs it was made from."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from moa_data.errors import (
     StoreDamaged,
     StoreError,
     StoreIncomplete,
-    StoreLocked,
     StoreMismatch,
 )
 from moa_data.storage.commit import write_manifest_commit
@@ -39,13 +37,6 @@ def writer(tmp_path: Path, recipe: Recipe) -> Iterator[Any]:
         yield opened
 
 
-def test_running_again_writes_nothing(store: Path, recipe: Recipe) -> None:
-    before = {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()}
-    recipe.write(store)
-    before.pop(store / "store.lock")
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-
-
 def test_pieces_of_any_size_give_equal_bytes(store: Path, tmp_path: Path, recipe: Recipe) -> None:
     other = tmp_path / "pieces"
     rng = np.random.default_rng(0)
@@ -61,26 +52,6 @@ def test_pieces_of_any_size_give_equal_bytes(store: Path, tmp_path: Path, recipe
                             at += n
                 out.commit()
     assert read_tree(other) == read_tree(store)
-
-
-def test_leaving_without_commit_discards_the_part(writer: StoreWriter, recipe: Recipe) -> None:
-    row = writer.part_sequences(0).to_pylist()[0]
-    opened = []
-
-    def write_until_interrupted() -> None:
-        with writer.part(0) as out:
-            opened.append(out)
-            out.write("tokens", 0, recipe.values(recipe.manifest.fields[0], row))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_until_interrupted()
-    assert not list(Path(str(writer.path), "parts").rglob("c.*"))
-    assert 0 in writer.pending_parts()
-    with pytest.raises(StoreError, match="Part 0 is closed"):
-        opened[0].write("tokens", 0, np.zeros(1, np.int32))
-    recipe.write_part(writer, 0)
-    assert 0 not in writer.pending_parts()
 
 
 def test_a_part_is_opened_once_at_a_time(writer: StoreWriter, recipe: Recipe) -> None:
@@ -119,13 +90,6 @@ def test_a_forgotten_sequence_is_not_committed(writer: StoreWriter, recipe: Reci
     assert 0 in writer.pending_parts()
 
 
-def test_two_writers_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
-    with pytest.raises(StoreLocked, match=f"is being written by process {os.getpid()} on .*Wait until it ends"):
-        StoreWriter.create_or_resume(writer.path, recipe.manifest, recipe.plan)
-    writer.close()
-    recipe.write(Path(str(writer.path)))
-
-
 def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
     before = read_tree(store)
     changed = recipe.with_manifest(
@@ -146,15 +110,6 @@ def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
     for key, (old, new) in caught.value.changes.items():
         assert f"{key}: store has {old!r}, given {new!r}" in notes
     assert read_tree(store) == before
-
-
-def test_many_changed_keys_make_a_short_message() -> None:
-    keys = ["plan", *(f"codec.transform.kv.{n}" for n in range(30)), "identities.dataset.sha256"]
-    error = StoreMismatch("store", dict.fromkeys(keys, ("a" * 500, "b" * 500)))
-    message = str(error)
-    assert len(message) < 500
-    assert message.index("identities.dataset") < message.index("codec.transform.kv.0") < message.index("plan")
-    assert len(error.__notes__[0].splitlines()) == len(keys)
 
 
 def test_another_plan_is_named(store: Path, recipe: Recipe) -> None:
@@ -189,11 +144,6 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe: Reci
     (folder / "store.json").rename(folder / "parts")
     with pytest.raises(OutputOccupied, match="it holds parts"):
         recipe.write(folder)
-
-
-def test_an_empty_folder_is_fine(tmp_path: Path, recipe: Recipe) -> None:
-    (tmp_path / "store").mkdir()
-    recipe.write(tmp_path / "store")
 
 
 def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe: Recipe) -> None:
@@ -238,38 +188,6 @@ def test_leftovers_are_deleted_and_other_files_kept(store: Path, recipe: Recipe)
     recipe.write(store)
     assert read_tree(store) == before | {"notes.txt": b"mine"}
     assert not (store / "target.partial").exists()
-
-
-def test_target_bundle_is_committed_whole(store: Path, recipe: Recipe) -> None:
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-
-        def write_half() -> None:
-            with writer.target() as folder:
-                (folder / "config.json").write_text("{}")
-                raise RuntimeError("half")
-
-        with pytest.raises(RuntimeError, match="half"):
-            write_half()
-        assert not writer.has_target
-        assert not writer.target_path.exists()
-        for content in ("{}", '{"a": 1}'):
-            with writer.target() as folder:
-                (folder / "config.json").write_text(content)
-            assert writer.has_target
-            assert (writer.target_path / "config.json").read_text() == content
-    assert verify_store(store).ok
-    os.truncate(store / "target/config.json", 1)
-    report = verify_store(store)
-    assert [damage.path for damage in report.damages] == ["target/config.json"]
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-        assert not writer.has_target
-
-
-def test_runs_are_recorded(writer: StoreWriter) -> None:
-    path = writer.record_run({"argv": ["extract"], "seconds": 1.5})
-    assert json.loads(path.read_bytes()) == {"argv": ["extract"], "seconds": 1.5}
-    assert path.parent.name == "runs"
-    assert writer.record_run({}) != path
 
 
 @pytest.mark.parametrize(("call", "code"), [("write", errno.ENOSPC), ("fsync", errno.EDQUOT)])
