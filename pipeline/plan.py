@@ -56,29 +56,13 @@ from .workers import require_ray
 
 @dataclass(frozen=True)
 class ForwardMemory:
-    """The memory that forwards take, an upper estimate: in the host, for all workers, and on each of their devices.
-
-    Attributes:
-        device_bytes: 0 where the device computes in host memory.
-        n_tokens: padded tokens of the largest batch.
-    """
+    """An upper estimate of the memory of forwards: in the host for all workers, on a device of its own for each."""
 
     host_bytes: int
     device_bytes: int
     weight_bytes: int
-    compute_dtype: str
-    n_tokens: int
     device: str
-    n_workers: int
-
-    def describe(self) -> str:
-        """Return the need as text."""
-        device = f" and {format_bytes(self.device_bytes)} on {self.device}" if self.device_bytes else ""
-        each = f" for {self.n_workers} workers" if self.n_workers > 1 else ""
-        return (
-            f"{format_bytes(self.host_bytes)} of host memory{each}{device}: weights {format_bytes(self.weight_bytes)} "
-            f"in {self.compute_dtype}, batches of {self.n_tokens:,} tokens"
-        )
+    text: str
 
     def check(self) -> None:
         """Refuse forwards that do not fit in free memory; where it cannot be told, nothing is refused."""
@@ -86,7 +70,7 @@ class ForwardMemory:
         for n_free, n_bytes, place in (host, (free_device_memory(self.device), self.device_bytes, self.device)):
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
-                    f"The target's forwards need {self.describe()}. Free in {place} are {format_bytes(n_free)}.",
+                    f"The target's forwards need {self.text}. Free in {place} are {format_bytes(n_free)}.",
                     "Free some, take a larger machine, or extract in bfloat16, with smaller batches or fewer workers.",
                 )
 
@@ -116,19 +100,17 @@ def forward_memory(
     # While they are gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
     forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
     waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
-    on_device = torch.device(device).type == "cuda"
     # Weights are loaded in host memory before they move to a device.
-    host_bytes = max(weight_bytes, waiting_bytes) if on_device else weight_bytes + forward_bytes + waiting_bytes
-    return ForwardMemory(
-        host_bytes=n_workers * host_bytes,
-        # The batch before stays until its copy has ended.
-        device_bytes=weight_bytes + forward_bytes + n_tokens * kept_bytes if on_device else 0,
-        weight_bytes=weight_bytes,
-        compute_dtype=compute_dtype,
-        n_tokens=n_tokens,
-        device=device,
-        n_workers=n_workers,
-    )
+    host_bytes, device_bytes, text = weight_bytes + forward_bytes + waiting_bytes, 0, ""
+    if torch.device(device).type == "cuda":
+        host_bytes = max(weight_bytes, waiting_bytes)
+        device_bytes = weight_bytes + forward_bytes + n_tokens * kept_bytes  # of the batch before, until it is copied
+        text = f" and {format_bytes(device_bytes)} on {device}"
+    host_bytes *= n_workers
+    each = f" for {n_workers} workers" if n_workers > 1 else ""
+    text = f"{format_bytes(host_bytes)} of host memory{each}{text}: weights {format_bytes(weight_bytes)} in "
+    text += f"{compute_dtype}, batches of {n_tokens:,} tokens"
+    return ForwardMemory(host_bytes, device_bytes, weight_bytes, device, text)
 
 
 def free_device_memory(device: str) -> int | None:
@@ -201,7 +183,7 @@ class ForwardPlan:
             f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
             + (", for shards on their way to the bucket" if isinstance(self.store, RemotePath) else "")
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
-            f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
+            f"memory       {self.memory.text}; free {format_bytes(free_memory() or 0)}",
         ]
 
 
@@ -225,19 +207,9 @@ class ExtractPlan(ForwardPlan):
     dataset: str
 
     @property
-    def n_sequences(self) -> int:
-        """Sequences to be stored."""
-        return self.manifest.n_sequences
-
-    @property
     def n_tokens(self) -> int:
         """Tokens to be stored, without alignment padding."""
         return self.manifest.n_tokens
-
-    @property
-    def n_parts(self) -> int:
-        """Parts of the store."""
-        return self.manifest.n_parts
 
     def rows_read(self) -> list[str]:
         """Return lines about the rows of the dataset."""
@@ -259,7 +231,7 @@ class ExtractPlan(ForwardPlan):
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, "
             f"{target['n_kv_heads']} KV heads of {target['head_dim']}, width {target['hidden_size']})",
             *self.rows_read(),
-            f"sequences    {self.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
+            f"sequences    {self.manifest.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
             f"{self.config.data.max_length:,} tokens)",
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
@@ -267,7 +239,7 @@ class ExtractPlan(ForwardPlan):
             f"raw          {format_bytes(self.n_raw_bytes)} ({self.n_raw_bytes / self.n_tokens:,.0f} bytes per token)",
             f"on disk      about {format_bytes(self.stored_bytes)} "
             f"({', '.join(f'{name} {own:.1f} bits per value' for name, own in bits.items())})",
-            f"parts        {self.n_parts:,} of up to {storage.part_tokens:,} tokens",
+            f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
             *self.room(),
         ]
         if self.codec.learned:

@@ -37,7 +37,7 @@ from moa_data.pipeline.report import Timings
 def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
     """The token ids [B, T] of every batch that extraction runs, padded on the right."""
     padded = []
-    for part in range(plan.n_parts):
+    for part in range(plan.manifest.n_parts):
         for rows in batches(plan.table.filter(pc.field("part") == part), plan.batch_tokens):
             texts = [torch.from_numpy(plan.sequences.text(key)[0]).long() for key in rows["sequence_id"].to_pylist()]
             padded.append(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))

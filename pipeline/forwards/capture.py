@@ -45,11 +45,6 @@ class HostSlots:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._clock = DeviceClock(device)
 
-    @classmethod
-    def of(cls, device: torch.device, n_slots: int) -> HostSlots:
-        """Make the slots that the activations of a device need."""
-        return cls(device, n_slots if device.type == "cuda" else 0)
-
     def take(self) -> HostSlot | None:
         """Take a free slot, until it is released; None where none is needed. Raises IndexError if there is none."""
         return self.free.popleft() if self._is_needed else None

@@ -96,7 +96,7 @@ def run_parts(
     clock = DeviceClock(forwards.target.device)
     pool = EncodePool(forwards.n_encode_threads)
     writer = BackgroundWriter(_BATCHES_AHEAD)
-    slots = HostSlots.of(forwards.target.device, N_HOST_SLOTS)
+    slots = HostSlots(forwards.target.device, N_HOST_SLOTS if forwards.target.device.type == "cuda" else 0)
     open_parts: list[PartWriter] = []
 
     try:

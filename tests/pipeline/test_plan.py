@@ -38,7 +38,7 @@ def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_
     rows += [rows[0], {"messages": [{"role": "user", "content": "x"}]}, "{broken"]
     config = make_config(target_folder, write_jsonl(tmp_path / "c.jsonl", rows), tmp_path, max_rejected_fraction=0.2)
     plan = build_plan(config)
-    assert plan.n_sequences == 30
+    assert plan.manifest.n_sequences == 30
     assert plan.sequences.n_duplicates == 1
     assert plan.sequences.rejections == {"the chat has no assistant message": 1, "the row is no JSON object": 1}
     n_tokens = sum(len(plan.sequences.text(key)[0]) for key in plan.table["sequence_id"].to_pylist())
@@ -64,7 +64,7 @@ def test_equal_inputs_give_equal_plans(target_folder: Path, chats_file: Path, tm
     first, second = build_plan(config, with_weights=True), build_plan(config, with_weights=True)
     assert first.manifest == second.manifest
     assert first.table.equals(second.table)
-    assert first.n_parts > 1
+    assert first.manifest.n_parts > 1
     assert "target.weights_sha256" in first.manifest.identities
 
 

@@ -200,7 +200,7 @@ def test_a_release_waits_for_its_copies(run: Callable[[int], Capture]) -> None:
 
 def test_what_lies_in_host_memory_is_not_copied(run: Callable[[int], Capture]) -> None:
     batch = run(0)
-    slots = HostSlots.of(torch.device("cpu"), n_slots=1)
+    slots = HostSlots(torch.device("cpu"), 0)
     for _ in range(3):  # nothing runs out
         host = batch.to_host(slots)
         host.wait()
