@@ -54,10 +54,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Ten
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
-    """Load a drafter: a training run that contains ``drafter/``, our own layout, or one of :data:`LAYOUTS`.
-
-    Args:
-        folder: folder of the drafter or the run; ``~`` is the home folder.
+    """Load a drafter from the folder of a run, of our own layout, or of one of :data:`LAYOUTS`.
 
     Raises:
         CheckpointError: nothing there, or keys and shapes that differ from what the sizes call for.
@@ -73,7 +70,10 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     elif (folder / _LAYOUT_CONFIG).is_file():
         config, weights = _read_layout(folder)
     else:
-        raise CheckpointError(_why_no_drafter(folder))
+        raise CheckpointError(
+            f"{folder} holds no drafter: expected a run of `moa-data train` that has ended (else run it again, "
+            f"with --resume), {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of the formats {', '.join(LAYOUTS)}."
+        )
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
 
 
@@ -89,24 +89,6 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
             name += "'"
         loaded[name] = drafter
     return loaded
-
-
-def _why_no_drafter(folder: Path) -> str:
-    """Explain what a folder without a drafter is."""
-    if not folder.exists():
-        return f"{folder} does not exist. Give the folder of a drafter, or of a run of `moa-data train`."
-    if (folder / "run.yaml").is_file():
-        resume = " with --resume" * (folder / "checkpoints" / "last.ckpt").is_file()
-        return (
-            f"{folder} is a run of `moa-data train` that was stopped before it wrote a drafter. Run the same command "
-            f"again{resume}, until it ends."
-        )
-    if (folder / "plan.parquet").is_file():
-        return f"{folder} is a store of activations, which holds no drafter; `moa-data train {folder}` trains one."
-    return (
-        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of the formats "
-        f"{', '.join(LAYOUTS)}."
-    )
 
 
 def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "weights") -> Drafter:
@@ -140,9 +122,8 @@ def write_layout(
     """Write a drafter into an empty folder in the layout of another program; returns the number of tensors.
 
     Args:
-        target_config: the target's transformers config, for layouts that hold it.
-        embeddings: [V, E] of the target, for layouts that hold them.
-        lm_head: [V, E] of the target, likewise.
+        target_config, embeddings, lm_head: the target's transformers config and weights [V, E], for layouts that hold
+            them.
 
     Raises:
         CheckpointError: the drafter is of another kind, or its sizes have no place in the layout.
@@ -188,62 +169,42 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     """Read sizes and state dict of a drafter in any of the layouts."""
     config = read_json(folder / _LAYOUT_CONFIG, CheckpointError)
     found = {name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()}
-    entry = config.get(_OWN_KEY)
-    layout = _recognise(folder, set(found), config) if entry is None else _own_layout(folder, entry)
+    own = config.get(_OWN_KEY)
+    if own is None:
+        layout = next((one for one in LAYOUTS.values() if one.recognises(set(found), config)), None)
+    else:
+        layout = LAYOUTS.get(str(own.get("format"))) if isinstance(own, dict) else None
+    if layout is None:
+        given = ", ".join(sorted(found)[:3]) if own is None else f"{_OWN_KEY} {str(own)[:60]}"
+        raise CheckpointError(f"{folder} ({given}, ...) holds a drafter of none of the formats {', '.join(LAYOUTS)}.")
     weights = {
         layout.own_name(name): value
         for name, value in found.items()
         if name not in layout.ignored and not name.endswith("rotary_emb.inv_freq")
     }
     try:
-        if entry is None:
+        if own is None:
             sizes = layout.read_sizes(weights, config)
         else:
-            sizes = drafter_class(layout.kind).config_class.from_dict(entry["drafter"])
+            sizes = drafter_class(layout.kind).config_class.from_dict(own["drafter"])
         return sizes, layout.unpack(weights, sizes)
-    except DrafterError as error:
+    except (DrafterError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}") from error
-
-
-def _recognise(folder: Path, names: set[str], config: Mapping[str, Any]) -> Layout:
-    for layout in LAYOUTS.values():
-        if layout.recognises(names, config):
-            return layout
-    some = ", ".join(sorted(names)[:3])
-    raise CheckpointError(
-        f"{folder} holds no drafter: its tensors ({some}, ...) are none of the layouts {', '.join(LAYOUTS)}."
-    )
-
-
-def _own_layout(folder: Path, entry: Any) -> Layout:
-    """Return the layout that :func:`write_layout` left in config.json."""
-    where = f"{folder / _LAYOUT_CONFIG}, key {_OWN_KEY!r}"
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("drafter"), dict):
-        raise CheckpointError(f"{where} is not what this program writes; export the drafter again.")
-    name = str(entry.get("format"))
-    if name not in LAYOUTS:
-        raise CheckpointError(f"{where}: the format {name[:60]!r} is unknown; was it written by a newer release?")
-    return LAYOUTS[name]
 
 
 def _read_weight_file(folder: Path) -> Weights:
     """Read all tensors of ``model.safetensors``, or else of ``pytorch_model.bin``."""
-    if (folder / _LAYOUT_WEIGHTS).is_file():
-        return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     file = folder / _LAYOUT_PICKLE
-    if not file.is_file():
-        raise CheckpointError(f"{folder} has a {_LAYOUT_CONFIG} but neither {_LAYOUT_WEIGHTS} nor {_LAYOUT_PICKLE}.")
+    if not file.is_file() or (folder / _LAYOUT_WEIGHTS).is_file():
+        return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     with parsing(f"cannot read {file}", CheckpointError):
         weights = load_pickled_tensors(file)
-    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
-        raise CheckpointError(f"{file} holds something else than named tensors; expected a state dict.")
+        if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
+            raise ValueError("it holds something else than named tensors")
     return weights
 
 
 def _read_safetensors(file: Path) -> Weights:
-    """Read all tensors of a safetensors file; a missing or damaged one is refused."""
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing.")
     read_header(file, CheckpointError)
     with parsing(f"cannot read {file}", CheckpointError):
         return load_file(file)

@@ -32,21 +32,15 @@ from .model_files import FLOATS, check_model_folder, find_problems, read_header,
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
+# Upper limits of the sizes in a config.json, far above those of the largest models.
 _LARGEST = {
-    "num_hidden_layers": 1 << 10,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 12,
-    "hidden_size": 1 << 18,
-    "intermediate_size": 1 << 20,
-    "vocab_size": 1 << 22,
-    "max_position_embeddings": 1 << 26,
+    "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12,
+    "hidden_size": 1 << 18, "intermediate_size": 1 << 20, "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26,
     "sliding_window": 1 << 26,
-}
-"""Upper limits of the sizes in a config.json, far above those of the largest models."""
+}  # fmt: skip
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# A file that changed less than this before it was hashed could change again within one tick of its clock.
 _SETTLED_S = 2.0
-"""A file that changed less than this before it was hashed could change again within one tick of its clock."""
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
@@ -77,7 +71,7 @@ def parse_target_config(values: Mapping[str, Any], source: object, folder: Path 
     return config
 
 
-def _check_family(model_type: object, source: object) -> None:
+def _check_family(model_type: object, source: object = "its config") -> None:
     if model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
         raise TargetError(f"model type {model_type!r} is not supported; expected one of {known} ({source}).")
@@ -87,10 +81,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
     for name, largest in _LARGEST.items():
         value = values.get(name)
         if value is not None and (type(value) is not int or not 1 <= value <= largest):
-            raise TargetError(
-                f"{source}: {name} is {str(value)[:60]!r}, expected a whole number from 1 to {largest}. Restore the "
-                "file."
-            )
+            raise TargetError(f"{source}: {name} is {str(value)[:60]!r}, expected 1 to {largest}. Restore the file.")
 
 
 def _check_config(config: Any, source: object) -> None:
@@ -110,7 +101,7 @@ def _check_config(config: Any, source: object) -> None:
         trouble = f"dtype is {str(dtype)[:60]!r}, expected a dtype of floating-point numbers"
     elif kinds is not None and not (isinstance(kinds, list) and len(kinds) == values["num_hidden_layers"]):
         trouble = f"layer_types are not those of {values['num_hidden_layers']} layers"
-    elif not all(kind in ("full_attention", "sliding_attention") for kind in kinds or ()):
+    elif not {"full_attention", "sliding_attention"}.issuperset(map(str, kinds or ())):
         trouble = "layer_types are not all full_attention or sliding_attention"
     elif "sliding_attention" in (kinds or ()) and values["sliding_window"] is None:
         trouble = "layers have sliding_attention and there is no sliding_window"
@@ -122,12 +113,8 @@ def _check_config(config: Any, source: object) -> None:
 
 
 def target_sizes(config: Any) -> dict[str, Any]:
-    """The sizes of a target, from its transformers config, checked to be of the Llama family.
-
-    Returns:
-        n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size, max_position_embeddings, architecture.
-    """
-    _check_family(config.model_type, "its config")
+    """The sizes of a target, from its transformers config, checked to be of the Llama family."""
+    _check_family(config.model_type)
     rope_type = rope_parameters(config).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise TargetError(
@@ -185,8 +172,7 @@ def layer_sizes(config: Any) -> BlockSizes:
     """The block sizes of the target's own decoder layers."""
     if config.hidden_act != "silu":
         raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
-    sizes = target_sizes(config)
-    qkv_bias = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
+    sizes, has_bias = target_sizes(config), bool(getattr(config, "attention_bias", False))
     return BlockSizes(
         width=sizes["hidden_size"],
         n_heads=sizes["n_heads"],
@@ -194,18 +180,16 @@ def layer_sizes(config: Any) -> BlockSizes:
         head_dim=sizes["head_dim"],
         mlp_width=config.intermediate_size,
         norm_eps=config.rms_norm_eps,
-        qkv_bias=qkv_bias,
-        output_bias=bool(getattr(config, "attention_bias", False)),
+        qkv_bias=has_bias or config.model_type == "qwen2",
+        output_bias=has_bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         query_key_norm=config.model_type == "qwen3",
     )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files that hold a model's weights, sorted by name.
-
-    A ``consolidated.safetensors`` beside other files is the same weights in the layout of another program.
-    """
+    """List the safetensors files that hold a model's weights, sorted by name."""
+    # A consolidated.safetensors beside other files is the same weights in the layout of another program.
     files = sorted(folder.glob("*.safetensors"))
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
@@ -239,13 +223,11 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's bytes in hex; a file that has not changed is read once in all.
-
-    A digest is kept under the file's path, size, times and inode in the user's cache folder. Whatever changes a file
-    changes one of them; the time of the last status change cannot be set by hand. A file of the Hub's cache is a link
-    to a blob that is named by its sha256, so that nothing is read.
-    """
+    """Return the sha256 of a file's bytes in hex; a file that has not changed is read once in all."""
+    # A digest is kept under the file's path, size, times and inode in the user's cache folder. Whatever changes a file
+    # changes one of them; the time of the last status change cannot be set by hand.
     real = path.resolve()
+    # A file of the Hub's cache is a link to a blob that is named by its sha256.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -274,11 +256,10 @@ def cache_folder() -> Path:
 def save_target_bundle(
     model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the bundle of a loaded target into a new folder.
+    """Write the bundle of a loaded target, with its last N decoder layers, into a new folder.
 
     Args:
         dtype: dtype of the weights that are written; None for the model's.
-        n_layers_kept: N, the number of last decoder layers to keep, 0..n_layers.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -321,18 +302,8 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_sizes(config: Any, expected: Mapping[str, Any], path: Path) -> None:
-    own = target_sizes(config)
-    wrong = [f"{name} {own[name]} and not {value}" for name, value in expected.items() if own.get(name, value) != value]
-    if wrong:
-        raise TargetError(
-            f"{path} is of another target than its store: it has {', '.join(wrong)}. Run `moa-data verify`, and "
-            "`moa-data repair` with --model."
-        )
-
-
 def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
-    """The live target's weights under the names of a bundle, not copied."""
+    """Return the live target's weights under the names of a bundle, not copied."""
     body, n_layers = model.model, model.config.num_hidden_layers
     weights = {
         "embed_tokens.weight": body.embed_tokens.weight,
@@ -397,8 +368,12 @@ class FrozenTarget(nn.Module):
                 f"{path} has no {FROZEN_FILE}, the target's frozen weights. Run extract again: it restores target/."
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
-        config = load_target_config(path)
-        _check_sizes(config, sizes or {}, path)
+        config, advice = load_target_config(path), "Run `moa-data verify`, and `moa-data repair` with --model."
+        own = target_sizes(config)
+        if wrong := [
+            f"{key} {own.get(key)} and not {size}" for key, size in (sizes or {}).items() if own.get(key, size) != size
+        ]:
+            raise TargetError(f"{path} is of another target than its store: it has {', '.join(wrong)}. {advice}")
         if (held := held_layers(path)) < n_layers:
             raise TargetError(
                 f"{path} holds {held} decoder layers, {n_layers} are needed; "
@@ -407,10 +382,7 @@ class FrozenTarget(nn.Module):
         expected = frozen_tensors(config, n_layers)
         found = {name: header for name, header in headers.items() if name in expected}
         if problem := find_problems(found, expected):
-            raise TargetError(
-                f"{path / FROZEN_FILE} does not fit its config.json: {problem}. Run `moa-data verify`, and "
-                "`moa-data repair` with --model."
-            )
+            raise TargetError(f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {advice}")
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in expected}
         if dtype is not None:

@@ -36,8 +36,7 @@ _INITIAL_SLOTS = 256
 class KVSource(Protocol):
     """The target's KV of B rows as drafters read it: of a live target, or of what has arrived from one."""
 
-    lengths: list[int]
-    """Positions of each row whose KV is here."""
+    lengths: list[int]  # positions of each row whose KV is here
 
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV of n positions of each row, see :meth:`.KVBuffer.packed`: [B, n, L, D]."""
@@ -48,23 +47,9 @@ class KVSource(Protocol):
         ...
 
 
-class Buffers:
-    """Buffers of caches that were released, kept for the next ones of their shape.
-
-    A CUDA graph reads and writes fixed addresses, so a generation in a new buffer would record all graphs again.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, ...], list[Tensor]] = {}
-
-    def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Hand out a buffer of a shape with any contents, a new one if none is free."""
-        free = self._free.get(tuple(shape))
-        return free.pop() if free else like.new_empty(shape)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Take back a buffer, which the caller must not use afterwards."""
-        self._free.setdefault(tuple(buffer.shape), []).append(buffer)
+Buffers = dict[tuple[int, ...], list[Tensor]]
+"""Buffers of caches that were released by shape, for the next ones of that shape: a CUDA graph reads and writes fixed
+addresses, so a generation in a new buffer would record all graphs again."""
 
 
 class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`; transformers never calls its own here
@@ -78,7 +63,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS, buffers: Buffers | None = None
     ) -> None:
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
-        self._buffers = buffers or Buffers()
+        self._free: Buffers = {} if buffers is None else buffers
         self.n_pending = 0  # tokens per row written by the last call, all its chunks, and not yet committed
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._is_static = False
@@ -135,9 +120,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        shape = list(self.buffer.shape)
-        shape[2] = len(rows)
-        fewer = self._buffers.take(shape, self.buffer)
+        shape = (*self.buffer.shape[:2], len(rows), *self.buffer.shape[3:])
+        fewer = self._take(shape, self.buffer)
         torch.index_select(self.buffer, 2, torch.tensor(list(rows), device=fewer.device), out=fewer)
         self._place(fewer)
         self.lengths = [self.lengths[row] for row in rows]
@@ -145,8 +129,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def release(self) -> None:
         """Give the buffer back; the cache must not be used afterwards."""
         if self._buffer is not None:
-            self._buffers.give_back(self._buffer)
+            self._free.setdefault(tuple(self._buffer.shape), []).append(self._buffer)
             self._buffer, self._layers = None, []
+
+    def _take(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a buffer with any contents, a new one if none is free."""
+        free = self._free.get(tuple(shape))
+        return free.pop() if free else like.new_empty(shape)
 
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
@@ -167,7 +156,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
 
     @override
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return self._buffers.take(shape, like).zero_()
+        return self._take(shape, like).zero_()
 
     @override
     def _place(self, buffer: Tensor) -> None:

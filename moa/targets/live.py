@@ -33,25 +33,17 @@ from .cache import Buffers, TargetCache
 from .model_files import check_model_folder, read_header, read_json
 from .template import ChatTemplate
 
-_FOREIGN = ["consolidated*", "original/*"]
-"""The same weights in the layouts of other programs."""
+_FOREIGN = ["consolidated*", "original/*"]  # the same weights in the layouts of other programs
+# Tokens of a causal run that share one mask, so that memory grows linearly with the context, not quadratically.
 _CHUNK_TOKENS = 1024
-"""Tokens of a causal run that share one mask, so that memory grows linearly with the context, not quadratically."""
+# Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64."""
+# Graphs: one for each size, number of rows and length of the cache; torch.compile's own limit of 8 is too low.
 _MAX_GRAPHS = 256
-"""Most graphs, one for each size, number of rows and length of the cache; torch.compile's own limit of 8 is too low."""
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
-    """Find a local model folder, or download the snapshot of a Hub id.
-
-    Args:
-        revision: branch, tag or commit on the Hub; None for main.
-
-    Returns:
-        The folder; that of a snapshot is named after its commit.
-    """
+    """Find a local model folder, or download the snapshot of a Hub id, whose folder is named after its commit."""
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         if revision:
@@ -81,10 +73,9 @@ def load_target_tokenizer(folder: Path) -> Any:
         load_target_config(folder)  # the class of a tokenizer depends on it
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
     if not tokenizer.is_fast:
         raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
-    with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
-        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
     return tokenizer
 
 
@@ -110,7 +101,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def _check_weights(folder: Path, config: Any) -> int:
-    """Refuse weights that are damaged, outside the folder, or smaller than the config requires; count their values."""
+    """Count the values of weights; refuse what is damaged, outside the folder or less than the config requires."""
     weights = weight_files(folder)
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
@@ -222,9 +213,6 @@ class Target:
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
         """Run tokens after the committed part of each row; they stay pending until ``cache.commit``.
 
-        A causal run never builds a mask of all tokens by all tokens: a full-attention prefill needs none, any other run
-        is computed in chunks.
-
         Args:
             tokens: [B, n] int64.
             seen: [B, n, n] bool, which of the tokens each of them sees, itself included (``tree.ancestors``); None for
@@ -233,6 +221,8 @@ class Target:
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
+        # A causal run never builds a mask of all tokens by all tokens: a full-attention prefill needs none, any other
+        # run is computed in chunks.
         n_tokens, device = tokens.shape[1], tokens.device
         # A static call is short, and comes after a prompt.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
@@ -332,7 +322,7 @@ class StaticCalls:
         torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         self.n_slots = n_slots + STATIC_SIZES[-1]  # padding takes slots too
         mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
-        self.buffers = Buffers()
+        self.buffers: Buffers = {}
         self._model = body
         self._body: Any = torch.compile(body, dynamic=False, backend=backend, mode=mode)
         self._watched_body: Any = torch.compile(_with_layer_outputs, dynamic=False, backend=backend, mode=mode)
@@ -345,16 +335,11 @@ class StaticCalls:
         as_mask: Callable[[Callable[[int | None], Tensor]], Any],
         outputs: dict[int, Tensor],
     ) -> Tensor:
-        """Run tokens after the committed part of each row.
+        """Run tokens as :meth:`Target.forward` does.
 
         Args:
-            tokens: [B, n] int64.
-            seen: [B, n, n] bool, which of the tokens each of them sees; None for a causal run.
             as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
             outputs: where hooks put the outputs of the cache's watched layers, which the cache then keeps.
-
-        Returns:
-            Hidden states [B, n, E] after the final norm.
         """
         n_tokens, device = tokens.shape[1], tokens.device
         tokens, seen = _padded(tokens, seen)
@@ -383,10 +368,7 @@ class StaticCalls:
 def _with_layer_outputs(
     body: nn.Module, layers: tuple[int, ...], outputs: dict[int, Tensor], inputs: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run the body; returns its hidden states, and what the hooks of some layers have put into ``outputs``.
-
-    This function is compiled in place of the body: its graphs depend on the layers, those of a module not on its hooks.
-    """
+    # Compiled in place of the body: its graphs depend on the layers, those of a module do not on its hooks.
     hidden = body(**inputs).last_hidden_state
     return hidden, [outputs[layer] for layer in layers]
 
@@ -406,20 +388,16 @@ Mark = float | torch.cuda.Event
 
 
 class DeviceClock:
-    """Marks moments on a device without waiting for it; waits when their distance is asked for.
+    """Marks moments on a device without waiting for it; waits when their distance is asked for."""
 
-    A CUDA device lags the CPU that queues its work: a CPU clock read between draft and verification would count
-    most of the drafting as verification, and waiting for the device there would make decoding slower.
-
-    Args:
-        device: the device whose work is timed; CUDA events on a CUDA device, else the CPU's clock.
-    """
+    # A CUDA device lags the CPU that queues its work: a CPU clock read between draft and verification would count most
+    # of the drafting as verification, and waiting for the device there would make decoding slower.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Mark:
-        """Mark this moment, on the device after all work queued so far."""
+        """Mark this moment, on a CUDA device after all work queued so far."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -429,9 +407,8 @@ class DeviceClock:
     @staticmethod
     def seconds(began: Mark, ended: Mark) -> float:
         """Measure the seconds between two marks of one clock, waiting for the second one."""
-        if isinstance(began, float) or isinstance(ended, float):
-            assert isinstance(began, float)
-            assert isinstance(ended, float)
+        if isinstance(began, float) and isinstance(ended, float):
             return ended - began
+        assert isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)  # noqa: PT018
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1e3

@@ -42,8 +42,6 @@ OPEN, CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
-# A width or precision in a format, such as ``%2000000000d`` and ``{:>2000000000}``.
-_WIDTH = re.compile(r"[%:{.][^A-Za-z%\s]{0,4}?(\d{6,99})")
 _MAX_RANGE_ITEMS = 1 << 20
 _SPARE_CHARS = 1 << 20
 _CHARS_PER_CHAR = 16
@@ -146,10 +144,7 @@ class ChatTemplate:
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or does not end for the shortest chat."""
         try:
-            # Parsed before it is compiled, which computes with its constants.
-            tree = _compile_jinja_template("").environment.parse(self.text)
-            _check_constants(tree)
-            _compile_jinja_template(self.text)
+            tree = _compile_jinja_template(self.text).environment.parse(self.text)
         except (JinjaError, RecursionError) as error:
             raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
         by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
@@ -251,15 +246,6 @@ class ChatTemplate:
         """Refuse control tokens, text that is no Unicode, or too much of it: they cannot be part of a prompt."""
         if unusable := self.find_unusable_text(messages, tools):
             raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
-
-
-def _check_constants(tree: nodes.Template) -> None:
-    """Refuse numbers and widths of formats that stand for more text than any chat has."""
-    for node in tree.find_all(nodes.Const):
-        widths = [int(width) for width in _WIDTH.findall(node.value)] if isinstance(node.value, str) else []
-        numbers = [node.value] if isinstance(node.value, int) else widths
-        if max(numbers, default=0) > MAX_CHAT_CHARS:
-            raise TemplateError(f"the chat template asks for {max(numbers):,} characters. Correct the template.")
 
 
 def _mark_generation_tags(template: str) -> str:
