@@ -190,9 +190,3 @@ def test_a_scorer_of_a_module_keeps_its_globals(tmp_path: Path) -> None:
     (tmp_path / "scores.py").write_text("import math\n\ndef root(prompt, answer):\n    return math.sqrt(len(answer))\n")
     assert load_scorer(f"{tmp_path}/scores.py:root")("", "abcd") == 2.0
     assert load_scorer("operator:ne")("a", "b") == 1.0
-
-
-@pytest.mark.parametrize("values", [{"cuts": 0}, {"drafter": ()}])
-def test_settings_that_do_not_fit_are_refused(config: EvalConfig, values: dict[str, Any]) -> None:
-    with pytest.raises(OptionInvalid, match=next(iter(values))):
-        config.replaced(**values)

@@ -67,11 +67,9 @@ def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file
 
 
 def test_plain_alone_needs_no_drafter(config: EvalConfig) -> None:
-    report = evaluate(config.replaced(method=("plain", "plain"), drafter=(), n_prompts=2))
-    first, second = report.methods
+    first, second = evaluate(config.replaced(method=("plain", "plain"), drafter=(), n_prompts=2)).methods
     assert [first.method, second.method] == ["plain", "plain#2"]
-    assert first.n_tokens == second.n_tokens
-    assert first.n_target_calls == second.n_target_calls
+    assert (first.n_tokens, first.n_target_calls) == (second.n_tokens, second.n_target_calls)
 
 
 def test_all_methods_give_the_tokens_of_plain_decoding(config: EvalConfig) -> None:
@@ -118,17 +116,15 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
     ("values", "message"),
     [
         ({"method": ("chain",)}, "plain first"),
-        ({"method": ("plain", "bush")}, "method is 'bush', expected one of plain, chain"),
-        ({"drafter": ()}, "needs a drafter"),
-        ({"tree": "6x8"}, "'6x8' is no shape of drafts.*such as 6x8x62"),
-        ({"tree": "6x8x3"}, "3 nodes cannot make a draft tree 6 levels deep"),
-        ({"tree": "6@0.2", "temperature": 0.5}, r"6@0\.2 stop by their probability in greedy decoding only"),
-        ({"temperature": -1.0}, "temperature is -1.0, expected at least 0"),
+        ({"method": ("plain", "bush")}, "bush"),
+        ({"drafter": ()}, "drafter"),
+        ({"drafter": (), "method": ("plain",), "disconnect": 3}, "drafter"),
+        ({"tree": "6x8"}, "6x8"),
+        ({"tree": "6@0.2", "temperature": 0.5}, r"6@0\.2"),
+        ({"temperature": -1.0}, "temperature"),
         ({"batch_size": 0, "repeats": 0}, "batch_size is 0.*repeats is 0"),
-        ({"dtype": "float8"}, "expected one of float32"),
-        ({"draft_length": 0, "n_prompts": 0}, "n_prompts is 0.*draft_length is 0"),
-        ({"warmup": -1}, "warmup is -1"),
-        ({"seed": 99999999999999999999}, "seed is 9{20}, expected below"),
+        ({"cuts": 0}, "cuts"),
+        ({"seed": 99999999999999999999}, "seed"),
     ],
 )
 def test_bad_settings_are_refused_together(config: EvalConfig, values: dict[str, Any], message: str) -> None:
@@ -136,31 +132,27 @@ def test_bad_settings_are_refused_together(config: EvalConfig, values: dict[str,
         config.replaced(**values)
 
 
-def test_other_files_are_not_overwritten(config: EvalConfig, tmp_path: Path) -> None:
-    notes = tmp_path / "notes.json"
-    notes.write_text('{"mine": 1}')
-    with pytest.raises(OptionInvalid, match="not a moa-data evaluation report"):
-        evaluate(config.replaced(out=str(notes)))
-    with pytest.raises(OptionInvalid, match=r"does not end in \.json"):
-        evaluate(config.replaced(out=str(tmp_path)))
-    assert notes.read_text() == '{"mine": 1}'
-
-
 def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(
     config: EvalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loaded the target"))
-    for out in (tmp_path / ("x" * 300) / "report.json", tmp_path / ("x" * 245 + ".json")):
-        with pytest.raises(OptionInvalid, match=r"cannot be written"):
-            evaluate(config.replaced(out=str(out)))
+    (tmp_path / "notes.json").write_text('{"mine": 1}')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "text.md").write_text("mine")
     (tmp_path / "file").touch()
-    with pytest.raises(OptionInvalid, match=r"cannot be written"):
-        evaluate(config.replaced(out=str(tmp_path / "file" / "report.json")))
-    notes = tmp_path / "notes.md"
-    notes.write_text("mine")
-    with pytest.raises(OptionInvalid, match="belongs to no report"):
-        evaluate(config.replaced(out=str(tmp_path / "notes.json")))
-    assert notes.read_text() == "mine"
+    names = (
+        "x" * 300 + "/report.json",
+        "x" * 245 + ".json",
+        "file/report.json",
+        "notes.json",
+        "list.json",
+        "text.json",
+    )
+    for name in (*names, ""):
+        with pytest.raises(OptionInvalid, match="--out"):
+            evaluate(config.replaced(out=str(tmp_path / name)))
+    assert (tmp_path / "notes.json").read_text() == '{"mine": 1}'
+    assert (tmp_path / "text.md").read_text() == "mine"
 
 
 def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_path: Path) -> None:

@@ -21,25 +21,6 @@ from moa_data.tests.kit.stores import Recipe, make_recipe, read_by_zarr, read_tr
 SPECIAL_BITS = [0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F]
 
 
-@pytest.mark.parametrize("shard_tokens", [64, 128])
-def test_sequences_across_shards_and_layer_chunks(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
-) -> None:
-    row_bytes = 64 * 4 * 2 * 2 * 8 * 2
-    monkeypatch.setattr(grid, "MAX_SHARD_BYTES", row_bytes * shard_tokens // 64)
-    monkeypatch.setattr(grid, "PART_STEP_TOKENS", 64)
-    monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", row_bytes // 2)
-    monkeypatch.setattr(grid, "CHUNK_OVERHEAD_BYTES", 0)
-    with ActivationStore(recipe.write(tmp_path / "store")) as reader:
-        assert (tmp_path / "store/parts/kv/c.1.0.0.0.0").exists()
-        spec = reader.fields["kv"]
-        for i, row in enumerate(reader.sequences.to_pylist()):
-            kv = recipe.values(spec, row)
-            np.testing.assert_array_equal(reader.read(i, "kv"), kv)
-            np.testing.assert_array_equal(reader.read(i, "kv", layers=[3, -4, 1, 1]), kv[:, [3, 0, 1, 1]])
-            np.testing.assert_array_equal(reader.read(i, "kv", slice(1, 3), slice(5, 140)), kv[5:140, 1:3])
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),

@@ -1,6 +1,7 @@
-"""int8: errors within half a step, scales that are checked, and codes that other programs can decode."""
+"""Lossless and int8: errors within half a step, scales that are checked, and codes that other programs can decode."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +121,16 @@ def test_a_lossy_field_takes_whole_sequences(tmp_path: Path, recipe: Recipe) -> 
     with StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan) as writer:
         with writer.part(0) as out:
             row = out.sequences.to_pylist()[0]
-            values = recipe.values(recipe.manifest.fields[2], row)
-            with pytest.raises(StoreError, match="are not one sequence of the plan"):
-                out.write("kv", row["first_token"], values[:-1])
-            with pytest.raises(StoreError, match="is stored as kv/key_codes, kv/key_scale"):
-                out.write("kv", row["first_token"], {})
-            with pytest.raises(StoreError, match="are not one sequence of the plan"):
-                out.write("kv", row["first_token"] + 1, {})
-            with pytest.raises(StoreError, match="takes uint16 arrays"):
-                out.write("kv", row["first_token"], values.astype(np.float32))
+            first, values = row["first_token"], recipe.values(recipe.manifest.fields[2], row)
             codes = writer.codec.fields["kv"].encode(to_float32(values, "bfloat16"))
-            with pytest.raises(StoreError, match=r"'kv/key_scale': \d+ tokens make \d+ rows, got 0"):
-                out.write("kv", row["first_token"], codes | {"kv/key_scale": np.empty((0, 4))})
+            without_scales = codes | {"kv/key_scale": np.empty((0, 4))}
+            wrong: tuple[tuple[int, Any], ...] = (
+                (first, values[:-1]), (first, {}), (first + 1, {}), (first, values.astype(np.float32)),
+                (first, without_scales),
+            )  # fmt: skip
+            for at, given in wrong:
+                with pytest.raises(StoreError):
+                    out.write("kv", at, given)
         with writer.part(0) as out:
             for row in out.sequences.to_pylist():
                 for spec in recipe.manifest.fields:
@@ -155,3 +154,20 @@ def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
         values = read_by_zarr(part, "kv/value_codes", *span) * value_scale[..., None]
         kv = np.stack([keys, values], axis=3)
         np.testing.assert_array_equal(from_float32(kv, "bfloat16"), store.read(0, "kv"))
+
+
+@pytest.mark.parametrize("name", ["int6", "int3", "transform"])
+def test_a_store_of_another_codec_is_refused_in_one_line(tmp_path: Path, recipe: Recipe, name: str) -> None:
+    manifest = replace(recipe.manifest, codec={**recipe.manifest.codec, "name": name})
+    with pytest.raises(CodecUnknown, match=f"{name!r}"):
+        StoreCodec.open(manifest, tmp_path)
+
+
+def test_lossless_describes_the_byte_chain_and_no_settings(recipe: Recipe) -> None:
+    codec = StoreCodec("lossless", recipe.manifest.fields)
+    assert codec.is_lossless
+    assert codec.describe() == {
+        "name": "lossless",
+        "transform": "identity",
+        "bytes": ["bytes:little", "blosc:zstd:level=1:shuffle:blocksize=1048576", "crc32c"],
+    }

@@ -4,6 +4,7 @@ import functools
 import math
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, to_float32, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip
 
 from . import contract
-from .contract import RECIPE, LossyContract
+from .contract import LossyContract
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
 # One object: Rope holds arrays, so that the cache below goes by its identity.
@@ -95,23 +95,6 @@ class TestTransform(LossyContract):
             assert last.keys() == {array.name for array in store.codec.fields["kv"].arrays_of([3])}
             assert last.keys() < store.read_batch([2], "kv", decoded=False).keys()
 
-    def test_a_reader_of_one_layer_reads_the_pieces_of_its_group(
-        self, codec: StoreCodec, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
-        joined = StoreCodec(self.name, RECIPE.manifest.fields)
-        joined.load(codec.files()["basis.safetensors"])
-        with ActivationStore(self.write(tmp_path / "store", joined)) as store:
-            for i in (2, 0):
-                before = store.n_bytes_read
-                whole = store.read(i, "kv")
-                all_bytes = store.n_bytes_read - before
-                self.equal(store.read(i, "kv", [3]), whole[:, [3]])
-                assert store.n_bytes_read - before - all_bytes < 0.8 * all_bytes
-            batch = store.read_batch([2, 0], "kv", layers=[-1])["kv"]
-            np.testing.assert_array_equal(batch[0, : store.lengths[2]], store.read(2, "kv", [3]))
-        assert verify_store(tmp_path / "store").ok
-
     def test_a_basis_that_is_not_the_recorded_one_is_damage(self, written: Path, tmp_path: Path) -> None:
         store = shutil.copytree(written, tmp_path / "store")
         basis, following = (store / f"codec/{name}basis.safetensors" for name in ("", "next-"))
@@ -161,17 +144,12 @@ def test_taking_the_rotation_off_pays() -> None:
     assert relative_error(make_codec("transform:1@all")) < 0.7 * relative_error(make_codec("transform:1@all", None))
 
 
-def test_slices_of_tokens_and_layers_are_slices_of_the_whole(codec: TransformCodec) -> None:
-    values = TEST[0]
-    codes = codec.encode(values)
-    whole = codec.decode(codes, 0, len(values))
-    assert whole.shape == values.shape
-    assert whole.dtype == np.float32
-    later = {name: rows[64:] for name, rows in codes.items()}
-    np.testing.assert_allclose(codec.decode(later, 64, 20), whole[64:84], atol=1e-4)
+def test_layers_of_several_groups_come_in_the_order_wanted(codec: TransformCodec) -> None:
+    codes = codec.encode(TEST[0])
+    whole = codec.decode(codes, 0, len(TEST[0]))
     for layers in ([2], [3, 0], [0, 1, 2, 3], [1, 3, 2]):
-        needed = {array.name: codes[array.name] for array in codec.arrays_of(layers)}
-        np.testing.assert_allclose(codec.decode(needed, 0, 50, layers), whole[:50, layers], atol=1e-4)
+        needed = {array.name: codes[array.name][64:] for array in codec.arrays_of(layers)}
+        np.testing.assert_allclose(codec.decode(needed, 64, 20, layers), whole[64:84, layers], atol=1e-4)
 
 
 def test_a_reader_of_one_layer_needs_its_group_only() -> None:
@@ -282,34 +260,23 @@ def test_what_tokens_say_is_not_stored() -> None:
         by_token[:, :, :, 0] = ROPE.rotate(by_token[:, :, :, 0])
         sample.append(values + by_token)
     errors = []
-    for given in (None, embeddings):
-        name = "transform:1@group2" if given is None else "transform:1,tokens@group2"
+    for name in ("transform:1@group2", "transform:1,tokens@group2"):
         codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE)
-        codec.embeddings = given
+        codec.embeddings = embeddings
         codec.calibrate(sample, tokens)
-        assert codec.needs_tokens == (given is not None)
-        restored = TransformCodec(SPEC, codec.settings)
-        restored.load_state(codec.state())
         codes = codec.encode(sample[0], tokens[0]) | {"tokens": tokens[0]}
-        whole = restored.decode(codes, 0, 100)
-        later = restored.decode({k: v[64:] for k, v in codes.items()}, 64, 30, [3, 1])
-        np.testing.assert_allclose(later, whole[64:94, [3, 1]], atol=1e-3)
-        tensors = {name: torch.from_numpy(rows) for name, rows in codes.items()}
-        on_torch = restored.decode(tensors, 0, 100)
-        np.testing.assert_allclose(on_torch.numpy(), whole, atol=1e-3)
-        errors.append(np.square(whole - sample[0][:100]).sum())
+        errors.append(np.square(codec.decode(codes, 0, 100) - sample[0][:100]).sum())
     assert errors[1] < errors[0] / 4
     assert codec.describe()["token_features"] == 12
-    with pytest.raises(ValueError, match="tokens"):
-        codec.encode(sample[0])
     del codes["tokens"]
-    with pytest.raises(ValueError, match="got none"):
-        codec.decode(codes, 0, 10)
-    with pytest.raises(ValueError, match="embeddings and tokens"):
-        codec.calibrate(sample)
     without = {name: array for name, array in codec.state().items() if name != "tokens/features"}
-    with pytest.raises(ValueError, match="tokens/features"):
-        TransformCodec(SPEC, codec.settings).load_state(without)
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: codec.encode(sample[0]), lambda: codec.decode(codes, 0, 10), lambda: codec.calibrate(sample),
+        lambda: TransformCodec(SPEC, codec.settings).load_state(without),
+    )  # fmt: skip
+    for call in refused:
+        with pytest.raises(ValueError, match="tokens"):
+            call()
 
 
 def test_what_is_constant_costs_no_error() -> None:
@@ -339,12 +306,9 @@ def test_what_cannot_be_learned_or_coded_is_refused() -> None:
     ("name", "expected"),
     [
         ("transform:1.0", TransformSettings(1.0, 1.7, None)),
-        ("transform:0.5@all", TransformSettings(0.5, 0.85, 0)),
-        ("transform:1,hidden=2@layer", TransformSettings(1.0, 2.0, 1)),
-        ("transform:2@group4", TransformSettings(2.0, 3.4, 4)),
         ("transform:0.88,hidden=1.55,tokens@all", TransformSettings(0.88, 1.55, 0, True)),
-        ("transform:1,hidden=2,tokens,joint", TransformSettings(1.0, 2.0, None, True, False, True)),
         ("transform:1,hidden=2,tokens,from-kv,joint@group2", TransformSettings(1.0, 2.0, 2, True, True, True)),
+        ("transform:2@layer", TransformSettings(2.0, 3.4, 1)),
     ],
 )
 def test_names_say_bits_and_scope(name: str, expected: TransformSettings) -> None:
@@ -369,9 +333,8 @@ def test_layers_share_as_few_bases_as_the_width_allows() -> None:
     ],
 )
 def test_a_basis_that_is_too_wide_is_refused_when_it_is_named(name: str, field: FieldSpec, instead: str) -> None:
-    with pytest.raises(CodecUnknown, match=instead) as refused:
+    with pytest.raises(CodecUnknown, match=instead):
         StoreCodec(name, (tokens_field(), field))
-    assert len(str(refused.value).splitlines()) == 1
 
 
 def plain_axes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -94,9 +94,6 @@ def test_a_part_without_commit_does_not_exist(store: Path, recipe: Recipe) -> No
         np.testing.assert_array_equal(reader.read(i, "tokens"), recipe.values(reader.fields["tokens"], row))
     with pytest.raises(StoreIncomplete, match="part 1"):
         ActivationStore(store, require_complete=True)
-
-
-def test_a_store_without_commits_is_empty(store: Path) -> None:
     shutil.rmtree(store / "commits")
     assert len(ActivationStore(store)) == 0
 
