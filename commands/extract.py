@@ -236,7 +236,9 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
 @click.command()
 @click.argument("store", type=StoreArgument())
 @click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
-@click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Sequences to run again."
+)
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
 )

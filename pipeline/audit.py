@@ -131,8 +131,6 @@ def audit(
         DatasetError: no part of the store is committed.
         StoreMismatch: the store was made from another target.
     """
-    if samples < 1:
-        raise OptionInvalid(f"samples is {samples}, expected at least 1. Change --samples.")
     with ActivationStore(store) as stored:
         if not len(stored):
             raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")

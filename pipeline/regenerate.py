@@ -52,7 +52,7 @@ _WHEN_FULL = "The answers so far are safe. Free some space and run the same comm
 
 
 class LossReason(StrEnum):
-    """Why a chat, or the rest of one, is not answered; the values are shown to the user."""
+    """Why a chat, or the rest of one, is not answered, as the user is told."""
 
     TOOLS = "the chat has tools, and nobody could give their results"
     NO_QUESTION = "nothing comes before the assistant's first message"
@@ -142,7 +142,7 @@ class Counts:
     Attributes:
         rejected: reason -> rows that gave no chat.
         cut: reason -> kept chats whose later turns were not answered.
-        examples: reason -> the first row that had it, with details.
+        examples: reason -> the first row that had it.
     """
 
     n_rows: int = 0
@@ -508,12 +508,11 @@ class Server:
     async def _find_model(self) -> str:
         async with self._client() as client:
             answer = await self._request(client, "GET", "/models")
-        if answer.status_code != 200:
-            raise ServingError(f"{self._url}/models answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
         try:
             names = [str(item["id"]) for item in answer.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise ServingError(f"{self._url}/models gives no list of models. {_ADVICE}") from error
+            status = f"{answer.status_code} ({_message(answer)})"
+            raise ServingError(f"{self._url}/models gives no list of models: {status}. {_ADVICE}") from error
         wanted = self._config.model
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
