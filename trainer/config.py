@@ -107,17 +107,17 @@ class RoundSettings(Config):
 
 
 class MemorySettings(Config):
-    """What the target's memory is made of, in drafters that have one."""
+    """Settings of the encoded KV, in drafters that have it."""
 
     layer_groups: Count = 2
-    """Groups of consecutive layers; the memory is made from the mean over each group, concatenated; 1 in the paper and
-    in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
+    """Groups of consecutive layers; the encoded KV is made from the mean over each group, concatenated; 1 in the paper
+    and in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
     layer_stride: Count = 1
-    """The memory is made of the last layer and every so many below it: 2 halves what is read of a store and the work of
-    layer self-attention; 1, as in the paper, is all."""
+    """The encoded KV is made of the last layer and every so many below it: 2 halves what is read of a store and the
+    work of layer self-attention; 1, as in the paper, is all."""
     unrotated_keys: bool = True
-    """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
-    paper and the MoA authors' code from those after it (docs/decisions/0006)."""
+    """The encoded KV is made from the target's keys as they were before RoPE, which look alike at every position; in
+    the paper and the MoA authors' code from those after it (docs/decisions/0006)."""
     layer_attention: bool = True
     """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
     layer_attention_heads: Count | None = None

@@ -1,7 +1,7 @@
 """The Llama decoder block in plain torch: one definition for the drafter, the frozen target layers, and decoding.
 
 Shapes: B batch, T tokens, Q queries, S keys, E block width, H query heads, H_kv key/value heads, d head dim, G groups.
-A block is self-attention when its keys come from its own input and cross-attention when they come from a memory; both
+A block is self-attention when its keys come from its own input and cross-attention when they come from encoded KV; both
 streams pass through the same input norm (official ``train/cross_attention.py``, lines 139-203).
 """
 
