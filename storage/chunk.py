@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numcodecs.blosc
@@ -88,9 +87,6 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     Args:
         buffer: uint8 [n_bytes], the chunk's bytes, checksum included.
         out: C-contiguous array of the chunk's shape in the storage dtype; filled.
-
-    Raises:
-        StoreDamaged: the checksum does not match, or the frame holds another number of bytes than ``out``.
     """
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
         raise StoreDamaged(f"chunk of {len(buffer)} bytes is shorter than its own header and checksum")
@@ -121,13 +117,10 @@ _N_SAMPLE_COLUMNS, _N_SAMPLE_ROWS = 4, 64
 # Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0 repeats is below this.
 _REPEATED_SHARE = 1 / 12
 
-Piece = bytes | np.ndarray
-"""Some bytes of a frame: bytes, or uint8 [n_bytes]."""
-
 _local = threading.local()
 
 
-def encode_frame(values: np.ndarray) -> list[Piece] | None:
+def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
     """Encode values as one frame.
 
     Args:
@@ -203,7 +196,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     return n_same > _REPEATED_SHARE * len(words), is_noise
 
 
-def _literals(plane: np.ndarray) -> Piece:
+def _literals(plane: np.ndarray) -> bytes | np.ndarray:
     """Entropy-code a plane, or return it where that does not make it smaller."""
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
@@ -215,10 +208,10 @@ def _literals(plane: np.ndarray) -> Piece:
     return packed if len(packed) < len(plane) else plane
 
 
-def _frame(values: np.ndarray, flags: int, planes: list[Piece]) -> list[Piece]:
+def _frame(values: np.ndarray, flags: int, planes: list[bytes | np.ndarray]) -> list[bytes | np.ndarray]:
     first_block = _HEADER.size + _U32.size
     n_bytes = first_block + sum(_U32.size + len(plane) for plane in planes)
-    pieces: list[Piece] = [
+    pieces: list[bytes | np.ndarray] = [
         _HEADER.pack(2, 1, flags, values.itemsize, values.nbytes, values.nbytes, n_bytes),
         _U32.pack(first_block),
     ]
@@ -278,9 +271,7 @@ class EncodePool:
     def __enter__(self) -> EncodePool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -188,11 +188,7 @@ def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, b
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
-    """Read an array's grid from its zarr.json, and refuse metadata that this reader would misread.
-
-    Raises:
-        StoreDamaged: not valid metadata, or another dtype, shape or codec chain than the manifest declares.
-    """
+    """Read an array's grid from its zarr.json, and refuse metadata that this reader would misread."""
     try:
         document = parse_object(text)
         sharding = document["codecs"][0]["configuration"]

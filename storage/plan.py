@@ -60,9 +60,6 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
 
     Returns:
         The table with columns part (int32) and first_token (int64), ordered by them.
-
-    Raises:
-        StoreDamaged: a column is missing, there are no rows, a sequence has no tokens, or an id is repeated.
     """
     if part_tokens < 1 or alignment_tokens < 1:
         raise StoreDamaged(f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1.")
@@ -163,12 +160,7 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def read_plan(path: StorePath) -> pa.Table:
-    """Read plan.parquet.
-
-    Raises:
-        StoreDamaged: it is missing, no plan, or has other columns.
-        OSError: it cannot be read, which says nothing about its bytes; likewise MemoryError.
-    """
+    """Read plan.parquet; OSError and MemoryError say nothing about its bytes."""
     try:
         content = read_file(path, MAX_PLAN_BYTES)
     except MISSING as error:

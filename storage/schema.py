@@ -52,21 +52,8 @@ RUNS_NAME = "runs"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"
-KNOWN_NAMES = frozenset(
-    {
-        MANIFEST_NAME,
-        PLAN_NAME,
-        LOCK_NAME,
-        PUBLISH_NAME,
-        TARGET_NAME,
-        PARTS_NAME,
-        COMMITS_NAME,
-        RUNS_NAME,
-        CODEC_NAME,
-        CARD_NAME,
-        TEXTS_NAME,
-    }
-)
+_DOCUMENTS = (MANIFEST_NAME, PLAN_NAME, LOCK_NAME, PUBLISH_NAME, CARD_NAME, TEXTS_NAME)
+KNOWN_NAMES = frozenset((*_DOCUMENTS, TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME))
 """Every name that a store's folder may hold."""
 
 
@@ -78,14 +65,9 @@ def is_known(name: str) -> bool:
     return stem in KNOWN_NAMES or stem.rpartition(".")[0] in KNOWN_NAMES
 
 
-def part_name(part: int) -> str:
-    """Return a part's name, e.g. ``"part-00012"``."""
-    return f"part-{part:05d}"
-
-
 def commit_path(store: AnyPath, part: int) -> AnyPath:
     """Return the path of a part's commit."""
-    return below(store, COMMITS_NAME, f"{part_name(part)}.json")
+    return below(store, COMMITS_NAME, f"part-{part:05d}.json")
 
 
 def target_commit_path(store: AnyPath) -> AnyPath:
@@ -165,8 +147,6 @@ class FieldSpec:
         axes: names of all axes, the first of them ``"token"``.
         description: one line for people.
 
-    Raises:
-        ValueError: axes and shape disagree, or the dtype cannot be stored.
     """
 
     name: str
@@ -176,7 +156,6 @@ class FieldSpec:
     description: str = ""
 
     def __post_init__(self) -> None:
-        """Check the field against itself."""
         object.__setattr__(self, "token_shape", tuple(int(size) for size in self.token_shape))
         object.__setattr__(self, "axes", tuple(self.axes))
         storage_dtype(self.dtype)
@@ -294,9 +273,6 @@ class StoreManifest:
         codec: ``StoreCodec.describe()``.
         conventions: further conventions; the ones of the schema are added by themselves.
         alignment_tokens: every sequence starts at a multiple of this.
-
-    Raises:
-        StoreDamaged: a convention has another value than this schema version, or two fields share a name.
     """
 
     fields: tuple[FieldSpec, ...]
@@ -336,13 +312,11 @@ class StoreManifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "store.json") -> StoreManifest:
-        """Read the text of store.json.
-
-        Raises:
-            SchemaVersionError: another schema version.
-            StoreDamaged: not JSON, not a store's manifest, or a key is missing or unknown.
-        """
-        document = _json_object(text, source)
+        """Read the text of store.json; raises SchemaVersionError or StoreDamaged."""
+        try:
+            document = parse_object(text)
+        except ValueError as error:
+            raise StoreDamaged(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
         if document.pop("format", None) != FORMAT_NAME:
             raise StoreDamaged(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
         version = document.get("schema_version")
@@ -418,13 +392,6 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _json_object(text: str | bytes, source: str) -> dict[str, Any]:
-    try:
-        return parse_object(text)
-    except ValueError as error:
-        raise StoreDamaged(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
-
-
 def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) -> None:
     missing, unknown = sorted(expected - document.keys()), sorted(document.keys() - expected)
     if missing or unknown:
@@ -470,9 +437,6 @@ def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
 
     Returns:
         float32 array of the same shape; exact for bfloat16 and float16.
-
-    Raises:
-        ValueError: the array's dtype is not the storage dtype of ``logical_dtype``.
     """
     expected = storage_dtype(logical_dtype)
     if array.dtype != expected:

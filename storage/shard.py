@@ -64,10 +64,6 @@ def partial_name(name: str, attempt: str) -> str:
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
-MakeDurable = Callable[[int, Path], None]
-"""Makes a finished file durable: called with its descriptor and path, on the thread that waits for the disk."""
-
-
 def sync_file(fd: int, path: Path) -> None:
     """Make a file durable where it is."""
     with disk_full_guard(path):
@@ -79,10 +75,12 @@ class ShardWriter:
 
     Args:
         pool: encodes the chunks, and syncs the file.
-        make_durable: makes the finished file durable; by default a sync.
+        make_durable: makes the finished file durable, given its descriptor and path, on the pool's thread for that.
     """
 
-    def __init__(self, path: Path, grid: ArrayGrid, pool: EncodePool, make_durable: MakeDurable = sync_file) -> None:
+    def __init__(
+        self, path: Path, grid: ArrayGrid, pool: EncodePool, make_durable: Callable[[int, Path], None] = sync_file
+    ) -> None:
         self._path = path
         self._make_durable = make_durable
         self._grid = grid

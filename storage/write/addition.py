@@ -94,9 +94,6 @@ class StoreAddition:
         writer: the store, opened for writing with its own manifest and plan.
         manifest: the store's manifest with more fields, and their settings in ``extraction`` and ``codec``.
         codec: codec of that manifest, with what it has learned.
-
-    Raises:
-        StoreError: the manifest removes a field or changes anything else.
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
@@ -133,10 +130,6 @@ class StoreAddition:
 
         Args:
             pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
-
-        Raises:
-            StoreError: there is no such part, or it lacks nothing.
-            StoreDamaged: there is a symbolic link inside the store.
         """
         if not self._lacking.get(part):
             raise StoreError(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
@@ -150,12 +143,7 @@ class StoreAddition:
         self._lacking[part] = ()
 
     def finish(self) -> None:
-        """Make the new fields exist for readers.
-
-        Raises:
-            StoreIncomplete: a committed part lacks them.
-            StorageUnavailable: no room; the store is the old one or the new one.
-        """
+        """Make the new fields exist for readers."""
         if pending := self.pending_parts():
             raise StoreIncomplete(
                 f"{self.path}: {len(pending)} parts lack {', '.join(self._lacking[pending[0]])}, the first is part "

@@ -60,10 +60,6 @@ class ArrayWriter:
         Args:
             first_row: position of ``values[0]`` on the array's axis 0; not before the end of the last call.
             values: [n, *row_shape] in the array's dtype.
-
-        Raises:
-            StoreError: wrong dtype, shape, order or range.
-            StorageUnavailable: no room.
         """
         self._check(first_row, values)
         if not len(values):
@@ -90,11 +86,7 @@ class ArrayWriter:
         array = self.array
         unit = array.axes[0]
         if values.dtype != array.storage_dtype or values.shape[1:] != array.row_shape or values.ndim < 1:
-            raise StoreError(
-                f"{array.name!r} takes {array.storage_dtype.name} arrays of shape [n, "
-                f"{', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got {values.dtype} "
-                f"{list(values.shape)}."
-            )
+            raise _wrong_values(array.name, array.storage_dtype, array.row_shape, array.logical_dtype, values)
         if first_row < self._cursor:
             raise StoreError(
                 f"{array.name!r}: {unit} {first_row} comes before {self._cursor}, the end of what is written. "
@@ -224,7 +216,6 @@ class PartWriter:
         Raises:
             StoreError: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
                 finite, something else than one planned sequence, or no tokens where they are needed.
-            StorageUnavailable: no room; leave the block, which discards the part.
         """
         codec = self._field_codec(field)
         if codec.is_identity and not isinstance(values, Mapping):
@@ -250,9 +241,12 @@ class PartWriter:
                 )
             self._arrays[array.name].write(first_token // array.block_tokens, rows)
 
-    def _field_codec(self, field: str) -> FieldCodec:
+    def _check_open(self) -> None:
         if not self._is_open:
             raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
+
+    def _field_codec(self, field: str) -> FieldCodec:
+        self._check_open()
         if field not in self._codec.fields:
             raise StoreError(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
         return self._codec.fields[field]
@@ -272,10 +266,8 @@ class PartWriter:
 
         Raises:
             StoreIncomplete: a planned sequence was not written to every field.
-            StorageUnavailable: no room; leave the block, which discards the part.
         """
-        if not self._is_open:
-            raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
+        self._check_open()
         self._check_complete()
         with disk_full_guard(self._files.commit_path):
             for array in self._arrays.values():
@@ -327,14 +319,17 @@ class PartWriter:
         self.discard()
 
 
+def _wrong_values(name: str, dtype: np.dtype, shape: tuple[int, ...], meaning: str, got: np.ndarray) -> StoreError:
+    sizes = ", ".join(map(str, shape))
+    return StoreError(
+        f"{name!r} takes {dtype.name} arrays of shape [n, {sizes}] ({meaning}), got {got.dtype} {list(got.shape)}."
+    )
+
+
 def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
     spec = codec.spec
     if values.dtype != spec.storage_dtype or values.shape[1:] != spec.token_shape:
-        shape = ", ".join(map(str, spec.token_shape))
-        raise StoreError(
-            f"{spec.name!r} takes {spec.storage_dtype.name} arrays of shape [n, {shape}] ({spec.dtype}), "
-            f"got {values.dtype} {list(values.shape)}."
-        )
+        raise _wrong_values(spec.name, spec.storage_dtype, spec.token_shape, spec.dtype, values)
     if codec.needs_tokens and (tokens is None or tokens.shape != (len(values),)):
         raise StoreError(
             f"{spec.name!r} is predicted from tokens: give `write` the {len(values)} token ids of the sequence, "

@@ -118,9 +118,7 @@ def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
     """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
 
     Raises:
-        StoreDamaged: store.json, plan.parquet or codec/ is damaged, without which no part can be read; or a symbolic
-            link stands inside the store.
-        StorageUnavailable: it could not be checked once more; nothing was deleted.
+        StoreDamaged: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
     """
     _check_droppable(plan)
     with check_guard(plan.store):
