@@ -81,7 +81,8 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
     for name, largest in _LARGEST.items():
         value = values.get(name)
         if value is not None and (type(value) is not int or not 1 <= value <= largest):
-            raise TargetError(f"{source}: {name} is {str(value)[:60]!r}, expected 1 to {largest}. Restore the file.")
+            shown = f"{str(value)[:60]!r}, expected a whole number from 1 to {largest}"
+            raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
 
 
 def _check_config(config: Any, source: object) -> None:
