@@ -116,34 +116,27 @@ def test_metrics_of_what_a_drafter_reads(store_path: Path, kind: str, sizes: dic
     assert felt == ([0, 1, 2] if reads is None else sorted(layer % 3 for layer in reads))
 
 
-def test_a_drafter_that_feels_no_keys_and_values_is_refused(store_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    codec = codec_of(model, "all")
-    with ActivationStore(store_path) as store:
-        with pytest.raises(TrainingError, match="kind eagle with these settings reads no keys and values"):
-            DrafterMetrics(build("eagle", model))(store, codec, [0])
-        with pytest.raises(DrafterError, match="trained for another target"):
-            DrafterMetrics(build_drafter(build_model()))(store, codec, [0])
-        other = build_drafter(model)
-        other.config = dataclasses.replace(other.config, target={"weights_sha256": "cd" * 32})
-        with pytest.raises(DrafterError, match="weights cdcdcdcdcdcd, this one has abababababab"):
-            DrafterMetrics(other)(store, codec, [0])
-        with pytest.raises(SelectionInvalid, match="lacks hidden/layer_0, which the drafter reads"):
-            DrafterMetrics(build_drafter(model, n_target_layers=2))(store, codec, [0])
-
-
-def test_values_and_drafters_that_are_not_finite_are_refused(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
-    drafter, codec = build("glide", model), codec_of(model, "all")
-    for weight in drafter.parameters():
+    codec, stranger, broken = codec_of(model, "all"), build_drafter(model), build("glide", model)
+    stranger.config = dataclasses.replace(stranger.config, target={"weights_sha256": "cd" * 32})
+    for weight in broken.parameters():
         weight.data.fill_(torch.nan)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (build("eagle", model), TrainingError, "kind eagle"),
+        (build_drafter(build_model()), DrafterError, "another target"),
+        (stranger, DrafterError, "weights cdcdcdcdcdcd"),
+        (build_drafter(model, n_target_layers=2), SelectionInvalid, "lacks hidden/layer_0"),
+        (broken, TrainingError, "NaN"),
+    ]
     with ActivationStore(store_path) as store:
-        with pytest.raises(TrainingError, match="the drafter gives NaN on this store"):
-            DrafterMetrics(drafter)(store, codec, [0])
+        for drafter, error, text in cases:
+            with pytest.raises(error, match=text):
+                DrafterMetrics(drafter)(store, codec, [0])
         read = ActivationStore.read
         monkeypatch.setattr(ActivationStore, "read", lambda *given: read(*given) * np.float32(np.nan))
         monkeypatch.setattr("moa_data.trainer.sensitivity.to_float32", lambda values, dtype: values)
-        with pytest.raises(TrainingError, match=r"sequence 0 of .* has keys or values that are NaN or infinite"):
+        with pytest.raises(TrainingError, match="sequence 0"):
             DrafterMetrics(build("glide", model))(store, codec, [0])
 
 
