@@ -293,7 +293,6 @@ class Continuation:
         tokens: up to the first end of sequence, included.
         log_probs: the target's log-probability of each token, given all before it, in nats.
         agrees: for each token of the reference, whether this writer has the same at that place.
-        score: of the whole answer; None without a scorer.
     """
 
     tokens: tuple[int, ...]
@@ -309,13 +308,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CutRow:
-    """One cut of one answer.
-
-    Attributes:
-        cut: which of the answer's cuts, from 0.
-        n_written: tokens of the answer before the cut.
-        by_writer: ``target`` and each drafter -> what it wrote.
-    """
+    """One cut of one answer, after ``n_written`` of its tokens: ``target`` and each drafter -> what it wrote."""
 
     prompt_id: str
     category: str

@@ -57,10 +57,6 @@ class MethodSummary:
     Attributes:
         acceptance_length: None without a target call.
         acceptance_length_interval: None for fewer than two prompts with a call, as ``ratio_interval``.
-        accepted_drafts: number of target calls that committed k + 1 tokens, by k.
-        n_exact: answers with the baseline's tokens.
-        calls_saved: share of the baseline's target calls that was not needed.
-        ratio: tokens_per_s over the baseline's.
     """
 
     method: str
@@ -91,12 +87,7 @@ class MethodSummary:
 
 @dataclass(frozen=True)
 class DrafterPair:
-    """The ratio of two drafters by the same method, prompts paired.
-
-    Attributes:
-        acceptance_length: of the drafter over that of the other; None where no prompt has a target call in both.
-        speed: tokens/s of the drafter over those of the other.
-    """
+    """The ratios of a drafter's figures to those of another by the same method, prompts paired; None without a call."""
 
     method: str
     drafter: str
@@ -154,7 +145,7 @@ class Disconnection:
 
     def writer(self, name: str) -> WriterSummary:
         """The summary of a writer by its name."""
-        return {summary.writer: summary for summary in self.writers}[name]
+        return next(summary for summary in self.writers if summary.writer == name)
 
 
 @dataclass(frozen=True)
@@ -201,7 +192,7 @@ class EvaluationReport:
 
     def method(self, name: str) -> MethodSummary:
         """The summary of a method by its name."""
-        return {summary.method: summary for summary in self.methods}[name]
+        return next(summary for summary in self.methods if summary.method == name)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; NaN does not occur."""
@@ -263,11 +254,7 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[DrafterPair]:
-    """Compare each drafter with the first one, for all methods that both were measured by.
-
-    Args:
-        drafters: their names, as in those of the methods.
-    """
+    """Compare each drafter with the first one, for all methods that both were measured by."""
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
     for method in DRAFTING:
@@ -341,11 +328,7 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """Return the share of target calls that accepted the draft at each position, from the first of a call on.
-
-    Args:
-        committed_per_call: tokens committed by each call, bonus included.
-    """
+    """Return the share of target calls that accepted the draft at each position, given what each of them committed."""
     if not committed_per_call:
         return ()
     accepted = np.asarray(committed_per_call) - 1

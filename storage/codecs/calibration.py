@@ -139,15 +139,12 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def learn_basis(sample: Rows, metric: np.ndarray | None = None, place: Place = np.asarray) -> Basis:
-    """Learn the mean and the principal components of a part.
+    """Learn the mean and the principal components of a part, from the largest variance down.
 
     Args:
         sample: each sequence from position 0 on; the means are subtracted from its values in place.
         metric: [width, width], symmetric and positive semidefinite; an error ``e`` counts ``e @ metric @ e``. None for
             the sum of squares. The components are the principal ones in this metric.
-
-    Returns:
-        Components from the largest variance down, at most ``MAX_COMPONENTS``.
     """
     means = early_means(sample.sequences)
     for values in sample.sequences:
@@ -202,8 +199,7 @@ def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place 
     """Return the linear prediction of a part from token features, by ridge regression.
 
     Args:
-        features: float32 [n_tokens, n_features] of each sequence.
-        sample: the same sequences.
+        features: float32 [n_tokens, n_features] of each sequence of the sample.
 
     Returns:
         float32 [n_features, width], rounded to half precision.
@@ -278,7 +274,7 @@ def _metric_factor(metric: np.ndarray, place: Place) -> Array:
 def logit_metric(
     hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256, place: Place = np.asarray
 ) -> np.ndarray:
-    """Return how errors of the last hidden state change the target's next-token distribution.
+    """Return how errors of the last hidden state change the target's next-token distribution: float64 [width, width].
 
     To second order, a small error ``e`` of the hidden state costs ``e @ metric @ e / 2`` nats of Kullback-Leibler
     divergence on average: the metric is the mean over tokens of ``head.T @ (diag(p) - p p.T) @ head``.
@@ -287,9 +283,6 @@ def logit_metric(
         hidden: float32 [n_tokens, width], inputs of the LM head (after the final norm).
         head: float32 [vocab_size, width].
         batch_tokens: tokens whose distributions are in memory at a time.
-
-    Returns:
-        float64 [width, width].
     """
     placed = place(head)
     xp = array_namespace(placed)

@@ -25,7 +25,7 @@ has many pieces, up to 10 % of the bytes where it has few.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ import numpy as np
 from array_api_compat import array_namespace, device, is_numpy_namespace
 
 from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
+from .field import Codes, Layers
 
 EARLY_POSITIONS = 8
 """Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
@@ -122,11 +123,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class GroupFit:
-    """What is learned for one group of layers.
+    """What is learned for one group of layers: a basis of each part, and the codes of all parts.
 
     Attributes:
-        bases: one per part.
-        columns: the codes of all parts.
         regressions: for each part, float32 [n_features, width]: features times this are subtracted from the values
             before the basis. Empty where nothing is predicted.
     """
@@ -143,14 +142,14 @@ def split_wide(codes: Array) -> tuple[Array, Array]:
 
 
 def pack(codes: Array, levels: int) -> Array:
-    """Pack codes into bytes.
+    """Pack codes into bytes, the last byte of a row filled up with zero codes.
 
     Args:
         codes: integers [n, n_codes] from -(levels - 1) / 2 to (levels - 1) / 2, NumPy or torch.
         levels: a key of ``CODES_PER_BYTE``.
 
     Returns:
-        uint8 [n, ceil(n_codes / CODES_PER_BYTE[levels])]; the last byte of a row is filled up with zero codes.
+        uint8 [n, ceil(n_codes / CODES_PER_BYTE[levels])].
     """
     xp = array_namespace(codes)
     per_byte = CODES_PER_BYTE[levels]
@@ -196,14 +195,11 @@ class GroupTransform:
         self._constants: dict[str, dict[str, Any]] = {}
 
     def encode(self, parts: Sequence[Array], features: Array | None = None) -> dict[str, Array]:
-        """Encode a whole sequence.
+        """Encode a whole sequence: array name -> uint8 [n_tokens, n_bytes].
 
         Args:
             parts: float32 [n_tokens, width] each, from position 0 on.
             features: float32 [n_tokens, n_features] of the tokens; needed where the fit has regressions.
-
-        Returns:
-            Array name -> uint8 [n_tokens, n_bytes].
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
@@ -225,24 +221,20 @@ class GroupTransform:
 
     def decode(
         self,
-        codes: Mapping[str, Array],
+        codes: Codes,
         first_position: int,
         n_tokens: int,
         n_layers: int,
-        layers: list[int] | None,
+        layers: Layers,
         features: Array | None = None,
     ) -> list[Array]:
-        """Decode consecutive tokens.
+        """Decode consecutive tokens: each part's values, float32 [n_tokens, width, or its share for the chosen layers].
 
         Args:
             codes: array name -> uint8 [at least n_tokens, n_bytes].
-            first_position: position of the first token in its sequence.
             n_layers: layers of the group; the width of each part is divided by it.
-            layers: the group's layers wanted, counted from its first; None for all.
+            layers: the group's layers wanted, counted from its first.
             features: as given to :meth:`encode`, for these tokens.
-
-        Returns:
-            Each part's values, float32 [n_tokens, width, or its share for the chosen layers].
         """
         columns = self._columns(codes, n_tokens)
         xp, constants = array_namespace(columns), self._on(columns)
@@ -262,7 +254,7 @@ class GroupTransform:
             decoded.append(product + late)
         return decoded
 
-    def leading(self, codes: Mapping[str, Array], n_tokens: int, max_components: int) -> Array:
+    def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
         """Decode the first components of each part: float32 [n_tokens, :meth:`n_leading`]."""
         columns = self._columns(codes, n_tokens)
         xp, constants = array_namespace(columns), self._on(columns)
@@ -277,7 +269,7 @@ class GroupTransform:
         """Count the components that :meth:`leading` decodes."""
         return sum(min(max_components, len(basis.synthesis)) for basis in self.fit.bases)
 
-    def _columns(self, codes: Mapping[str, Array], n_tokens: int) -> Array:
+    def _columns(self, codes: Codes, n_tokens: int) -> Array:
         """Look up what each code of each token adds to its component: float32 [n_tokens, n_columns]."""
         packed = [codes[run.array.name][:n_tokens] for run in self._runs]
         xp = array_namespace(packed[0])
@@ -390,7 +382,7 @@ class Pieces:
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
         return [piece for group in groups for piece in range(firsts[group], firsts[group + 1])]
 
-    def join(self, codes: Mapping[str, Array]) -> Array:
+    def join(self, codes: Codes) -> Array:
         """Join the rows of all runs, uint8 [n_tokens, n_bytes] each, into uint8 [n_tokens, n_pieces, n_bytes]."""
         columns: list[Array] = []
         for group, n_pieces in zip(self._runs, self._n_pieces, strict=True):

@@ -125,11 +125,7 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 
 
 def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
-    """Measure the options of one component, the first being not to store it.
-
-    Returns:
-        levels, step, rounding, bits, error, shift_one, shift_more: arrays [1 + len(LEVELS) * steps * roundings].
-    """
+    """Measure the options of one component, the first being not to store it: arrays [n_options] of seven figures."""
     n = len(magnitude)
     # Magnitudes in order, with running sums, give the moments of every interval of every option by two look-ups.
     ordered = np.sort(magnitude).astype(np.float64)
@@ -209,15 +205,13 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
 
 
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
-    """Cut a row of bytes into runs with a Huffman code each.
+    """Cut a row of bytes into runs with a Huffman code each, with the fewest bits in all: returns the runs' ends.
 
     Args:
         counts: [n_bytes, 256], how often each byte takes each value per token; neighbours should be alike.
         chunk_tokens: tokens of one inner chunk.
-
-    Returns:
-        Ends of the runs, the last one ``n_bytes``: the cut with the fewest bits in all, by dynamic programming.
     """
+    # Dynamic programming over the ends of the last run.
     n_bytes = len(counts)
     ends = np.unique(np.linspace(0, n_bytes, min(n_bytes, _MAX_SEGMENTS) + 1).astype(int))
     total = np.concatenate([np.zeros((1, 256)), np.cumsum(counts, axis=0)])[ends]
@@ -378,7 +372,6 @@ def _place_codes(
     """Put the codes of chosen quantisers into stored arrays; also returns the bits per token that these take.
 
     Args:
-        sample: float32 [n_tokens, n_components].
         component: [n_components], index among all components of the group, part after part.
     """
     if (quantisers.levels == DROPPED).all():  # every group stores something, from which readers know the device
@@ -458,15 +451,11 @@ def _compact(parts: Sequence[_FittedPart], columns: Columns) -> GroupFit:
 
 
 def left_variances(values: np.ndarray, known: np.ndarray | None = None, place: Place = np.asarray) -> np.ndarray:
-    """Compute the variances of what a linear prediction leaves of a state, as shares of its energy.
+    """Compute the variances of what a linear prediction leaves of a state, as shares of its energy: float64 [width].
 
     Args:
         values: float32 [n_tokens, width].
         known: float32 [n_tokens, n], what it is predicted from; None for nothing.
-        place: where the products run.
-
-    Returns:
-        float64 [width], of the principal components.
     """
     own = place(values - values.mean(0))
     left = on_host(own.T @ own).astype(np.float64)
@@ -485,9 +474,6 @@ def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[f
 
     Args:
         variances: of each state, as :func:`left_variances` gives them.
-
-    Returns:
-        Bits per token of each state, which add up to ``bits_per_token``.
     """
 
     def spent(error: float) -> list[float]:

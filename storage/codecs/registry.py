@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,10 +122,9 @@ class StoreCodec:
         return encoded
 
     @property
-    def arrays(self) -> Iterator[StoredArray]:
+    def arrays(self) -> list[StoredArray]:
         """All stored arrays, field by field."""
-        for codec in self.fields.values():
-            yield from codec.arrays
+        return [array for codec in self.fields.values() for array in codec.arrays]
 
     @property
     def is_lossless(self) -> bool:

@@ -565,8 +565,7 @@ class Observation:
         """Let the codec learn from what was observed; the same sample gives the same state.
 
         Args:
-            features: :meth:`as_features` of the field's ``sources``, which have learned, side by side; needed where
-                there are any.
+            features: :meth:`as_features` of the field's ``sources``, which have learned, side by side.
             bits: that a token of the field may take; None for what the codec's name says.
         """
         codec, sample = self._codec, self._sample
