@@ -123,17 +123,11 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
 
 
 def _pair_table(report: EvaluationReport) -> list[str]:
-    if not report.pairs:
-        return []
-    rows = [
-        (
-            f"{pair.method} {pair.drafter}",
-            figure_text(pair.acceptance_length, pair.acceptance_length_interval),
-            figure_text(pair.speed, pair.speed_interval),
-        )
-        for pair in report.pairs
-    ]
-    return _table([f"over {report.pairs[0].over}", "acceptance length", "tokens/s"], rows)
+    rows = []
+    for pair in report.pairs:
+        length = figure_text(pair.acceptance_length, pair.acceptance_length_interval)
+        rows.append((f"{pair.method} {pair.drafter}", length, figure_text(pair.speed, pair.speed_interval)))
+    return _table([f"over {report.pairs[0].over}", "acceptance length", "tokens/s"], rows) if rows else []
 
 
 def _cost_table(report: EvaluationReport) -> list[str]:

@@ -11,18 +11,9 @@ rotation of the keys at the positions that are read. Where values are predicted,
 they decode, the prediction is subtracted before the mean and added after it: one more matrix product.
 
 Which layers share a basis, the *scope*, trades stored bytes for the cost of reading one layer. Layers hold much the
-same information about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but
-a reader of one layer then reads the codes of all layers of the group.
-
-============  ==========================================================================================
-scope         a reader of one layer of L reads
-============  ==========================================================================================
-``@all``      all codes, or where keys of all layers are above 16,384 numbers wide, those of its group: the layers are
-              then cut into as few equal groups as stay below (two groups of 16 layers for Llama-3-8B)
-``@group<g>`` the codes of its group: g / L of them
-``@layer``    the codes of its layer: 1 / L of them, but there are two to three times as many at equal error
-(none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
-============  ==========================================================================================
+same information about a token, so that a basis over all of them (``@all``) needs less than half the bits of a basis per
+layer (``@layer``); but a reader of one layer reads the codes of all layers of its group. Without a scope a group is as
+large as its keys are up to 4,096 numbers wide. No basis is wider than 16,384: ``@all`` makes equal groups below it.
 
 ``,tokens`` predicts keys and values from the token ids; the basis then holds up to 1,024 bytes more for each token
 of the vocabulary (131 MB for Llama 3). ``,from-kv`` predicts hidden states from the keys and values of their token, as
@@ -64,10 +55,9 @@ from .fit import fit_groups
 
 AUTO_GROUP_WIDTH = 4_096
 MAX_BASIS_WIDTH = 16_384
-"""Widest part of one group. A basis takes up to ``width * MAX_COMPONENTS`` numbers; learning it, several times that. A
-wider one would keep too small a share of its components, and see fewer tokens than it has dimensions: in the
-proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis
-(``transform_rate.py``)."""
+"""Widest part of one group. A wider basis would keep too small a share of its components, and see fewer tokens than it
+has dimensions: in the proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit per value than
+one basis (``transform_rate.py``)."""
 HIDDEN_BITS_RATIO = 1.7
 """Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
 KV_FEATURES = 1_024

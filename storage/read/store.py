@@ -60,11 +60,8 @@ class ActivationStore:
         commits: part -> its commit, for committed parts.
 
     Raises:
-        StoreNotFound: not a store.
-        SchemaVersionError: another schema version.
-        StoreDamaged: manifest, plan or commit are damaged or contradict each other, or a committed file is gone or has
-            another size.
-        StoreIncomplete: with ``require_complete``.
+        StoreError: not a store, another schema version, incomplete with ``require_complete``, or damaged: what was
+            read contradicts itself, or a committed file is gone or has another size.
 
     Example::
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from moa_data.errors import SelectionInvalid, StoreDamaged
 from moa_data.storage import grid
 from moa_data.storage.backend import LocalFile
-from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.read.shards import ShardReader
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_by_zarr, rows_in_store
@@ -105,23 +104,6 @@ def test_new_arrays_and_strided_buffers(store: Path, n_threads: int) -> None:
         assert reader.read_batch([], "kv")["kv"].shape == (0, 0, 4, 2, 2, 8)
         stored = reader.read_batch(rows, "kv", decoded=False)
         np.testing.assert_array_equal(stored["kv"], batch["kv"])
-
-
-def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe: Recipe) -> None:
-    lossy = recipe.with_manifest(codec=StoreCodec("int8", recipe.manifest.fields).describe())
-    with ActivationStore(lossy.write(tmp_path / "lossy")) as reader:
-        rows = [3, 0, 3, 8]
-        longest = max(reader.lengths[rows])
-        batch = reader.read_batch(rows, NAMES, layers=[2, 0], n_threads=2)
-        for name in NAMES:
-            chosen = [2, 0] if name == "kv" else None
-            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows, name, longest, chosen))
-        stored = reader.read_batch(rows, ["kv"], layers=[1], n_threads=2, decoded=False)
-        assert list(stored) == [array.name for array in reader.codec.fields["kv"].arrays]
-        for b, i in enumerate(rows):
-            for name, want in reader.read_stored(i, "kv", [1]).items():
-                np.testing.assert_array_equal(stored[name][b, : len(want)], want)
-                assert not stored[name][b, len(want) :].any()
 
 
 def test_one_chunk_is_decoded_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
