@@ -306,13 +306,11 @@ def _try_picked(
     if not children:
         return None, probability
     drafts = torch.tensor([tokens[node] for node in children], device=probability.device)
-    left, tried = 1.0, set[int]()
+    left = 1.0
     for node, p in zip(children, probability[drafts].tolist(), strict=True):
-        # A token that was rejected has no mass left, should it be there twice.
-        if _accepts(p / left if left > 0 and tokens[node] not in tried else 0.0, generator):
+        if _accepts(p / left if left > 0 else 0.0, generator):
             return node, probability
-        left -= p if tokens[node] not in tried else 0.0
-        tried.add(tokens[node])
+        left -= p
     return None, _normalised(probability.index_fill(0, drafts, 0.0), probability)
 
 

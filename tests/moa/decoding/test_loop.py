@@ -23,7 +23,7 @@ from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import SIZES, build_model, written_by_transformers
-from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
+from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 VOCABULARY, EOS, N_POSITIONS = SIZES["vocab_size"], SIZES["eos_token_id"], SIZES["max_position_embeddings"]
 Script = Callable[[list[int], list[int]], list[int]]
@@ -269,28 +269,6 @@ def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -
         with scripted(monkeypatch, target, script):
             fast = generate(target, drafter, [8, 9], max_new_tokens=24, tree=TreeShape(3))
         assert fast.tokens == plain.tokens
-
-
-@pytest.mark.parametrize("family", QUICK_FAMILIES)
-@pytest.mark.parametrize(
-    "tree",
-    quick([None, TreeShape(4), TreeShape(2, 3), TreeShape(3, 3, 8)], [None, TreeShape(4), TreeShape(3, 3, 8)]),
-    ids=str,
-)
-def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape | None) -> None:
-    target = Target(build_model(family, num_hidden_layers=2))
-    target.eos_token_ids = frozenset({3, 24, 28, 40})
-    drafter = build_drafter(target.model, 1)
-    prompts = random_prompts(20, seed=11)[8:]
-    proposer = None if tree is None else DrafterProposer(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=16, proposer=proposer, tree=tree)
-    for prompt, got in zip(prompts, together, strict=True):
-        assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
-        if tree is not None:
-            alone = generate(target, drafter, prompt, max_new_tokens=16, tree=tree)
-            assert got.tokens == alone.tokens
-            assert sum(got.stats.committed_per_call) == sum(alone.stats.committed_per_call)
-    assert len({len(got.tokens) for got in together}) > 3
 
 
 def test_without_a_shape_auto_chooses() -> None:

@@ -11,7 +11,16 @@ from moa_data.errors import DrafterError
 from moa_data.moa.decoding import sampling
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution, draw, draw_rows
+from moa_data.moa.decoding.sampling import (
+    GREEDY,
+    SamplingConfig,
+    accept_sampled,
+    choose,
+    distribution,
+    draw,
+    draw_rows,
+    noise,
+)
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
@@ -118,20 +127,6 @@ def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPa
     assert first == pytest.approx(distribution(logits[0], [1, 2], config).tolist(), abs=1e-12)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_draft_that_stands_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
-    """The second has no mass left once the first is rejected."""
-    tree, got = DraftTree(torch.tensor([[2, 2, 0, 2]]), torch.tensor([[-1, -1, -1, -1]])), [0.0] * V
-    for token, probability in Enumeration(monkeypatch).outcomes(lambda: first_token(tree, logits, config)):
-        got[token] += probability
-    assert got == pytest.approx(distribution(logits[0], [1, 2], config).tolist(), abs=1e-12)
-
-
-def first_token(tree: DraftTree, logits: Any, config: SamplingConfig) -> int:
-    accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
-    return [*(int(tree.tokens[0, node]) for node in accepted), bonus][0]
-
-
 def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
     """Chi-square of unnormalised rows; a row alone draws what it draws among others."""
     weights = torch.tensor([[0.0, 3.0, 1.0, 0.0, 4.0], [5.0, 0.0, 0.0, 0.0, 0.1]], dtype=torch.float64)
@@ -197,12 +192,6 @@ def test_top_p_of_a_large_vocabulary_equals_sorting_all_of_it(scale: float, conf
     assert torch.equal(logits, given)
 
 
-def test_few_tokens_are_not_sorted_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "sort", lambda *_args, **_kwargs: pytest.fail("sorted the vocabulary"))
-    logits = torch.randn(5000) * 5
-    assert float(distribution(logits, [3], SamplingConfig(0.8, 0.9, repetition_penalty=1.2)).sum()) == pytest.approx(1)
-
-
 @pytest.mark.parametrize("tree", quick([TreeShape(3), TreeShape(2, 2, 5)], [TreeShape(2, 2, 5)]), ids=str)
 def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
     """Chi-square of the second and third token of many answers against the exact distribution."""
@@ -254,3 +243,73 @@ def test_greedy_with_a_repetition_penalty_equals_transformers() -> None:
 def test_settings_without_a_meaning_are_refused(settings: dict[str, float] | dict[str, int]) -> None:
     with pytest.raises(DrafterError, match=next(iter(settings))):
         SamplingConfig(**settings)
+
+
+# Tokens chosen by noise that seed and position decide
+
+N_WORDS, N_DRAWS = 12, 4000
+SAMPLED = SamplingConfig(temperature=0.8, top_k=9, top_p=0.95, repetition_penalty=1.3)
+
+
+def logits_of(seed: int) -> torch.Tensor:
+    return 2 * torch.randn(N_WORDS, generator=torch.Generator().manual_seed(seed))
+
+
+def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
+    expected = probability * counts.sum()
+    held = expected > 0
+    assert not counts[~held].any()
+    return float(((counts - expected)[held] ** 2 / expected[held]).sum())
+
+
+@pytest.mark.parametrize("over", ["seeds", "positions"])
+def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
+    logits, previous = logits_of(0), [1, 4, 4]
+    chosen = [
+        choose(logits, previous, SAMPLED, *((7, index) if over == "positions" else (index - N_DRAWS // 2, 7)))
+        for index in range(N_DRAWS)
+    ]
+    counts = torch.bincount(torch.tensor(chosen), minlength=N_WORDS).double()
+    # The 99.9th percentile of chi-square with 11 degrees of freedom.
+    assert chi_square(counts, distribution(logits, previous, SAMPLED)) < 31.3
+
+
+def test_noise_is_a_function_of_seed_and_position() -> None:
+    assert torch.equal(noise(3, 5, 12), noise(3, 5, 12))
+    kinds = [noise(*key, 12) for key in ((3, 5), (3, 6), (4, 5), (-3, 5), (5, 3), (-(2**63), 5))]
+    assert len({float(one[0]) for one in kinds}) == len(kinds)
+    assert torch.equal(noise(3, 5, 24)[:12], noise(3, 5, 12)), "a larger vocabulary changes nothing for the others"
+    many = noise(0, 0, 200_000)
+    assert many.isfinite().all()
+    assert abs(float(many.mean()) - 0.5772) < 0.01, "Euler's constant, the mean of Gumbel noise"
+    assert abs(float(many.var()) - 1.6449) < 0.03, "pi^2 / 6, its variance"
+
+
+def test_the_first_draws_are_those_of_philox() -> None:
+    """Client and server may be of different versions of this package: the numbers must stay."""
+    assert noise(1, 2, 3).tolist() == pytest.approx(
+        [-0.15990158959464357, -0.02969674489144777, -1.1937469859707905], rel=1e-12
+    )
+
+
+def test_two_models_agree_more_often_than_by_independent_draws() -> None:
+    sampling = SamplingConfig(temperature=1.0)
+    for gap in (0.1, 0.5, 2.0):
+        target = logits_of(1)
+        drafter = target + gap * logits_of(2) / 2
+        p, q = (distribution(logits, [], sampling) for logits in (target, drafter))
+        agreed = (
+            sum(choose(target, [], sampling, 0, at) == choose(drafter, [], sampling, 0, at) for at in range(N_DRAWS))
+            / N_DRAWS
+        )
+        overlap = float(torch.minimum(p, q).sum())
+        assert agreed > float((p * q).sum()) + 0.1, "independent draws"
+        assert overlap / (2 - overlap) - 0.03 < agreed <= overlap + 0.03, "the known bounds of the Gumbel coupling"
+
+
+def test_without_temperature_it_is_the_argmax() -> None:
+    logits = logits_of(3)
+    assert {choose(logits, [], GREEDY, seed, seed) for seed in range(9)} == {int(logits.argmax())}
+    penalised = SamplingConfig(repetition_penalty=50.0)
+    best = int(logits.argmax())
+    assert choose(logits, [best], penalised, 0, 0) == int(logits.topk(2).indices[1])

@@ -323,14 +323,6 @@ def test_a_wrong_map_of_the_vocabulary_is_refused(d2t: list[int], marked: list[i
         build_drafter_of(drafter.config, drafter.state_dict())
 
 
-def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide() -> None:
-    """As in the official code: 4 heads over a KV width of 56 would be 14, 6 over 64 are 10, rounded down."""
-    model = build_model(num_attention_heads=6, num_key_value_heads=2, head_dim=16)
-    drafter = build_drafter(model, layer_attention_heads=6)
-    assert drafter.config.layer_attention_head_dim == 10
-    assert drafter.layer_self_attention.self_attn.q_proj.weight.shape == (60, 64)
-
-
 @pytest.mark.parametrize(
     ("family", "input_norm"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", True)]
 )
