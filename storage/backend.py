@@ -77,7 +77,14 @@ class LocalBackend:
         with disk_full_guard(path):
             try:
                 write_file(own, data)
-                _name_new(own, path)
+                try:
+                    os.link(own, path)  # unlike a rename it never replaces a file
+                except FileExistsError:
+                    raise
+                except OSError:  # a file system without hard links; the store's lock keeps other writers out
+                    if path.exists():
+                        raise FileExistsError(path) from None
+                    os.replace(own, path)
             except FileExistsError:
                 return self.size(name) == len(data) and read_bounded(path, len(data)) == data
             finally:
@@ -98,18 +105,6 @@ class LocalBackend:
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102
         for name in names:
             Path(name).unlink(missing_ok=True)
-
-
-def _name_new(source: Path, target: Path) -> None:
-    """Give a file a name that no file has; raises FileExistsError."""
-    try:
-        os.link(source, target)  # unlike a rename it never replaces a file
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links; the store's lock keeps other writers out
-        if target.exists():
-            raise FileExistsError(target) from None
-        os.replace(source, target)
 
 
 _LOCAL = LocalBackend()

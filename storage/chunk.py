@@ -33,7 +33,7 @@ import zstandard
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from ..errors import StoreDamaged
-from .backend import crc32c
+from .backend import crc32c, scratch_bytes
 
 # Blosc's own threads would make the order of blocks depend on timing and do not survive a fork; callers run threads.
 numcodecs.blosc.use_threads = False
@@ -155,7 +155,7 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     words = values.view(np.uint16).reshape(-1)
     n = len(words)
     # Fresh arrays of this size would come from the kernel page by page, at more than the cost of coding them.
-    scratch = _scratch(2 * n)
+    scratch = scratch_bytes("planes", 2 * n)
     low, high = scratch[:n], scratch[n:]
     np.copyto(low, words, casting="unsafe")
     # Words read from the second byte on have the high bytes below: half the time of shifting all of them.
@@ -163,14 +163,6 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     np.copyto(high[:-1], shifted, casting="unsafe")
     high[-1] = words[-1] >> 8
     return low, high
-
-
-def _scratch(n_bytes: int) -> np.ndarray:
-    """Return this thread's reusable uint8 buffer, ``n_bytes`` long."""
-    buffer: np.ndarray | None = getattr(_local, "scratch", None)
-    if buffer is None or len(buffer) < n_bytes:
-        buffer = _local.scratch = np.empty(n_bytes, np.uint8)
-    return buffer[:n_bytes]
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:

@@ -1,7 +1,6 @@
 """Paths of stores: in a folder (``Path``) or below a prefix of an object store (:class:`RemotePath`).
 
-Both name files in one way, so that the rest of ``storage`` does not tell them apart. :class:`Backend` is what is asked
-of either; ``backend`` and ``object_store`` implement it.
+Both name files in one way, so that the rest of ``storage`` does not tell them apart.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ class StoreLock:
 
     Attributes:
         is_alone: whether no other process can write to the store.
-        joined: whether others were there when it was locked.
     """
 
     def __init__(self, store: Path, shares: bool = False, joins: bool = False) -> None:
@@ -73,7 +72,6 @@ class StoreLock:
         except BaseException:
             self.close()
             raise
-        self.joined = not self.is_alone
 
     def _lock_alone_or_beside(self) -> None:
         try:

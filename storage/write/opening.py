@@ -59,7 +59,7 @@ def check_unoccupied(store: StorePath) -> None:
         return
     if isinstance(store, Path) and not store.is_dir():
         raise OutputOccupied(f"{store} is a file, not a folder. Choose another output folder.")
-    manifest, has_seal = store / MANIFEST_NAME, exists(manifest_commit_path(store))
+    manifest, has_commit = store / MANIFEST_NAME, exists(manifest_commit_path(store))
     if exists(manifest):
         try:
             read_manifest(store)
@@ -67,11 +67,11 @@ def check_unoccupied(store: StorePath) -> None:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 raise  # else the version is a damaged byte
         except StoreDamaged as error:
-            if not has_seal:  # else `restore` repairs it, or names the damage
+            if not has_commit:  # else `restore` repairs it, or names the damage
                 raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
     commits = names_in(store / COMMITS_NAME)
-    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not has_seal:
+    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not has_commit:
         raise OutputOccupied(
             f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
             f"Restore {MANIFEST_NAME}, or choose another output folder."

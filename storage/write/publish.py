@@ -166,8 +166,9 @@ def _content(commit: StorePath) -> str | None:
 
 
 def _delete(paths: Collection[StorePath]) -> None:
-    for backend, _ in [locate(path) for path in paths][:1]:
-        backend.delete(locate(path)[1] for path in paths)
+    found = [locate(path) for path in paths]
+    if found:
+        found[0][0].delete(name for _, name in found)
 
 
 class PartFiles:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from moa_data.errors import StorageUnavailable, StoreError
-from moa_data.storage.backend import exists
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
@@ -141,16 +140,6 @@ def test_a_refusal_that_passes_does_not_leave_values_unread(store: Path) -> None
         (1, "parts", os.strerror(errno.ESTALE))
     ]
     assert verify_store(store).ok
-
-
-def test_exists_says_no_only_where_there_is_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to("loop")
-    assert exists(tmp_path / "file")
-    assert not exists(tmp_path / "none")
-    assert not exists(tmp_path / "file" / "below")
-    with pytest.raises(OSError, match="symbolic links"):
-        exists(tmp_path / "loop")
 
 
 def test_what_was_mended_meanwhile_is_not_dropped(store: Path) -> None:

@@ -105,50 +105,6 @@ def test_a_changed_record_of_a_whole_file_is_mended(tmp_path: Path, recipe: Reci
         assert path.read_text() == whole
 
 
-# A repair that drops one part, and mends by the way what an opening mends, is killed before each call that changes
-# something; each time on a copy of the same damaged store.
-KILLED_REPAIRS = """
-import shutil, sys
-from pathlib import Path
-
-from moa_data.storage.write.repair import drop_damage, plan_repair
-from moa_data.tests.kit.kills import kill_at_every_change
-
-def repair(n, arm):
-    plan = plan_repair(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / str(n)))
-    arm()
-    drop_damage(plan)
-
-kill_at_every_change(repair)
-"""
-
-
-@pytest.mark.slow
-def test_a_repair_killed_at_any_moment(tmp_path: Path) -> None:
-    recipe = make_recipe((70, 3, 130, 64, 100, 129), part_tokens=192)
-    assert recipe.manifest.n_parts >= 3
-    store = write_all(recipe, tmp_path / "store")
-    whole = read_tree(store)
-    flipped, cut = (store / f"parts/kv/c.{part}.0.0.0.0" for part in (0, 1))
-    flipped.write_bytes(flipped.read_bytes()[:-1] + b"x")
-    cut.write_bytes(cut.read_bytes()[:-1])
-    (store / "target/config.json").write_text("{}")
-    (store / "parts/other/kv").mkdir(parents=True)
-    (store / "commits/part-00002.json.partial").write_text("{")
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    command = [sys.executable, "-c", KILLED_REPAIRS, str(store), str(killed)]
-    subprocess.run(command, check=True, timeout=1800)
-    folders = list(killed.iterdir())
-    assert len(folders) > 20
-    kept = {name: content for name, content in whole.items() if part_of(name) == 2}
-    for folder in folders:
-        assert kept.items() <= read_tree(folder).items()
-        if (plan := plan_repair(folder)).damages:
-            drop_damage(plan)
-        assert read_tree(write_all(recipe, folder)) == whole, folder
-
-
 # Parts are written again; each kill is on a copy of the same damaged store.
 KILLED_REWRITES = """
 import shutil, sys

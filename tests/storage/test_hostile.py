@@ -23,7 +23,7 @@ from moa_data.storage.backend import crc32c
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec
 from moa_data.storage.commit import write_manifest_commit
-from moa_data.storage.plan import PLAN_SCHEMA, plan_bytes, read_plan
+from moa_data.storage.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.summary import summarize_store
 from moa_data.storage.read.verify import verify_store
@@ -111,29 +111,6 @@ def check_plan_values(store: Path, data: Any) -> None:
         use(store)
 
 
-def test_a_plan_with_other_lengths_than_the_commits_is_not_read(unsealed: Path) -> None:
-    """The last sequence of a part overlaps no other, however long the plan says it is."""
-    path = unsealed / "plan.parquet"
-    plan = read_plan(path)
-    values = pa.array([*plan["n_tokens"].to_pylist()[:-1], 2**31 - 1], pa.int32())
-    changed = plan.set_column(2, PLAN_SCHEMA.field("n_tokens"), values)
-    with replaced(path, plan_bytes(changed)):
-        expect_refusal(unsealed)
-
-
-def test_a_plan_that_unpacks_to_gigabytes_is_not_read(tmp_path: Path) -> None:
-    n = 1 << 22
-    columns = {field.name: pa.array(np.zeros(n), field.type) for field in list(PLAN_SCHEMA)[1:]}
-    ids = pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, np.int32)), pa.array(["x" * 10_000])).cast(
-        pa.dictionary(pa.int32(), pa.string())
-    )
-    table = pa.table({"sequence_id": ids, **columns}).replace_schema_metadata(None)
-    pq.write_table(table, tmp_path / "plan.parquet", compression="zstd", store_schema=False)
-    assert (tmp_path / "plan.parquet").stat().st_size < 100_000
-    with bounded_memory(), pytest.raises(StoreDamaged, match="4194304 rows"):
-        read_plan(tmp_path / "plan.parquet")
-
-
 def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
     """Index entries and chunk headers that lie, under checksums that hold."""
     path = store / "parts/kv/c.0.0.0.0.0"
@@ -191,18 +168,6 @@ def test_files_that_never_end_are_not_read(tmp_path: Path, name: str, kind: str,
         (store / "commits/store.json").unlink()
     with endless(store / name, kind):
         expect_refusal(store)
-
-
-def test_a_sparse_shard_of_the_size_of_its_commit(tmp_path: Path) -> None:
-    """A shard, a plan and a manifest of a terabyte that their commits agree with are not read either."""
-    store = make_recipe((70, 3)).write(tmp_path / "store")
-    for name in ("store.json", "plan.parquet"):
-        seal = store / "commits/store.json"
-        records = json.loads(seal.read_text())
-        records["files"][name]["bytes"] = 1 << 40
-        content = (json.dumps(records, indent=1, sort_keys=True) + "\n").encode()
-        with replaced(seal, content), endless(store / name, "sparse"):
-            expect_refusal(store)
 
 
 def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:

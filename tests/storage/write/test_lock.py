@@ -13,7 +13,6 @@ import pytest
 
 from moa_data.errors import StorageUnavailable, StoreDamaged, StoreLocked
 from moa_data.files import LockHeld, lock_file
-from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write import lock as lock_module
 from moa_data.storage.write.lock import StoreLock
 from moa_data.storage.write.store import StoreWriter
@@ -43,18 +42,6 @@ def test_two_writers_share_a_store_and_both_end_with_the_bytes_of_one(
         assert not first.sweep()
         assert second.sweep()
     assert read_tree(path) == read_tree(store)
-
-
-def test_a_writer_that_gives_up_leaves_what_the_other_has_committed(tmp_path: Path, recipe: Recipe) -> None:
-    path = tmp_path / "shared"
-    with shared(path, recipe) as first, shared(path, recipe) as second:
-        one, other = first.part(0), second.part(0)
-        recipe.fill(one)
-        recipe.fill(other)
-        other.commit()
-        one.discard()
-    assert verify_store(path).ok
-    assert not partials(path)
 
 
 def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path: Path, recipe: Recipe) -> None:
@@ -122,26 +109,6 @@ def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, re
         with alone.part(1):
             assert not alone.is_claimed(1)
         assert not (path / "publish.lock").exists()
-
-
-def test_a_byte_keeps_out_threads_and_other_bytes_do_not_matter(tmp_path: Path) -> None:
-    inside, order, store_lock = threading.Event(), list[str](), StoreLock(tmp_path, joins=True)
-
-    def other() -> None:
-        with store_lock.locked_byte(8):
-            pass
-        inside.set()
-        with store_lock.locked_byte(7):
-            order.append("second")
-
-    with store_lock.locked_byte(7):
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert inside.wait(10)
-        time.sleep(0.02)
-        order.append("first")
-    thread.join(10)
-    assert order == ["first", "second"]
 
 
 def refuse_with(monkeypatch: pytest.MonkeyPatch, code: int) -> None:

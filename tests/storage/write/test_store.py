@@ -15,14 +15,12 @@ import pytest
 
 from moa_data.errors import (
     OutputOccupied,
-    SchemaVersionError,
     StorageUnavailable,
     StoreDamaged,
     StoreError,
     StoreIncomplete,
     StoreMismatch,
 )
-from moa_data.storage.commit import write_manifest_commit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import hidden_field
@@ -144,15 +142,6 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe: Reci
     (folder / "store.json").rename(folder / "parts")
     with pytest.raises(OutputOccupied, match="it holds parts"):
         recipe.write(folder)
-
-
-def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe: Recipe) -> None:
-    text = (store / "store.json").read_text().replace('"schema_version": 2', '"schema_version": 3')
-    (store / "store.json").write_text(text)
-    write_manifest_commit(store)  # as the release that wrote it did
-    with pytest.raises(SchemaVersionError, match="schema version 3"):
-        recipe.write(store)
-    assert (store / "store.json").read_text() == text
 
 
 @pytest.mark.parametrize("change", [('"schema_version": 2', '"schema_version": 3'), ("schema_", "sahema_")])
