@@ -1,7 +1,6 @@
 """The demo: corpus -> target -> extract -> train -> eval -> serve, each phase kept once it is finished.
 
-``demo.json`` in its folder holds the settings, and for each finished phase its seconds and figures. Extraction and
-training continue by themselves from what an interrupted phase has left.
+``demo.json`` in its folder holds the settings, and for each finished phase its seconds and figures.
 """
 
 import json
@@ -145,6 +144,7 @@ def _extract(config: DemoConfig, folder: Path, progress: Progress, provenance: d
         data=DataSettings(max_sequences=config.n_store_chats),
         forward=ForwardSettings(device="cpu"),
     )
+    # Continues by itself from what an interrupted phase has left, as training does.
     extract(settings, progress=progress, provenance=provenance)
     summary = summarize_store(folder / "store")
     return {"n_tokens": summary.n_tokens, "bytes_per_token": summary.bytes_per_token, "ratio": summary.ratio}

@@ -24,8 +24,8 @@ from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
+# File that is written last: a folder without it was not finished, and is made again.
 MARKER = "training.json"
-"""File that is written last: a folder without it was not finished, and is made again."""
 BOS, EOT, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", EOT, PAD)
 CHAT_TEMPLATE = (
@@ -42,8 +42,8 @@ WARMUP_STEPS = 40
 IGNORED_LABEL = -100
 
 
+# Ids of one chat, their next-token labels (both int64) and the labels' weights (float32), [T] each.
 _Example = tuple[Tensor, Tensor, Tensor]
-"""Ids of one chat, their next-token labels (both int64) and the labels' weights (float32), [T] each."""
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:

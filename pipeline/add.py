@@ -1,9 +1,4 @@
-"""Add activations to a store: an extraction with another list of fields, over the sequences that the store holds.
-
-The forwards are those of the extraction: the same sequences in the same batches, so that the same device, libraries and
-number of threads give the bits that one extraction of all fields would have given. Elsewhere the last bits differ.
-Readers see the new fields once every part has them.
-"""
+"""Add activations to a store: an extraction with another list of fields, over the sequences that the store holds."""
 
 from __future__ import annotations
 
@@ -179,6 +174,8 @@ def _write_fields(
         rows = {key: row for row, key in enumerate(reader.sequences["sequence_id"].to_pylist())}
         first = next(batches(writer.part_sequences(pending[0]), plan.batch_tokens))
         agreement = _compare(plan, reader, target, [rows[key] for key in first["sequence_id"].to_pylist()])
+        # The same sequences in the same batches as in the extraction: on the same device, with the same libraries and
+        # number of threads, the bits are those of one extraction of all fields. Elsewhere the last bits differ.
         forwards = Forwards(
             target=target,
             spec=plan.spec,
@@ -198,7 +195,7 @@ def _write_fields(
                 progress(n_tokens, plan.n_tokens, f"add {n_done}/{addition.n_parts} parts")
 
         run_parts(forwards, addition, pending, timings, tell)
-    addition.finish()
+    addition.finish()  # from now on readers see the new fields
     return agreement
 
 
@@ -345,7 +342,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
         return
     what = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
     command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)
-    raise OptionInvalid(f"{plan.store} lacks {', '.join(what)}; what it has is whole. Add with {command}.")
+    raise OptionInvalid(f"{plan.store} lacks {', '.join(what)}; its parts are complete. Add with {command}.")
 
 
 def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:

@@ -36,14 +36,14 @@ from .sources import (
 
 LOGIT_CHUNK_TOKENS = 512
 
+# Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored.
 TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
-"""Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored."""
+# Error that a codec may add, about twice what is measured in a store's worst layer. A transform codec's error depends
+# on its bits, so its bound catches only gross errors.
 CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
-"""Error that a codec may add, about twice what is measured in a store's worst layer. A transform codec's error depends
-on its bits, so its bound catches only gross errors."""
+# Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target: batches and kernels
+# then differ in many last bits.
 LOW_PRECISION_FACTOR = 5.0
-"""Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target: batches and kernels
-then differ in many last bits."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The dataset card: README.md in the store's root, with the front matter that the Hugging Face Hub reads.
 
-It depends on the store and its origin alone, not on times or machines: equal inputs give equal bytes.
+It has no times and no machines: equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..storage.read.summary import FieldSummary, StoreSummary, summarize_store
 from ..storage.schema import CARD_NAME, below
 from .config import ExtractConfig
 
+# Bounds of the Hub's size categories: 1K, 10K, ...
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
-"""Bounds of the Hub's size categories: 1K, 10K, ..."""
 _TAGS = ("activations", "hidden-states", "kv-cache", "speculative-decoding", "distillation", "zarr", "moa-data")
 
 

@@ -1,8 +1,4 @@
-"""Stores and drafters to and from the Hugging Face Hub.
-
-The file that makes a folder a store or a drafter (``store.json``, ``drafter.json``) is pushed last, so that half a push
-is neither. Locks and ``runs/`` stay here, as they name paths and machines.
-"""
+"""Stores and drafters to and from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -27,10 +23,11 @@ from ..storage.schema import CARD_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, P
 from ..text import Progress, first_line, format_bytes
 
 DRAFTER_FILE = "drafter.json"
+# Locks and runs/ stay here, as they name paths and machines.
 _PUSHED = KNOWN_NAMES - {LOCK_NAME, PUBLISH_NAME, RUNS_NAME}
 _NOT_OURS = [".gitattributes", ".gitignore"]
+# Where the Hub's client keeps what it has begun to download, below the folder.
 _CACHE = ".cache"
-"""Where the Hub's client keeps what it has begun to download, below the folder."""
 _AGAIN = "What is there is kept: run the same command again to continue."
 
 
@@ -76,6 +73,7 @@ def push(path: Path, repo: str, private: bool = False) -> HubReport:
         if CARD_NAME not in files:
             card = drafter_card(json.loads((folder / entry).read_text(encoding="utf-8"))).encode()
             api.upload_file(repo_id=repo, repo_type=repo_type, path_in_repo=CARD_NAME, path_or_fileobj=card)
+        # The file that makes a folder a store or a drafter is pushed last, so that half a push is neither.
         for patterns, message in ((first, "Push with moa-data"), ([entry, CARD_NAME], "Finish the push")):
             api.upload_folder(
                 repo_id=repo, folder_path=folder, repo_type=repo_type, commit_message=message,
@@ -102,6 +100,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         raise OutputOccupied(f"{folder} is there already. Choose another folder, or delete it.")
     api = _connect()
     with _one_line(repo):
+        # One commit, also where somebody pushes meanwhile.
         try:
             repo_type, commit = "dataset", str(api.repo_info(repo, repo_type="dataset", revision=revision).sha)
         except RepositoryNotFoundError:

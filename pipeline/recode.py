@@ -28,12 +28,12 @@ from .forwards.calibrate import calibrate, learned_before, learning_on, sample_r
 from .plan import existing_parent
 from .report import Timings, WriteReport
 
+# Tokens of the sequences on which metrics of keys and values are measured, roughly.
 METRIC_TOKENS = 60_000
-"""Tokens of the sequences on which metrics of keys and values are measured, roughly."""
+# Name of the identity of a store whose keys and values were coded in a drafter's metric.
 METRIC_IDENTITY = "drafter.weights_sha256"
-"""Name of the identity of a store whose keys and values were coded in a drafter's metric."""
+# Tokens of a response that draft rounds fit into.
 _MIN_RESPONSE = 8
-"""Tokens of a response that draft rounds fit into."""
 
 
 class KVMetrics(Protocol):
@@ -161,7 +161,8 @@ def codec_for(
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
     if not writer.has_target and exists(source.path / TARGET_NAME):
         with writer.target() as folder:
-            for root, _, names in walk(source.target_path):  # shutil.copytree hides a full disk in a list of tuples
+            # shutil.copytree hides a full disk in a list of tuples.
+            for root, _, names in walk(source.target_path):
                 copy = folder / root.relative_to(source.target_path)
                 copy.mkdir(exist_ok=True)
                 for name in names:

@@ -6,9 +6,7 @@ new answers before it::
     row       system  user  assistant  user  assistant        turns      [system, user]  [user]
     answered  system  user  ANSWER     user  ANSWER
 
-Answered rows are appended to OUT and synced, a batch at a time; then OUT.regeneration.json, which says who answers what
-and how, is replaced with the counts so far. A resumed run cuts OUT to the bytes that this record counts and asks the
-next batch. Neither file holds times, so that a resumed run ends in the bytes of one that was not interrupted.
+Beside OUT is OUT.regeneration.json, the record of who answers what and how, and of how far.
 """
 
 from __future__ import annotations
@@ -46,15 +44,15 @@ from ..text import Progress, counted, first_line, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 
+# Name of the file in a folder.
 _FILE = "chats.jsonl"
-"""Name of the file in a folder."""
 _WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
 
 
 class LossReason(StrEnum):
     """Why a chat, or the rest of one, is not answered, as the user is told."""
 
-    TOOLS = "the chat has tools, and nobody could give their results"
+    TOOLS = "the chat has tools, whose results are not known"
     NO_QUESTION = "nothing comes before the assistant's first message"
     TOO_LONG = "the prompt leaves no room for an answer"
     NO_END = "an answer has not ended within the tokens it may have"
@@ -96,6 +94,7 @@ class Row:
         chat = chosen if isinstance(chosen, Rejection) else parse_prompt(chosen)
         if isinstance(chat, Rejection):
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
+        # The target would call them otherwise than the dataset's assistant did.
         if chat.tools or any(message["role"] == "tool" or "tool_calls" in message for message in chat.messages):
             return cls(row, reason=LossReason.TOOLS.value)
         try:
@@ -123,7 +122,7 @@ class Row:
         """Add the answer to the prompt; one without a word ends the chat before it."""
         if not text.strip():
             self.end(LossReason.EMPTY)
-        elif "\ufffd" in text:
+        elif "\ufffd" in text:  # a replacement character: half a character's bytes were generated
             self.end(LossReason.NO_TEXT)
         else:
             self.messages = [*self.prompt, {"role": "assistant", "content": text}]
@@ -337,6 +336,7 @@ class Answers:
             self._file.write(data)
             self._file.flush()
             os.fsync(self._file.fileno())
+            # The record comes after the chats that it counts: what a kill leaves beyond them is cut off.
             self._n_bytes += len(data)
             for row in rows:
                 self.counts.add(row)
@@ -344,6 +344,7 @@ class Answers:
 
     def _save(self) -> None:
         rows = vars(self.counts)
+        # No times: a resumed run ends in the bytes of one that was not interrupted.
         record = {"moa_data": __version__, "settings": self._settings, "rows": rows, "n_bytes": self._n_bytes}
         if self.counts.n_rows == self._n_rows:
             with self.path.open("rb") as stream:
@@ -449,8 +450,8 @@ class LocalTarget:
 
 _TOO_LONG = ("context_length_exceeded", "maximum context length", "shorten")
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
+# Statuses that concern one request.
 _REFUSALS = (400, 413, 422)
-"""Statuses that concern one request."""
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
 _ADVICE = "Check --server, --model and OPENAI_API_KEY."
 
@@ -502,6 +503,7 @@ class Server:
     def _client(self) -> httpx.AsyncClient:
         n_together = self._config.n_together
         limits = httpx.Limits(max_connections=n_together, max_keepalive_connections=n_together)
+        # Without a limit for the pool: rows wait there for one of the connections.
         timeout = httpx.Timeout(30, read=self._config.serving.answer_s, pool=None)
         return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
 
@@ -564,6 +566,7 @@ class Server:
             text = message.get("content") or ""
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ServingError(f"{self._url} gives no chat completion ({first_line(error)}). {_ADVICE}") from error
+        # A drafter would learn answers without what led to them.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
                 f"{self._url} keeps the reasoning apart from the answer, so that the text is not all that was written. "

@@ -1,8 +1,5 @@
 """Torch datasets over a store: one sequence per item, by index or in a shuffled order that workers and ranks share.
 
-They read through :class:`~moa_data.storage.read.store.ActivationStore` alone, which opens its files anew in each
-process: both kinds work in a ``DataLoader`` with forked and with spawned workers.
-
 Shapes: n tokens of one sequence, B sequences of a batch, T tokens of its longest one.
 """
 
@@ -44,6 +41,7 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         layers: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        # A store opens its files anew in each process, so that forked and spawned workers can have it.
         self.store = store if isinstance(store, ActivationStore) else ActivationStore(store)
         self.fields = tuple(fields)
         self._layers = None if layers is None else list(layers)

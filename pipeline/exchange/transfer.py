@@ -51,8 +51,8 @@ from .torch_dataset import ActivationDataset
 
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+# File that says what an exported folder was made from; other projects do not read it.
 RECORD_NAME = "export.json"
-"""File that says what an exported folder was made from; other projects do not read it."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
                     progress(i + 1, n, f"export to {file_format.name}")
             for future in pending:
                 future.result()
+        # Last, as its state.json says that the folder is complete.
         if file_format.name == "speculators" and count_rows(folder) != n:
             write_rows(folder, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
     return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
@@ -160,9 +161,6 @@ def import_folder(
     config: ImportConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> WriteReport:
     """Read another project's files into a store, or continue where an earlier run stopped.
-
-    Where the files hold the last state before the final norm only (speculators), ``hidden/last`` is made from it with
-    the norm of the target's bundle, in float32 and rounded once to the stored dtype.
 
     Raises:
         InteropError: an option or a file cannot be used.
@@ -286,6 +284,7 @@ def _read_sequence(
 ) -> dict[str, np.ndarray]:
     tokens, mask, hidden = file_format.read_tokens(path), file_format.read_mask(path), file_format.read_hidden(path)
     if norm is not None:
+        # The files hold the last state before the final norm only (speculators): computed in float32, rounded once.
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[HIDDEN_LAST] = norm(last.float()).to(last.dtype)
