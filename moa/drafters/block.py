@@ -42,7 +42,7 @@ from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import positions_from, unpack_kv
 from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
-from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead, markov_head
+from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
@@ -210,7 +210,7 @@ class BlockState(LayerState):
         self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
-        """Hand over what is fresh, so many positions of each row: [B, n, E], right padded."""
+        """Return the fresh states and clear them, so many of each row: [B, n, E], right padded."""
         if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
             raise DrafterError("the target's states do not reach the token to draft after: give them before drafting.")
         like = next(part for parts in self.fresh for part in parts)
@@ -598,7 +598,7 @@ def _check_has_kv(cache: KVSource, before: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashSizes(BlockDrafterSizes):
-    """Everything needed to rebuild a DFlash drafter and to know which target it belongs to."""
+    """The sizes of a DFlash drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "dflash"
 
@@ -615,7 +615,7 @@ class DFlashDrafter(BlockDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkSizes(BlockDrafterSizes):
-    """Everything needed to rebuild a DSpark drafter and to know which target it belongs to."""
+    """The sizes of a DSpark drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "dspark"
 
@@ -641,7 +641,8 @@ class DSparkDrafter(BlockDrafter):
 
     def __init__(self, config: DSparkSizes) -> None:
         super().__init__(config)
-        self.markov_head = markov_head(config.markov_head, config.vocab_size, config.markov_rank, config.hidden_size)
+        if (head := MARKOV_HEADS[config.markov_head]) is not None:
+            self.markov_head = head(config.vocab_size, config.markov_rank, config.hidden_size)
         if config.confidence_head:
             self.confidence_reads_markov = config.confidence_with_markov and config.markov_head != "none"
             own = config.markov_rank if self.confidence_reads_markov else 0

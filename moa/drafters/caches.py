@@ -174,7 +174,7 @@ class LayerState(RowState):
 
     def missing_tokens(self, committed: Sequence[list[int]]) -> list[list[int]]:
         """List the committed tokens of each row that the slots lack; the root is always among them."""
-        # It is fed anew in each round: where it stands, the cache may hold a draft that was rejected there.
+        # It is fed again in each round: where it stands, the cache may hold a draft that was rejected there.
         self.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)]
         return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)]
 

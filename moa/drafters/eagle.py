@@ -11,7 +11,7 @@ official code has the same convention (``train/eagle.py``).
 
 Slot t of the drafter's cache is made from the hidden state of position t and the token at t+1, and its RoPE position is
 t. In slots before the root's the hidden states are the target's own; after it they are the drafter's, and each round
-makes those of accepted tokens anew.
+computes those of accepted tokens again.
 """
 
 from abc import abstractmethod
@@ -50,7 +50,7 @@ class FeatureState(LayerState):
         self.last: list[Tensor | None] = [None] * n_rows
 
     def take_fresh(self) -> list[Tensor]:
-        """Hand over the states of the slots to feed; where there is none, those of the root's slot once more."""
+        """Return the states of the slots to feed and clear them; without any, those of the root again."""
         found = []
         for row, parts in enumerate(self.fresh):
             last = self.last[row]
@@ -130,7 +130,7 @@ class FeatureDrafter(Drafter):
     def draft_root(
         self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        # Slots up to the root's are made from the target's own states, also those of accepted drafts, made anew.
+        # Slots up to the root's come from the target's own states; those of accepted drafts are computed again.
         fresh = state.take_fresh()
         counts = [len(hidden) for hidden in fresh]
         texts = zip(committed, state.n_true, counts, strict=True)
@@ -148,7 +148,7 @@ class FeatureDrafter(Drafter):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSizes(LayerSizes):
-    """Everything needed to rebuild an EAGLE drafter and to know which target it belongs to."""
+    """The sizes of an EAGLE drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "eagle"
 

@@ -54,7 +54,7 @@ _SCORE_BYTES = 1 << 27
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Sizes(LayerSizes):
-    """Everything needed to rebuild an EAGLE-3 drafter and to know which target it belongs to."""
+    """The sizes of an EAGLE-3 drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "eagle3"
 

@@ -52,7 +52,7 @@ from .training import (
 
 @dataclass(frozen=True, kw_only=True)
 class GlideSizes(LayerSizes):
-    """Everything needed to rebuild a GLIDE drafter and to know which target it belongs to."""
+    """The sizes of a GLIDE drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "glide"
 

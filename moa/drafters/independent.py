@@ -30,7 +30,7 @@ from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries
 
 @dataclass(frozen=True, kw_only=True)
 class IndependentSizes(DrafterSizes):
-    """Everything needed to rebuild an independent drafter and to know which target it belongs to."""
+    """The sizes of an independent drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "independent"
 

@@ -39,7 +39,7 @@ HEAD_DECAY = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaSizes(DrafterSizes):
-    """Everything needed to rebuild a Medusa drafter and to know which target it belongs to."""
+    """The sizes of a Medusa drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "medusa"
 

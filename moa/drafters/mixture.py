@@ -50,7 +50,7 @@ from .training import Draws, LossTerms, Reads, Rounds, TrainingInputs, TrainingS
 
 @dataclass(frozen=True, kw_only=True)
 class MoASizes(KVEncoderSizes):
-    """Everything needed to rebuild a Mixture of Attentions and to know which target it belongs to."""
+    """The sizes of a Mixture of Attentions, and the identity of its target."""
 
     kind: ClassVar[str] = "moa"
 

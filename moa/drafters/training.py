@@ -133,7 +133,11 @@ class Draws:
             drafted = masks.drafted_positions(response_mask, self.step_bound, self.offset)
             found.append((self.on_policy_weight, drafted, masks.last_context(drafted)))
         if self.teacher_forced_weight:
-            found.append((self.teacher_forced_weight, *masks.teacher_forced_positions(response_mask)))
+            # All positions before a drafted one are verified; nothing precedes position 0.
+            drafted = response_mask.bool().clone()
+            drafted[:, :1] = False
+            before = (torch.arange(drafted.shape[1], device=drafted.device) - 1).clamp(min=0)
+            found.append((self.teacher_forced_weight, drafted, before.expand_as(drafted)))
         return found
 
     def position_weights(self, response_mask: Tensor) -> Tensor:

@@ -16,19 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Compute the cross-entropy to the target's soft labels, the part of the forward KL that depends on the drafter.
-
-    -sum_v softmax(target)_v * log_softmax(draft)_v at temperature 1 (official ``train/moa_spec.py``, lines 253-262).
-    Tokens of probability 0 on either side contribute 0, so that -inf logits give a finite value and gradient.
-    Logits [..., V] -> [...], in nats.
-    """
-    probability = target_logits.softmax(dim=-1)
-    log_draft = draft_logits.log_softmax(dim=-1)
-    log_draft = log_draft.masked_fill(torch.isinf(log_draft), 0.0)
-    return -(probability * log_draft).sum(dim=-1)
-
-
 @dataclass(frozen=True)
 class Divergence:
     """The distance of a draft's distribution q from the target's p: the forward KL, or an LK loss (arXiv 2602.23881).
@@ -39,10 +26,12 @@ class Divergence:
         lk           -log a
         lk-hybrid    s * KL + (1 - s) * (1 - a), where s = exp(-decay * a) has no gradient
 
-    The further a draft is from being accepted, the more the hybrid is the KL. Each position has its own s, where the
-    paper takes one of the batch's mean a: so a batch may be split into micro-batches and among devices.
+    The KL is the cross-entropy to the target's soft labels at temperature 1, without their entropy (official
+    ``train/moa_spec.py``, lines 253-262). The further a draft is from being accepted, the more the hybrid is the KL.
     """
 
+    # Each position has its own s, where the paper takes one of the batch's mean a: so a batch may be split into
+    # micro-batches and among devices.
     kind: str = "kl"
     decay: float = 3.0
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-MARKOV_HEADS = ("none", "vanilla", "gated", "rnn", "product")
-
 
 class MarkovHead(nn.Module):
     """The vanilla head: a bias that depends on the previous token alone."""
@@ -112,12 +110,13 @@ class RecurrentMarkovHead(MarkovHead):
         return self._joint(memory, hidden)[2].tanh()
 
 
-def markov_head(kind: str, vocab_size: int, rank: int, width: int) -> MarkovHead | None:
-    """Build a head of :data:`MARKOV_HEADS`; None for ``none``."""
-    heads = {
-        "vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead, "product": ProductMarkovHead,
-    }  # fmt: skip
-    return heads[kind](vocab_size, rank, width) if kind != "none" else None
+MARKOV_HEADS: dict[str, type[MarkovHead] | None] = {
+    "none": None,
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RecurrentMarkovHead,
+    "product": ProductMarkovHead,
+}
 
 
 class ConfidenceHead(nn.Module):

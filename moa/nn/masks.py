@@ -40,14 +40,6 @@ def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: 
     return drafted & (index % step_bound[:, None] != 0)
 
 
-def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions of standard training [B, T] bool, all of a response, and the predecessor of each."""
-    drafted = response_mask.bool().clone()
-    drafted[:, :1] = False
-    index = torch.arange(drafted.shape[1], device=drafted.device)
-    return drafted, (index - 1).clamp(min=0).expand_as(drafted)
-
-
 def last_context(drafted: Tensor) -> Tensor:
     """Find s(i) [B, T] int64, the last context position at or before i, 0 where there is none (lines 157-162)."""
     index = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)

@@ -56,6 +56,14 @@ def build_drafter(model: Any, n_target_layers: int = 0, seed: int = 1, std: floa
     return drafter
 
 
+def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """The plain definition of the loss, [..., V] -> [...]; tokens of probability 0 on either side contribute 0."""
+    probability = target_logits.softmax(dim=-1)
+    log_draft = draft_logits.log_softmax(dim=-1)
+    log_draft = log_draft.masked_fill(torch.isinf(log_draft), 0.0)
+    return -(probability * log_draft).sum(dim=-1)
+
+
 def encode_layers(drafter: MoADrafter, kv: Tensor) -> Tensor:
     """Layer self-attention as the paper writes it, over all layers of KV: [B, T, L, D] -> [B, T, L, D]."""
     rotation = drafter.layer_rotary(torch.arange(kv.shape[2])[None])

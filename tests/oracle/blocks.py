@@ -18,6 +18,8 @@ from transformers import LlamaConfig, Qwen3Config
 from moa_data.moa.drafters.block import BlockDrafter, DFlashDrafter, DFlashSizes, DSparkDrafter, DSparkSizes
 from moa_data.moa.targets.bundle import FrozenTarget
 
+from .vectors import Compared
+
 COMMITTED = Path(__file__).parent / "data_block"
 BESIDE = Path(__file__).parents[3] / "shared" / "oracle-block"
 FOLDER = Path(os.environ.get("MOA_BLOCK_ORACLE") or (BESIDE if BESIDE.is_dir() else COMMITTED)).resolve()
@@ -48,19 +50,8 @@ def under(found: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
 
 
-class Vectors:
-    """The tensors of one file, each of which has to be read or compared."""
-
-    def __init__(self, found: dict[str, Tensor]) -> None:
-        self.tensors, self._waiting = found, set(found)
-
-    def __getitem__(self, key: str) -> Tensor:
-        self._waiting.discard(key)
-        return self.tensors[key]
-
-    def skip(self, *keys: str) -> None:
-        """Leave out tensors that say nothing of this package."""
-        self._waiting -= set(keys)
+class Vectors(Compared):
+    """The tensors of a file of block-parallel drafters; tolerances are relative to a tensor's largest value."""
 
     def equal(self, key: str, got: Tensor, at: Tensor | None = None) -> None:
         """Compare integers or masks, where the file has them; ``at`` picks the places that count."""
@@ -86,10 +77,6 @@ class Vectors:
             gradient = found[key].grad
             assert gradient is not None, key
             self.close(f"grad.{key}", gradient, tolerance=GRADIENT)
-
-    def all_read(self) -> None:
-        """Fail if a tensor of the file was left out."""
-        assert not self._waiting, f"nobody compared {sorted(self._waiting)}"
 
 
 def target_config(config: str) -> Any:

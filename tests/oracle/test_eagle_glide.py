@@ -8,9 +8,10 @@ from moa_data.moa.drafters.eagle import EagleDrafter, EagleSizes
 from moa_data.moa.drafters.glide import GlideDrafter, GlideSizes, block_context
 from moa_data.moa.drafters.training import TrainingInputs
 from moa_data.moa.formats.checkpoint import build_drafter
-from moa_data.moa.nn import losses, masks
+from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv, unpack_kv
 from moa_data.moa.nn.layers import rotate
+from moa_data.tests.kit.drafters import forward_kl
 
 from .official import eagle_objective, glide_features, glide_objective, rotated_twice
 from .vectors import Vectors, frozen_target, inputs_of, meta, names, target_config
@@ -62,7 +63,7 @@ def test_eagle(name: str) -> None:
     for key, got in found.items():
         expected.close(key, torch.nn.functional.pad(got, (0, 0, 0, 1)), one_more)
     expected.close("logits", logits)
-    expected.close("plogq", -losses.forward_kl(logits, frozen.logits(hidden[:, 1:])))
+    expected.close("plogq", -forward_kl(logits, frozen.logits(hidden[:, 1:])))
     expected.equal("response_mask_shifted", inputs.response_mask[:, 1:], torch.ones_like(real[:, 1:]))
 
     terms = eagle_objective(drafter, frozen, inputs, noise)

@@ -9,9 +9,9 @@ from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.formats.checkpoint import build_drafter
 from moa_data.moa.formats.moa import from_official_keys, sizes_from_official
-from moa_data.moa.nn import losses, masks
+from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv
-from moa_data.tests.kit.drafters import encode_layers
+from moa_data.tests.kit.drafters import encode_layers, forward_kl
 
 from .official import everywhere, moa_forward
 from .vectors import Vectors, drafter_weights, frozen_target, inputs_of, meta, names, set_of, target_config
@@ -82,7 +82,7 @@ def test_training(name: str) -> None:
     expected.close("features", outputs.features)
     logits = frozen.logits(outputs.features)
     expected.close("logits", logits)
-    expected.close("plogq", -losses.forward_kl(logits, frozen.logits(inputs.hidden)))
+    expected.close("plogq", -forward_kl(logits, frozen.logits(inputs.hidden)))
 
     terms = drafter.losses(frozen, TrainingStep(inputs, draws), rounds, outputs)
     expected.losses(terms)

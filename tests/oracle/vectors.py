@@ -61,8 +61,31 @@ def meta(name: str) -> dict[str, Any]:
     return values
 
 
-class Vectors:
-    """The tensors of one file, each of which has to be read or compared.
+class Compared:
+    """The tensors of one file, each of which has to be read or compared, but for ``unread`` ones."""
+
+    def __init__(self, found: dict[str, Tensor], unread: Iterable[str] = ()) -> None:
+        self.tensors, self._waiting = found, set(found) - set(unread)
+
+    def __getitem__(self, key: str) -> Tensor:
+        self._waiting.discard(key)
+        return self.tensors[key]
+
+    def starting_with(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors by the rest of their names."""
+        return {key.removeprefix(prefix): self[key] for key in self.tensors if key.startswith(prefix)}
+
+    def skip(self, *keys: str) -> None:
+        """Leave out tensors that say nothing of this package."""
+        self._waiting -= set(keys)
+
+    def all_read(self) -> None:
+        """Fail if a tensor of the file was left out."""
+        assert not self._waiting, f"tensors that nobody compared: {sorted(self._waiting)}"
+
+
+class Vectors(Compared):
+    """The tensors of a file of Mixture of Attentions, EAGLE or GLIDE.
 
     Args:
         name: stem of the file.
@@ -71,27 +94,18 @@ class Vectors:
     """
 
     def __init__(self, name: str, real: Tensor, unread: Iterable[str] = ()) -> None:
+        super().__init__(tensors(name), unread)
         self.name, self._real = name, real
-        self._tensors = tensors(name)
-        self._waiting = set(self._tensors) - set(unread)
-
-    def __getitem__(self, key: str) -> Tensor:
-        self._waiting.discard(key)
-        return self._tensors[key]
-
-    def starting_with(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors by their names behind a prefix."""
-        return {key.removeprefix(prefix): self[key] for key in self._tensors if key.startswith(prefix)}
 
     def close(self, key: str, got: Tensor, real: Tensor | None = None) -> None:
         """Compare an intermediate tensor [B, T, ...], where the file has it."""
-        if key in self._tensors:
+        if key in self.tensors:
             at = self._real if real is None else real
             torch.testing.assert_close(got[at], self[key][at], rtol=0, atol=ACTIVATION, msg=lambda m: f"{key}: {m}")
 
     def equal(self, key: str, got: Tensor, real: Tensor | None = None) -> None:
         """Compare a mask or positions exactly, where the file has them."""
-        if key in self._tensors:
+        if key in self.tensors:
             at = self._real if real is None else real
             assert torch.equal(got[at], self[key].to(got.dtype)[at]), key
 
@@ -104,7 +118,7 @@ class Vectors:
             "stat.prev_feature_loss": terms.entering_feature,
         }
         for key, got in found.items():
-            if key not in self._tensors:
+            if key not in self.tensors:
                 continue
             assert got is not None, key
             goal = self[key]
@@ -120,10 +134,6 @@ class Vectors:
             assert got is not None, key
             atol = GRADIENT * goal.abs().max().item()
             torch.testing.assert_close(got, goal, rtol=0, atol=atol, msg=f"{key}: {{}}".format)
-
-    def all_read(self) -> None:
-        """Fail if a tensor of the file was left out."""
-        assert not self._waiting, f"{self.name} holds tensors that nobody compared: {sorted(self._waiting)}"
 
 
 def target_config(sizes: dict[str, Any]) -> LlamaConfig:

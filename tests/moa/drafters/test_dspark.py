@@ -10,19 +10,17 @@ from torch import Tensor
 
 from moa_data.errors import DrafterError
 from moa_data.evaluation.run import generate
-from moa_data.moa.decoding.loop import generate_batch, plain_generate
-from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.sampling import SamplingConfig, distribution
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters import training as blocks
-from moa_data.moa.drafters.block import default_read_layers
 from moa_data.moa.drafters.training import BlockDraws, Draws, LossWeights, TrainingStep
 from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for
-from moa_data.tests.kit.models import SIZES, build_model
+from moa_data.tests.kit.models import build_model
 
-from .contract import PROMPTS, DrafterContract, batch_of, one_row
+from .contract import PROMPTS, DrafterContract, batch_of, check_batch, check_samples, one_row
 
 SMALL: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size": 7}
 
@@ -45,43 +43,18 @@ class TestDSpark(DrafterContract):
     def test_chains_that_confidence_cuts_change_speed_alone(self, unsure: tuple[Target, Any]) -> None:
         """Rows of a batch are cut each by itself; where all are cut at once, a round is a plain step."""
         target, drafter = unsure
-        shape = TreeShape(7, cut_below=0.4)
-        together = generate_batch(
-            target, PROMPTS, max_new_tokens=14, proposer=DrafterProposer(target, drafter), tree=shape
-        )
-        n_drafted = set()
-        for prompt, got in zip(PROMPTS, together, strict=True):
-            alone = generate(target, drafter, prompt, max_new_tokens=14, tree=shape)
-            assert got.tokens == alone.tokens == plain_generate(target, prompt, max_new_tokens=14).tokens
-            assert got.stats.committed_per_call == alone.stats.committed_per_call
-            n_drafted.add(got.stats.n_drafted / got.stats.n_target_calls)
+        together = check_batch(target, drafter, PROMPTS, TreeShape(7, cut_below=0.4), 14)
+        plain = [plain_generate(target, prompt, max_new_tokens=14).tokens for prompt in PROMPTS]
+        assert [got.tokens for got in together] == plain
+        n_drafted = {got.stats.n_drafted / got.stats.n_target_calls for got in together}
         assert len(n_drafted) > 1
         assert min(n_drafted) < 6
 
     def test_samples_of_cut_chains_have_the_targets_distribution(self, unsure: tuple[Target, Any]) -> None:
         """The cut before a draft knows only what was drawn before it, so that nothing is told by it."""
-        target, drafter = unsure
-        config, prompt, n_runs, shape = SamplingConfig(0.9, top_k=12), [5, 9, 11], 600, TreeShape(4, cut_below=0.4)
-        proposer = DrafterProposer(target, drafter, None, config)
-        runs = generate_batch(
-            target, [prompt] * n_runs, max_new_tokens=2, proposer=proposer, tree=shape, sampling=config, seed=1
-        )
-        logits = target.logits(target.forward(torch.tensor([prompt]), target.new_cache()))[0, -1]
-        first = distribution(logits, prompt, config)
-        second = torch.zeros_like(first)
-        for token in first.nonzero()[:, 0].tolist():
-            path = [*prompt, token]
-            logits = target.logits(target.forward(torch.tensor([path]), target.new_cache()))[0, -1]
-            second += first[token] * distribution(logits, path, config)
-        for place, expected in enumerate((first, second)):
-            found = torch.bincount(torch.tensor([run.tokens[place] for run in runs]), minlength=len(first)) / n_runs
-            assert 0.5 * (found - expected).abs().sum() < 0.12, place
-        assert 0 < sum(run.stats.n_drafted for run in runs) < 4 * n_runs
-        alone = generate(target, drafter, prompt, max_new_tokens=9, tree=shape, sampling=config, seed=3)
-        pair = generate_batch(
-            target, [[7, 8], prompt], max_new_tokens=9, proposer=proposer, tree=shape, sampling=config, seed=2
-        )
-        assert alone.tokens == pair[1].tokens
+        shape = TreeShape(4, cut_below=0.4)
+        assert 0 < check_samples(*unsure, shape) < 4 * 600
+        check_batch(*unsure, [[7, 8], [5, 9, 11]], shape, 9, SamplingConfig(0.9, top_k=12))
 
 
 @pytest.mark.slow
@@ -148,7 +121,7 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str, sizes: dict[str, An
     anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
     assert valid.sum(dim=1).tolist() == [5, 5]
     padded = torch.nn.functional.pad(inputs.response_mask, (0, 9))
-    assert torch.equal(anchors, blocks.draw_anchors(padded, draws)[0]), "whatever lies behind a row"
+    assert torch.equal(anchors, blocks.draw_anchors(padded, draws)[0]), "whatever follows a row"
     weights = LossWeights(forward_kl=0.5, cross_entropy=0.25, l1=0.125, confidence=0.75)
     both = drafter.objective(frozen, TrainingStep(inputs, draws, weights, denominator=2.0))
     alone, n_weight = 0.0, 0.0
@@ -209,41 +182,3 @@ def test_no_block_reaches_into_another_answer() -> None:
     mask = blocks.block_mask(anchors, valid, 2, 8).dense[0]
     assert mask[:, :8].sum(dim=1).tolist() == [1, 1, 2, 2, 5, 5], "strictly before the anchor"
     assert torch.equal(mask[:, 8:], torch.block_diag(*[torch.ones(2, 2)] * 3).bool())
-
-
-def test_default_layers_are_those_of_the_official_code() -> None:
-    assert default_read_layers(36) == (1, 9, 17, 25, 33)
-    assert default_read_layers(32) == (1, 8, 15, 22, 29)
-    assert default_read_layers(28, 3) == (1, 13, 25)
-    assert default_read_layers(28, 1) == (14,)
-
-
-def test_unfit_sizes_are_refused() -> None:
-    model = build_model()
-    unfit: tuple[dict[str, Any], ...] = (
-        {"fused_layers": None},
-        {"fused_layers": (0, 4)},
-        {"fused_layers": (-1,)},
-        {"sample_from_anchor": False, "block_size": 1},
-        {"mask_token": 67},
-        {"markov_head": "gru"},
-        {"markov_rank": 0},
-        {"context": "text"},
-        {"context": "kv"},
-        KV | {"fused_layers": (0, 1, 2)},
-        KV | {"self_attention_kv_heads": 4},
-        {"context": "memory"},
-        MEMORY | {"layer_groups": 9},
-    )
-    for sizes in unfit:
-        with pytest.raises(DrafterError):
-            build("dspark", model, **sizes)
-    drafter = build("dspark", model, **SMALL)
-    assert drafter.config.mask_token == SIZES["vocab_size"] - 1
-    inputs = replace(batch_of(drafter, model), layer_outputs=())
-    with pytest.raises(DrafterError):
-        drafter.objective(frozen_for(drafter, model), TrainingStep(inputs, Draws(None, torch.zeros(2).bool())))
-    drafter = build("dspark", model, **KV)
-    inputs = replace(batch_of(drafter, model), kv=None)
-    with pytest.raises(DrafterError):
-        drafter.objective(frozen_for(drafter, model), TrainingStep(inputs, Draws(None, torch.zeros(2).bool())))

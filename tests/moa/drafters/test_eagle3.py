@@ -10,13 +10,12 @@ from torch import Tensor
 from moa_data.errors import DrafterError
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.drafters import eagle3
-from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter, Eagle3Sizes, default_fused_layers
+from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep, loss_queries
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
-from moa_data.moa.nn import losses
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
+from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, forward_kl, stored, token_counts
 from moa_data.tests.kit.models import SIZES, build_model
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
@@ -87,7 +86,7 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
             n_rounds += 1
             features = unrolled(drafter, frozen, inputs, row, root, n_alive)
             goal = frozen.logits(inputs.hidden[row, root : root + n_alive])
-            kl = losses.forward_kl(drafter.draft_logits(frozen, features), goal)
+            kl = forward_kl(drafter.draft_logits(frozen, features), goal)
             total = total + (kl * STEP_DECAY ** torch.arange(n_alive)).sum()
             first = first + kl[0].detach()
     assert n_rounds == terms.n_positions == int(drafter.loss_positions(inputs.response_mask, NO_DRAWS).sum()) > 20
@@ -162,13 +161,6 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch: pytes
         cache.take_layer_outputs()
 
 
-@pytest.mark.parametrize(("vocab_size", "expected"), [(67, 67), (128_256, 32_000)])
-def test_the_default_draft_vocabulary_is_bounded(vocab_size: int, expected: int) -> None:
-    config = build_model("llama").config
-    config.vocab_size = vocab_size
-    assert Eagle3Sizes.defaults(config, {"fused_layers": (0, 1, 2)})["draft_vocabulary"] == expected
-
-
 def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
     model = build_model()
     frozen, counts = FrozenTarget.from_model(model), token_counts()
@@ -187,43 +179,10 @@ def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
     assert torch.equal(full.lm_head.weight, model.lm_head.weight)
 
 
-def test_names_of_the_weights(tmp_path: Path) -> None:
-    model = build_model()
-    drafter = build_eagle3(model, draft_vocabulary=20)
+def test_maps_of_the_draft_vocabulary_are_no_weights(tmp_path: Path) -> None:
+    drafter = build_eagle3(build_model(), draft_vocabulary=20)
     save_drafter(drafter, tmp_path)
     half = load_drafter(tmp_path, torch.bfloat16)
     assert isinstance(half, Eagle3Drafter)
     assert half.lm_head.weight.dtype == torch.bfloat16
-    assert torch.equal(half.d2t, drafter.d2t), "the maps are no weights"
-    assert set(drafter.state_dict()) == {
-        "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "midlayer.hidden_norm.weight",
-        "midlayer.input_layernorm.weight", "midlayer.post_attention_layernorm.weight",
-        *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
-        *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    }, "the names of other projects"  # fmt: skip
-    assert drafter.midlayer.self_attn.q_proj.in_features == 2 * SIZES["hidden_size"]
-
-
-def test_default_layers() -> None:
-    assert default_fused_layers(8) == (1, 3, 4)
-    assert default_fused_layers(32) == (1, 15, 28)
-
-
-def test_unfit_sizes_are_refused() -> None:
-    model = build_model()
-    unfit: tuple[dict[str, Any], ...] = (
-        {"fused_layers": None},
-        {"fused_layers": (0, 4)},
-        {"fused_layers": (1, 0)},
-        {"fused_layers": ()},
-        {"draft_vocabulary": 68},
-        {"test_time_steps": 0},
-        {"self_attention_kv_heads": 3},
-    )
-    for sizes in unfit:
-        with pytest.raises(DrafterError, match=next(iter(sizes)).replace("_", ".")):
-            build_eagle3(model, **sizes)
-    drafter, frozen = build_eagle3(model), FrozenTarget.from_model(model)
-    inputs = TrainingInputs(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8), None, torch.zeros(1, 8, 48))
-    with pytest.raises(DrafterError):
-        drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS))
+    assert torch.equal(half.d2t, drafter.d2t)

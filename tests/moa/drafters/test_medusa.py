@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moa_data.errors import DrafterError
 from moa_data.moa.drafters.medusa import HEAD_DECAY, MedusaDrafter, MedusaSizes
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -85,8 +84,3 @@ def test_one_distribution_serves_a_level() -> None:
     torch.testing.assert_close(drafter.draft_logits(frozen, shared), frozen.logits(shared.contiguous()))
     apart = torch.randn(2, 5, 48)
     torch.testing.assert_close(drafter.draft_logits(frozen, apart), frozen.logits(apart))
-
-
-def test_refusals() -> None:
-    with pytest.raises(DrafterError, match="medusa_heads"):
-        MedusaSizes.from_target(build_model().config, medusa_heads=0)

@@ -17,7 +17,7 @@ N_TOKENS = 40
 
 
 def training_masks() -> dict[str, masks.Mask]:
-    """Every mask of training over two rows: a step bound with a teacher-forced pass behind it, a staircase row."""
+    """Every mask of training over two rows: a step bound with a teacher-forced pass after it, a staircase row."""
     response = torch.zeros(2, N_TOKENS, dtype=torch.bool)
     response[0, 7:33], response[1, 12:19] = True, True
     draws = Draws(torch.tensor([5, 3]), torch.tensor([True, False]), torch.tensor([2, 0]), teacher_forced_weight=0.5)

@@ -15,9 +15,9 @@ from moa_data.moa.nn.losses import (
     chunked_losses,
     d_pace_weights,
     feature_loss,
-    forward_kl,
     logits_of,
 )
+from moa_data.tests.kit.drafters import forward_kl
 from moa_data.tests.kit.memory import LiveBytes
 
 

@@ -1,0 +1,96 @@
+"""Sizes that do not fit each other or the target are refused by name; defaults follow from the target."""
+
+from typing import Any
+
+import pytest
+
+from moa_data.errors import DrafterError
+from moa_data.moa.drafters.block import default_read_layers
+from moa_data.moa.drafters.eagle import EagleSizes
+from moa_data.moa.drafters.eagle3 import Eagle3Sizes, default_fused_layers
+from moa_data.moa.drafters.independent import IndependentSizes
+from moa_data.moa.drafters.mixture import MoASizes
+from moa_data.moa.drafters.registry import drafter_class
+from moa_data.tests.kit.models import SIZES, build_model
+
+BLOCK: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size": 7}
+KV = BLOCK | {"context": "kv", "fused_layers": (1,)}
+MEMORY: dict[str, Any] = BLOCK | {"context": "memory", "fused_layers": None}
+FUSED: dict[str, Any] = {"fused_layers": (0, 1)}
+UNFIT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("moa", {"layer_stride": 5}),
+    ("moa", {"layer_stride": 3, "layer_groups": 3}),
+    ("moa", {"self_attention_kv_heads": 3, "layer_attention_kv_heads": 7}),
+    ("moa", {"layer_attention_heads": 5}),
+    ("moa", {"target_layer_inference": 5}),
+    ("moa", {"layer_groups": 0}),
+    ("moa", {"layer_groups": 5}),
+    ("moa", {"kv_width": 0}),
+    ("eagle", {"self_attention_kv_heads": 3}),
+    ("eagle", {"eagle_layers": 0}),
+    ("eagle3", {"fused_layers": None}),
+    ("eagle3", {"fused_layers": (0, 4)}),
+    ("eagle3", {"fused_layers": (1, 0)}),
+    ("eagle3", {"fused_layers": ()}),
+    ("eagle3", FUSED | {"draft_vocabulary": 68}),
+    ("eagle3", FUSED | {"test_time_steps": 0}),
+    ("eagle3", FUSED | {"self_attention_kv_heads": 3}),
+    ("glide", {"self_attention_kv_heads": 3}),
+    ("glide", {"block_size": 0}),
+    ("medusa", {"medusa_heads": 0}),
+    ("independent", {"independent_width": 33}),
+    ("independent", {"independent_layers": 0}),
+    ("dspark", BLOCK | {"fused_layers": None}),
+    ("dspark", BLOCK | {"fused_layers": (0, 4)}),
+    ("dspark", BLOCK | {"fused_layers": (-1,)}),
+    ("dspark", BLOCK | {"sample_from_anchor": False, "block_size": 1}),
+    ("dspark", BLOCK | {"mask_token": 67}),
+    ("dspark", BLOCK | {"markov_head": "gru"}),
+    ("dspark", BLOCK | {"markov_rank": 0}),
+    ("dspark", BLOCK | {"context": "text"}),
+    ("dspark", KV | {"block_layers": 2}),
+    ("dspark", KV | {"fused_layers": (0, 1, 2)}),
+    ("dspark", KV | {"self_attention_kv_heads": 4}),
+    ("dspark", BLOCK | {"context": "memory"}),
+    ("dspark", MEMORY | {"layer_groups": 9}),
+)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), UNFIT, ids=str)
+def test_unfit_sizes_are_refused(kind: str, sizes: dict[str, Any]) -> None:
+    with pytest.raises(DrafterError, match=None if kind == "dspark" else list(sizes)[-1].split("_")[0]):
+        drafter_class(kind).config_class.from_target(build_model().config, **sizes)
+
+
+def test_sizes_of_another_kind_are_refused() -> None:
+    with pytest.raises(DrafterError):
+        EagleSizes.from_dict({"kind": "moa"})
+
+
+def test_heads_divide_widths() -> None:
+    wide = MoASizes.from_target(build_model(num_attention_heads=6, head_dim=64).config)
+    assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), "256 / 6 is no head dim"
+    config = build_model(hidden_size=384, num_attention_heads=6, intermediate_size=1024).config
+    sizes = IndependentSizes.from_target(config)
+    assert (sizes.independent_width, sizes.independent_mlp_width, sizes.independent_layers) == (192, 512, 2)
+    assert (sizes.own_block.n_heads, sizes.own_block.head_dim) == (4, 48)
+    narrow = IndependentSizes.from_target(config, independent_width=6)
+    assert (narrow.own_block.n_heads, narrow.own_block.head_dim) == (3, 2)
+
+
+def test_default_layers_are_those_of_the_official_code() -> None:
+    assert default_read_layers(36) == (1, 9, 17, 25, 33)
+    assert default_read_layers(32) == (1, 8, 15, 22, 29)
+    assert default_read_layers(28, 3) == (1, 13, 25)
+    assert default_read_layers(28, 1) == (14,)
+    assert default_fused_layers(8) == (1, 3, 4)
+    assert default_fused_layers(32) == (1, 15, 28)
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(67, 67), (128_256, 32_000)])
+def test_defaults_follow_from_the_vocabulary(vocab_size: int, expected: int) -> None:
+    config = build_model().config
+    config.vocab_size = vocab_size
+    assert Eagle3Sizes.defaults(config, FUSED)["draft_vocabulary"] == expected
+    assert SIZES["vocab_size"] == 67
+    assert drafter_class("dspark").config_class.defaults(config, BLOCK)["mask_token"] == vocab_size - 1
