@@ -214,31 +214,22 @@ def _token(file: str | None) -> str:
     if file is None:
         return ""
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = map(str.strip, Path(file).expanduser().read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         raise StageFailure(f"--token-file {file} cannot be read: {error}. Give a text file.") from error
-    for line in lines:
-        if (text := line.strip()) and not text.startswith("#"):
-            return text
+    if token := next((line for line in lines if line and not line.startswith("#")), ""):
+        return token
     raise StageFailure(f"--token-file {file} holds no token; write it into the first line.")
 
 
 def _prompts() -> Iterator[str]:
     """Yield what the user says, until the end of the input."""
     is_asked = sys.stdin.isatty()
+    asked: Iterator[str] = iter(partial(input, "> "), None) if is_asked else (line.rstrip("\n") for line in sys.stdin)
     with contextlib.suppress(EOFError, UnicodeDecodeError):
-        while True:
-            text = input("> ") if is_asked else _line()
-            if text.strip():
-                yield text
+        yield from (text for text in asked if text.strip())
     if is_asked:
         out.print()
-
-
-def _line() -> str:
-    if not (line := sys.stdin.readline()):
-        raise EOFError
-    return line.rstrip("\n")
 
 
 def moves_cursor() -> bool:
@@ -280,13 +271,13 @@ class PlainAnswer:
 class TerminalAnswer:
     """Writes on a terminal, and rewrites from the first token that changes; below stands a line of figures.
 
-    Lines are broken here, never by the terminal, so that it is known where each token stands: how many rows and columns
-    behind the beginning of the answer. The cursor moves by differences of these, which scrolling does not change.
-
     Args:
         write: writes text with control sequences; None for standard output.
         size: columns and rows; None for those of the terminal.
     """
+
+    # Lines are broken here, never by the terminal, so that it is known where each token stands: rows and columns from
+    # the beginning of the answer. The cursor moves by differences of these, which scrolling does not change.
 
     def __init__(
         self, write: Callable[[str], None] | None = None, size: Callable[[], tuple[int, int]] | None = None
@@ -329,7 +320,7 @@ class TerminalAnswer:
         self._write(f"\r\n{_STYLES['unverified']}{self._status}{_RESET}\r\n")
 
     def _rewrite(self, first: int) -> None:
-        """Write all tokens from one on anew."""
+        """Write all tokens from one on again."""
         _, height = self._size()
         end = self._starts[-1]
         top = end[0] - (height - 4)  # what has left the screen cannot be written again

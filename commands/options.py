@@ -31,7 +31,7 @@ class StageCommand(click.Command):
 
     @property
     def config_class(self) -> type[Config]:
-        """The settings."""
+        """The settings of the stage."""
         return self.callback.config_class  # type: ignore[union-attr,no-any-return]  # config_options sets it
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -162,7 +162,7 @@ def _show_all(ctx: click.Context, parameter: click.Parameter, is_asked: bool) ->
 
 
 def help_text(setting: Setting) -> str:
-    """Return the help of a setting, on one line."""
+    """Return the help of a setting on one line."""
     return " ".join((setting.field.description or "").split())
 
 
@@ -177,7 +177,7 @@ def default_text(setting: Setting) -> str:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """Return the type without None and bounds."""
+    # Without None and bounds.
     if typing.get_origin(annotation) is typing.Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -200,19 +200,17 @@ def _argument(setting: Setting) -> click.Argument:
 
 
 def _option(setting: Setting, hidden: bool) -> click.Option:
-    """Build an option without a default of click's, so that a flag that was not given stays weaker than the file."""
     name, kind = _flag(setting)
+    # Without a default of click's, so that a flag that was not given stays weaker than the file.
     return click.Option([name, setting.name], metavar=kind, default=None, help=_help(setting), hidden=hidden)
 
 
 def _flag(setting: Setting) -> tuple[str, str | None]:
-    """Return the flag, and what it takes; nothing for one of two that switch."""
     name, kind = option_name(setting.name), type_text(setting)
     return (f"{name}/--no-{name[2:]}", None) if kind == "true|false" else (name, kind)
 
 
 def _help(setting: Setting) -> str:
-    """Return the help of a setting with its default."""
     if setting.field.is_required():
         return f"{help_text(setting)} [required]"
     default = default_text(setting)

@@ -13,8 +13,6 @@ from .console import out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
-    from ..moa.drafters.base import Drafter
-    from ..moa.targets.live import Target
     from ..serving.grpc import Identities
     from ..serving.http import Service
 
@@ -71,6 +69,7 @@ def _service(config: ServeConfig) -> "Service":
     """Load target and drafters, and make what answers requests."""
     import torch
 
+    from ..moa.formats.checkpoint import load_drafters
     from ..moa.targets.live import Target
     from ..moa.targets.template import ChatTemplate, choose_template_arguments
     from ..serving.access import BearerTokens
@@ -79,7 +78,7 @@ def _service(config: ServeConfig) -> "Service":
 
     tokens = BearerTokens.load(config.token_file) if config.token_file else BearerTokens()
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    drafters = _drafters(config, target)
+    drafters = load_drafters(config.drafter, target, target.model.dtype)
     recorded = {name: drafter.config.target for name, drafter in drafters.items()}
     arguments = choose_template_arguments(config.template_kwargs, recorded)
     target.template = ChatTemplate(target.tokenizer, arguments, config.model)
@@ -91,7 +90,6 @@ def _service(config: ServeConfig) -> "Service":
 
 
 def _identities(service: "Service") -> "Identities":
-    """Hash what clients compare."""
     from ..serving.grpc import Identities
     from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
@@ -101,12 +99,6 @@ def _identities(service: "Service") -> "Identities":
         tokenizer_identity(target.tokenizer),
         {name: drafter_identity(drafter) for name, drafter in drafters.items()},
     )
-
-
-def _drafters(config: ServeConfig, target: "Target") -> "dict[str, Drafter]":
-    from ..moa.formats.checkpoint import load_drafters
-
-    return load_drafters(config.drafter, target, target.model.dtype)
 
 
 def _log_json_lines() -> None:

@@ -16,15 +16,14 @@ from .options import StageCommand, config_options
 
 @contextlib.contextmanager
 def _warnings_told() -> Iterator[None]:
-    """Tell in one line what a run warns of; others warn as ever."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
             if issubclass(category, RunWarning):
-                tell(str(message))
+                tell(str(message))  # in one line
             else:
-                others(message, category, *args, **kwargs)
+                others(message, category, *rest, **options)
 
         warnings.showwarning = show
         yield

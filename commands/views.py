@@ -81,7 +81,6 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
 
 
 COMPLETE_IT = "Run the command that made it again: it writes what is missing."
-"""What to do with an incomplete store."""
 
 
 def _incomplete(missing: str) -> Text:
@@ -135,14 +134,11 @@ def verify_view(report: "VerifyReport") -> RenderableType:
 def sample_view(
     row: Mapping[str, Any], tokens: Sequence[int], mask: Sequence[int], decode: Callable[[list[int]], str]
 ) -> RenderableType:
-    """Show one sequence with its trained response in colour.
+    """Show one sequence with its trained response in colour, and in ⟦ ⟧ for terminals without.
 
     Args:
-        tokens: Token ids, [n_tokens].
+        tokens: token ids, [n_tokens].
         mask: 1 on response tokens, [n_tokens].
-
-    Returns:
-        The facts, a legend and the text. Responses also stand in ⟦ ⟧, for terminals without colour.
     """
     text = Text()
     start = 0
@@ -195,11 +191,7 @@ def train_view(report: "TrainReport") -> RenderableType:
 def decoding_view(
     drafted: "Sequence[Generation]", plain: "Sequence[Generation] | None", shape: str, sampled: bool = False
 ) -> RenderableType:
-    """Compare speculative with plain decoding of the same prompts.
-
-    Args:
-        sampled: Whether tokens were sampled: then the two differ by chance.
-    """
+    """Compare speculative with plain decoding of the same prompts; sampled ones differ by chance."""
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     for name in ("", "tokens", "target calls", "tokens/call", "tokens/s", "draft ms", "verify ms"):
         table.add_column(name, justify="left" if not name else "right")

@@ -108,7 +108,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
     refused(run("chat", *base, "--set", "offline_below=1"), "offline_below")
     refused(run("chat", *base, "--prompt", "<|eot_id|>"), "<|eot_id|>")
     refused(run("chat", *options("nowhere", folder), "--prompt", "a"), "is no address of a server")
-    refused(run("chat", *options(server.address, tmp_path), "--prompt", "a"), "does not exist")
+    refused(run("chat", *options(server.address, tmp_path), "--prompt", "a"), "drafter")
     gone = options("127.0.0.1:1", folder, "--set", "connect_s=0.3", "--prompt", "a")
     refused(run("chat", *gone), "127.0.0.1:1 cannot be reached")
 
