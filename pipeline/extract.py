@@ -89,7 +89,7 @@ def extract(
         report = _report(plan, store, timings, lost)
         restored = [] if had_target else [f"{TARGET_NAME}/"]
         if redo is not None:
-            restored += [name for name in ("manifest", "metadata", "codec") if getattr(redo, name)]
+            restored += [name for name in ("manifest", "metadata", "codec", "texts") if redo.of_kind(name)]
         report.restored = ", ".join(restored)
         with store.publishing(CARD_BYTE):
             write_card(store.path, CardOrigin.of(config))
