@@ -36,10 +36,10 @@ from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
+# Called with each committed run of tokens and, for each of them, whether it was drafted.
 OnTokens = Callable[[list[int], list[bool]], None]
-"""Called with each committed run of tokens and, for each, whether it was drafted."""
+# Called after each verification with the drafts and, per row, the accepted nodes from the root down.
 OnRound = Callable[[DraftTree, list[list[int]]], None]
-"""Called after each verification with the drafts and, per row, the accepted nodes from the root down."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class DecodeStats:
 
     @property
     def n_target_calls(self) -> int:
-        """Target calls after the prefill."""
+        """The number of target calls after the prefill."""
         return len(self.committed_per_call)
 
     @property
@@ -236,7 +236,6 @@ def _verify(
 
 
 def _commit(cache: TargetCache, proposer: Proposer | None, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-    """Commit the kept tokens of a target call, and hand its hidden states [B, n, E] to the proposer."""
     cache.commit(kept)
     if proposer is not None:
         proposer.observe(hidden, kept)

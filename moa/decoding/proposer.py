@@ -18,8 +18,8 @@ from ..targets.live import Target
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
+# Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order.
 Choose = Callable[[Tensor], Tensor]
-"""Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order."""
 
 
 class Proposer:
@@ -32,11 +32,7 @@ class Proposer:
     max_depth: int | None = None
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
-        """Start a generation, before the target reads the prompts.
-
-        Args:
-            generators: random generators, one per row.
-        """
+        """Start a generation, before the target reads the prompts; each row has a random generator of its own."""
 
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Receive the results of a target call, the prefill included.
@@ -269,12 +265,9 @@ def _cut_chain(tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: 
 
 
 class PromptLookupProposer(Proposer):
-    """Proposes the continuation of the latest earlier occurrence of the last n tokens, the longest n first.
+    """Proposes what followed the latest earlier occurrence of the last n tokens, the longest n first.
 
     Source: Saxena, "Prompt Lookup Decoding" (2023); transformers offers the same as ``prompt_lookup_num_tokens``.
-
-    Args:
-        max_ngram: longest n that is looked up.
     """
 
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:

@@ -6,6 +6,7 @@ Nodes stand in level order. Parents are node indices, -1 for the root. The root 
 node, but :func:`ancestors` puts it first, because the target verifies it together with the nodes.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from ...errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
-NO_DRAFT = -1
-"""Padding token of rows with fewer drafts than the others; never accepted."""
+_SHAPE = re.compile(r"([0-9]+)(?:x([0-9]+)x([0-9]+)|@(0?\.[0-9]+|0)|c(0?\.[0-9]+|0))?")
+NO_DRAFT = -1  # padding of rows with fewer drafts than the others; never accepted
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,8 @@ class TreeShape:
         for name in ("stop_below", "cut_below"):
             if not 0 <= getattr(self, name) < 1:
                 raise DrafterError(f"{name} of a chain must be at least 0 and below 1, got {getattr(self, name)}.")
-        if self.cut_below and (self.stop_below or not self.is_chain):
-            raise DrafterError("a confidence cuts chains alone, and those that do not stop below a probability.")
-        if self.stop_below and not self.is_chain:
-            raise DrafterError("only chains stop below a probability; the best nodes of a tree are picked by theirs.")
+        if (self.stop_below and self.cut_below) or ((self.stop_below or self.cut_below) and not self.is_chain):
+            raise DrafterError("only chains end by a probability or a confidence, and by one of them.")
         if not self.is_chain and self.n_nodes < self.depth:
             raise DrafterError(
                 f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; give at least {self.depth}."
@@ -67,24 +66,16 @@ class TreeShape:
         ``10@0.2`` is a chain of at most ten drafts that stops below a probability of 0.2, ``7c0.3`` one of at most
         seven that is cut before the first draft in which the drafter's confidence head has less than 0.3.
         """
-        length, mark, bound = text.lower(), "", "0"
-        for mark in ("@", "c"):
-            if mark in length:
-                length, _, bound = length.partition(mark)
-                break
-        try:
-            sizes, least = [int(part) for part in length.split("x")], float(bound)
-        except ValueError:
-            sizes, least = [], 0.0
-        stop_below, cut_below = (least, 0.0) if mark == "@" else (0.0, least)
-        if len(sizes) == 1:
-            return cls(sizes[0], stop_below=stop_below, cut_below=cut_below)
-        if len(sizes) == 3:
-            return cls(sizes[0], sizes[1], sizes[2], stop_below, cut_below)
-        raise DrafterError(
-            f"{text!r} is no shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as 10@0.2, "
-            "LENGTHcCONFIDENCE such as 7c0.3, or DEPTHxBREADTHxNODES such as 6x8x62."
-        )
+        match = _SHAPE.fullmatch(text.lower())
+        if match is None:
+            raise DrafterError(
+                f"{text!r} is no shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as "
+                "10@0.2, LENGTHcCONFIDENCE such as 7c0.3, or DEPTHxBREADTHxNODES such as 6x8x62."
+            )
+        depth, breadth, n_nodes, stop_below, cut_below = match.groups()
+        if breadth:
+            return cls(int(depth), int(breadth), int(n_nodes))
+        return cls(int(depth), stop_below=float(stop_below or 0), cut_below=float(cut_below or 0))
 
     def __str__(self) -> str:
         """Write the shape as :meth:`parse` reads it."""

@@ -27,14 +27,6 @@ def _unchanged(given: Any, sizes: Any = None) -> Any:
     return given
 
 
-def _nothing(sizes: Any) -> list[Any]:
-    return []
-
-
-def _never(names: set[str], config: ForeignConfig) -> bool:
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """One layout of one kind of drafter. Its functions take the drafter's sizes; names are those of tensors."""
@@ -50,9 +42,9 @@ class Layout:
 
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Name of a size -> the values with which the reading program runs a drafter as it was trained."""
-    unfit: Callable[[Any], list[tuple[bool, str]]] = _nothing
+    unfit: Callable[[Any], list[tuple[bool, str]]] = lambda sizes: []
     """Lists further reasons why it would run a drafter differently, and whether each is there."""
-    notes: Callable[[Any], list[str]] = _nothing  # lists what to know before using the folder
+    notes: Callable[[Any], list[str]] = lambda sizes: []  # lists what to know before using the folder
     config: Callable[[Any, Any], dict[str, Any]]
     """(sizes, the target's transformers config or None) -> the content of config.json."""
     file_name: Callable[[str], str] = _unchanged  # A name in the drafter's state dict -> in the file
@@ -60,7 +52,7 @@ class Layout:
     """A name in a file, which may be of any version of the program -> in the drafter's state dict."""
     pack: Callable[[Weights, Any], Weights] = _unchanged  # adapts tensors, before they are renamed, to be written
     unpack: Callable[[Weights, Any], Weights] = _unchanged  # undoes it, after they are renamed
-    recognises: Callable[[set[str], ForeignConfig], bool] = _never
+    recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
     """Whether a folder that this package did not write has the layout, by the file's names without ``model.``."""
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
     """Reads the sizes of a drafter that this package did not write, from its renamed tensors and config.json."""
@@ -102,7 +94,7 @@ def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
 
 
 def is_rope_scaled(sizes: DrafterSizes) -> bool:
-    """Return whether the target's RoPE is scaled."""
+    """Whether the target's RoPE is scaled."""
     return bool(sizes.rope_parameters.get("rope_type", "default") != "default")
 
 
@@ -169,15 +161,13 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
 
     Args:
         given: lists of layers in the order of preference, and the number of the first layer in each.
-
-    Raises:
-        CheckpointError: there is none, so that they would have to be guessed from the target's depth.
     """
     for ids, first in given:
         if ids:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
                 raise CheckpointError(f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers.")
             return tuple(layer - first for layer in ids)
+    # They would have to be guessed from the target's depth.
     raise CheckpointError(
         "config.json does not say which layers of the target are read; restore the checkpoint's own, with "
         "target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -32,6 +32,7 @@ _BLOCKS = {
 }
 """Name of a block in weights and config.json -> in our sizes."""
 _MODEL_TYPE = "moa_spec"
+_KEY = "layer_self_attention.self_attn.q_proj.weight"
 
 
 def from_official_key(name: str) -> str:
@@ -54,7 +55,7 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
     # Layer self-attention has the target's query heads, and the head dim that its q_proj implies also where the heads
     # do not divide the KV width: the official code rounds down.
     n_heads, head_dim = facts["n_heads"], facts["head_dim"]
-    layer_head_dim = max(1, rows(weights, "layer_self_attention.self_attn.q_proj.weight") // n_heads)
+    layer_head_dim = max(1, rows(weights, _KEY) // n_heads)
     values = facts | {"layer_attention_heads": n_heads, "layer_attention_head_dim": layer_head_dim}
     for block, own in _BLOCKS.items():
         dim = layer_head_dim if own == "layer_attention" else head_dim
@@ -103,10 +104,6 @@ def _moa_notes(sizes: MoASizes) -> list[str]:
     return [names + (f", and target_layer_inference {n_layers}" if n_layers else "")]
 
 
-def _is_moa(names: set[str]) -> bool:
-    return any(name.startswith("layer_self_attention.") for name in names)
-
-
 MOA = Layout(
     name="moa",  # such as huawei-noah/MOASpec-Llama-3-8B-Instruct: 29 tensors for a Llama target
     kind=MoASizes.kind,
@@ -119,7 +116,7 @@ MOA = Layout(
     config=lambda sizes, target_config: {**target_config.to_dict(), **rope_keys(sizes)},
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
     own_name=from_official_key,
-    recognises=lambda names, config: _is_moa(names) and config.get("model_type") != _MODEL_TYPE,
+    recognises=lambda names, config: _KEY in names and config.get("model_type") != _MODEL_TYPE,
     read_sizes=lambda weights, config: sizes_from_official(weights, parse_target_config(config, "config.json")),
 )
 
@@ -173,6 +170,6 @@ MOA_VLLM = replace(
     unfit=_vllm_unfit,
     notes=lambda sizes: [],
     config=_vllm_config,
-    recognises=lambda names, config: _is_moa(names) and config.get("model_type") == _MODEL_TYPE,
+    recognises=lambda names, config: _KEY in names and config.get("model_type") == _MODEL_TYPE,
     read_sizes=_read_vllm_sizes,
 )
