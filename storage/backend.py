@@ -1,6 +1,6 @@
 """Reads and writes the files of a store wherever it lies: whole files, and byte ranges of shards.
 
-:func:`locate` gives the backend behind a path: :class:`LocalBackend`, or an ``object_store.ObjectStore``.
+:func:`locate` gives the backend of a path: :class:`LocalBackend`, or an ``object_store.ObjectStore``.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
 
 
 def locate(path: StorePath) -> tuple[Backend, str]:
-    """Return the backend behind a path and the name that the path has there."""
+    """Return the backend of a path and the name that the path has there."""
     return (path.backend, path.key) if isinstance(path, RemotePath) else (_LOCAL, os.fspath(path))
 
 

@@ -69,7 +69,7 @@ class _Torn(Exception):
 
 
 class ObjectStore:
-    """A prefix of a bucket behind obstore: connected anew in each process, pickled as its URL, safe in threads."""
+    """A prefix of a bucket, by obstore: connected anew in each process, pickled as its URL, safe in threads."""
 
     def __init__(self, url: str) -> None:
         if urlsplit(url).scheme.lower() not in SCHEMES:
@@ -139,7 +139,7 @@ class ObjectStore:
         n_bytes = obstore.head(self.connection, name)["size"]
         if n_bytes >= stop:
             raise failure
-        # The file is shorter than whoever asks believes, for which servers have answers of many kinds.
+        # The file is shorter than the caller believes, for which servers have answers of many kinds.
         if start >= n_bytes:
             return memoryview(b"")
         return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
@@ -245,7 +245,7 @@ def _connect(url: str) -> Connection:
     try:
         return from_url(
             url,
-            # A stalled transfer ends, a slow one goes on: the time of a whole request says nothing where links differ.
+            # A stalled transfer ends, a slow one does not: the time of a whole request says nothing where links differ.
             client_options={
                 "timeout": timedelta(minutes=20), "read_timeout": timedelta(seconds=30),
                 "connect_timeout": timedelta(seconds=5), **({"allow_http": True} if is_plain else {}),

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class Backend(Protocol):
-    """All that is asked of the place of a store: a file system (``backend``), or an object store.
+    """What holds the files of a store: a file system (``backend``), or an object store.
 
     Every method raises FileNotFoundError for a file that is not there; StorageUnavailable, or another OSError, where it
     cannot be told.

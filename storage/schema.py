@@ -5,7 +5,7 @@
     STORE/
       store.json                       manifest: schema version, fields, conventions, codec, identities, counts
       plan.parquet                     one row per sequence, in the order in which sequences lie in the parts
-      texts.arrow                      tokens and masks of all sequences, from which `extract` goes on (may be absent)
+      texts.arrow                      tokens and masks of all sequences, for `extract` to continue (may be absent)
       target/                          config, tokenizer and frozen weights that training needs
       codec/basis.safetensors          what the codec has learned (transform codecs only)
       parts/                           one Zarr v3 group; on the token axis of each array the parts follow each other

@@ -6,8 +6,8 @@ At every moment readers see the whole old store or the whole new one:
    lists them too. A reader of the old manifest does not ask for them, so that the part stays valid.
 2. When every committed part has them, store.json is replaced by one that names the new fields.
 
-A kill leaves parts that have the new arrays and parts that have not; the same addition goes on with the latter. At the
-end every file has the bytes that one extraction of all fields would have given.
+A kill leaves parts that have the new arrays and parts that have not; the same addition continues with the latter. At
+the end every file has the bytes that one extraction of all fields would have given.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ...files import write_atomic
 from ..backend import put_if_absent, replace_file
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
-from ..commit import PartCommit, read_part_commit
+from ..commit import PartCommit, array_of, read_part_commit
 from ..paths import StorePath
 from ..read.summary import unfinished_fields
-from ..schema import CODEC_NAME, ZARR_NAME, FieldSpec, StoreManifest, commit_path
+from ..schema import CODEC_NAME, FieldSpec, StoreManifest, commit_path
 from .part import PartWriter
 from .publish import changed_meanwhile
 from .store import StoreWriter
@@ -60,11 +60,12 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
 
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     """Save what the new fields have learned beside the store's own basis; drop shards encoded with another one."""
+    arrays = {array.name for array in writer.codec.arrays}
     for part in writer.committed_parts():
         path = commit_path(writer.path, part)
         commit = read_part_commit(path)
         if unfinished_fields([commit], writer.codec):
-            files = {name: record for name, record in commit.files.items() if _is_of(name, writer.codec)}
+            files = {name: record for name, record in commit.files.items() if array_of(name) in arrays}
             if not replace_file(path, commit.to_json(), replace(commit, files=files).to_json()):
                 raise changed_meanwhile(path)
     writer.remove_uncommitted()
@@ -75,16 +76,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     elif not put_if_absent(path, codec.files()[BASIS_NAME]):
         raise StoreLocked(
             f"{path} is what an unfinished addition of other fields has learned. Finish that one first, or delete the "
-            "file where nobody works on it any more."
+            "file if no process works on it any more."
         )
-
-
-def _is_of(file: str, codec: StoreCodec) -> bool:
-    """Whether a file of a part belongs to an array of the codec, or to a group around one."""
-    folder = file.removesuffix(ZARR_NAME).removesuffix("/")
-    inside = any(file.startswith(f"{array.name}/") for array in codec.arrays)
-    around = f"{folder}/" if folder else ""
-    return inside or (file.endswith(ZARR_NAME) and any(array.name.startswith(around) for array in codec.arrays))
 
 
 class StoreAddition:

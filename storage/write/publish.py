@@ -197,7 +197,7 @@ class PartFiles:
         if isinstance(self._store.path, Path):
             sync_file(fd, path)
             return
-        self._first_upload_s = self._first_upload_s or time.time()  # the wall clock: it goes on while a machine sleeps
+        self._first_upload_s = self._first_upload_s or time.time()  # the wall clock: it runs while a machine sleeps
         target = self._store.path / PARTS_NAME / path.relative_to(self._folder).as_posix()
         self._uploads.append(target)
         _store(path, target)

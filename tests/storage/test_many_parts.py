@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.storage.codecs.coding import Columns, GroupFit
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.commit import PartCommit, committed_bytes, read_part_commit
 from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
@@ -30,32 +27,6 @@ EAGLE_3 = tuple(hidden_field(f"layer_{layer}", 4096) for layer in (2, 16, 29))
 def test_a_full_part_of_an_8b_takes_at_most_16_files(codec: str, fields: tuple[Any, ...]) -> None:
     grids = [array_grid(array, N_PARTS, 65_536) for array in StoreCodec(codec, fields).arrays]
     assert sum(grid.shards_per_part for grid in grids) <= 16
-
-
-def made_up_fits(codec: TransformCodec) -> list[GroupFit]:
-    """As many columns as small targets have for their width at such bits, in runs, without bases."""
-    fits = []
-    for group in codec.groups:
-        width = len(group) * 2048 if codec.is_kv else 4096
-        n_codes = np.array([32, 16, 4, 1] if codec.is_kv else [16, 16, 16, 2]) * width // 64
-        levels = np.repeat([3, 5, 15, 255], n_codes).astype(np.int32)
-        runs = np.sort(np.arange(len(levels)) * 9 // len(levels) + np.searchsorted([5, 15, 255], levels, "right"))
-        table = np.zeros((len(levels), len(fields_of(Columns))), np.float32)
-        table[:, 2:4] = np.stack([runs, levels], axis=1)
-        fits.append(GroupFit((), Columns.from_table(table)))
-    return fits
-
-
-@pytest.mark.parametrize("codec", ["transform:1", "transform:0.88,hidden=1.55,tokens@all"])
-@pytest.mark.parametrize("fields", [LLAMA_3_8B, (*LLAMA_3_8B, *EAGLE_3)], ids=["last", "eagle-3"])
-def test_codes_of_an_8b_take_one_file_a_field(codec: str, fields: tuple[Any, ...]) -> None:
-    store_codec = StoreCodec(codec, fields)
-    for field in store_codec.learned.values():
-        assert isinstance(field, TransformCodec)
-        field.take_over(made_up_fits(field), None)
-    grids = [array_grid(array, N_PARTS, 65_536) for array in store_codec.arrays]
-    assert sum(grid.shards_per_part for grid in grids) == len(fields) <= 16
-    assert max(grid.rows_per_shard * grid.chunks_per_row for grid in grids) < 1 << 16  # entries of an index
 
 
 @pytest.fixture(scope="module")

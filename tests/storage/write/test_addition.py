@@ -1,4 +1,4 @@
-"""Fields join a store: killed anywhere, it is the old store or the new one, and goes on to the bytes of a fresh one."""
+"""Fields join a store: killed anywhere, it is the old store or the new one, and ends in the bytes of a fresh one."""
 
 import errno
 import os
@@ -60,7 +60,7 @@ def opened(path: Path) -> StoreWriter:
 
 
 def add(path: Path, wanted: Recipe) -> None:
-    """Do, or go on with, the addition."""
+    """Do, or continue, the addition."""
     with opened(path) as writer:
         if not writer.has_target or (writer.target_path / "frozen").read_bytes() != NEW_WEIGHTS:
             write_bundle(writer, NEW_WEIGHTS)
@@ -86,7 +86,7 @@ def check_whole(path: Path, wanted: Recipe) -> bool:
 
 
 def then(real: Callable[..., None], after: Callable[[], None]) -> Callable[..., None]:
-    """A call with another behind it."""
+    """A call followed by another."""
 
     def both(*arguments: Any, **options: Any) -> None:
         real(*arguments, **options)
@@ -157,17 +157,11 @@ def check_states(recipe: Recipe, wanted: Recipe, folder: Path, monkeypatch: pyte
     assert is_new[0] < is_new[-1]
 
 
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
-    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    check_states(recipe, wanted, tmp_path, monkeypatch, every=9)
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_step_is_gone_on_from(
-    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_states(recipe, wanted, tmp_path, monkeypatch, every=1)
+    check_states(recipe, wanted, tmp_path, monkeypatch, every)
 
 
 def test_a_full_disk_at_any_write_leaves_a_whole_store(

@@ -1,4 +1,4 @@
-"""Parts appear whole or not at all; a store goes on only from the inputs it was made from."""
+"""Parts appear whole or not at all; a store continues only from the inputs it was made from."""
 
 import errno
 import os
