@@ -140,7 +140,7 @@ class ExportBest(L.Callback):
 
 
 class ShowSteps(L.Callback):
-    """Reports optimizer steps to a progress callback, and what the run is doing between two of them."""
+    """Reports optimizer steps to a progress callback, and micro-batches and validations between them."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
         self.progress, self.max_steps = progress, max_steps
@@ -335,9 +335,8 @@ class StopGuard(L.Callback):
         self._mask: set[Any] | None = None
 
     def __enter__(self) -> "StopGuard":
-        """Take the handlers over; until a trainer is set up, signals are blocked."""
-        # Processes that Lightning starts inherit the block for good: a signal to the whole group reaches them through
-        # the first process, and doesn't end them while they import.
+        # Until a trainer is set up, signals are blocked. Processes that Lightning starts inherit the block for good: a
+        # signal to the whole group reaches them through the first process, and doesn't end them while they import.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
@@ -350,7 +349,6 @@ class StopGuard(L.Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the handlers; the caller acts on a signal that was noted too late to stop at."""
         self._let_signals_in()
         for signum, handler in self._before.items():
             signal.signal(signum, handler)

@@ -16,7 +16,7 @@ that its sizes have too (``drafter.json``) carry the same name there. A run's fo
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -446,11 +446,6 @@ AnyDrafter = (
     | MedusaSettings
     | IndependentSettings
 )
-
-
-def default_drafters() -> list[AnyDrafter]:
-    """Make the default settings of each kind of drafter."""
-    return [settings() for settings in get_args(AnyDrafter)]
 
 
 class TrainConfig(Config):

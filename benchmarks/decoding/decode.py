@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import target_sizes
 from moa_data.moa.targets.live import Target
-from moa_data.trainer.config import MoASettings, default_drafters
+from moa_data.trainer.config import AnyDrafter, MoASettings
 
 FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
 """The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
@@ -155,7 +155,7 @@ def random_drafter(target: Target, kind: str, n_target_layers: int, context: str
 
 def read_bytes(target: Target, options: argparse.Namespace) -> int:
     """The bytes of activations that training reads for a token with the default settings of a kind, before a codec."""
-    (settings,) = [one for one in default_drafters() if one.kind == options.kind]
+    (settings,) = [one for one in (each() for each in get_args(AnyDrafter)) if one.kind == options.kind]
     changes = {"context": options.context, "target_layer_inference": options.target_layers or None}
     settings = settings.model_copy(update={key: value for key, value in changes.items() if value is not None})
     facts = target_sizes(target.config)

@@ -24,7 +24,7 @@ import traceback
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ from moa_data.storage.schema import (
     tokens_field,
 )
 from moa_data.storage.write.store import StoreWriter
-from moa_data.trainer.config import TrainConfig, default_drafters
+from moa_data.trainer.config import AnyDrafter, TrainConfig
 from moa_data.trainer.data import Batch, BatchReader, StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import DrafterModule, Trial
@@ -65,7 +65,10 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
     """Write drawn activations with the bundle of a drawn target."""
     rng, sizes = np.random.default_rng(0), target_sizes(config)
     wide, vocab_size = config.hidden_size, config.vocab_size
-    reads = [drafter_class(one.kind).reads(sizes["n_layers"], one) for one in default_drafters()]
+    reads = [
+        drafter_class(one.kind).reads(sizes["n_layers"], one)
+        for one in (settings() for settings in get_args(AnyDrafter))
+    ]
     hidden = ["last", *(f"layer_{layer}" for layer in sorted({layer for one in reads for layer in one.outputs}))]
     kv = kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"])
     activations = (kv, *(hidden_field(name, wide) for name in hidden))

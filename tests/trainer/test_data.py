@@ -88,26 +88,17 @@ def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> 
         assert one.denominator == other.denominator
 
 
-def test_micro_batches_make_up_the_batch(store_path: Path) -> None:
-    store = ActivationStore(store_path)
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_micro_batches_of_all_devices_make_up_the_batch(store_path: Path, n_ranks: int) -> None:
+    """Gradients are averaged over devices and micro-batches, so each divides by its share of ALL loss positions."""
+    store, parts = ActivationStore(store_path), []
     whole = next(iter(stream_of(store, config())))
-    iterator = iter(stream_of(store, config(micro_batch_size=1)))
-    parts = [next(iterator) for _ in range(4)]
+    for rank in range(n_ranks):
+        iterator = iter(stream_of(store, config(micro_batch_size=1), rank=rank, n_ranks=n_ranks))
+        parts += [next(iterator) for _ in range(4 // n_ranks)]
     assert sum(part.n_tokens for part in parts) == whole.n_tokens
     n_positions = [sum_loss_weights(part.inputs.response_mask, part.draws, config()) for part in parts]
     assert sum(n_positions) == whole.denominator
-    assert all(part.denominator == whole.denominator / 4 for part in parts)
-
-
-def test_devices_share_one_batch_and_its_denominator(store_path: Path) -> None:
-    """Gradients are averaged over devices and micro-batches, so each divides by its share of ALL loss positions."""
-    store, settings = ActivationStore(store_path), config()
-    whole = next(iter(stream_of(store, settings)))
-    parts = []
-    for rank in range(2):
-        iterator = iter(stream_of(store, config(micro_batch_size=1), rank=rank, n_ranks=2))
-        parts += [next(iterator) for _ in range(2)]
-    assert sum(part.n_tokens for part in parts) == whole.n_tokens
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 
 
