@@ -332,10 +332,3 @@ def test_speculators_files_must_belong_to_their_rows(store: Path, target: Path, 
     refused_with("no Arrow dataset")
     (folder / "state.json").unlink()
     refused_with("loss masks lie there")
-
-
-def test_extract_writes_the_card_again_and_equal(store: Path, extract_config: ExtractConfig) -> None:
-    card = (store / "README.md").read_bytes()
-    (store / "README.md").unlink()
-    extract(extract_config)
-    assert (store / "README.md").read_bytes() == card
