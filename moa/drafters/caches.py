@@ -172,11 +172,20 @@ class LayerState(RowState):
             own = states[row, torch.tensor(list(indices), device=states.device)]
             self.fresh[row] = (*self.fresh[row], own if make is None else make(own))
 
-    def missing_tokens(self, committed: Sequence[list[int]]) -> list[list[int]]:
-        """List the committed tokens of each row that the slots lack; the root is always among them."""
-        # It is fed again in each round: where it stands, the cache may hold a draft that was rejected there.
+    def feed_tokens(
+        self,
+        blocks: Sequence[DecoderBlock],
+        rotary: Rotary,
+        embed: Callable[[Tensor], Tensor],
+        committed: Sequence[list[int]],
+        device: torch.device,
+        last: Callable[..., Tensor] | None = None,
+    ) -> tuple[Tensor, Fed]:
+        """Feed the embeddings of the committed tokens that the slots lack, as :meth:`feed_committed`."""
+        # The root is fed again in each round: where it stands, the cache may hold a draft that was rejected there.
         self.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)]
-        return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)]
+        fresh = [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)]
+        return self.feed_committed(blocks, rotary, embed(padded(fresh, device)), [len(row) for row in fresh], last)
 
     def feed_committed(
         self,

@@ -35,7 +35,7 @@ from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotation
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, LayerState, lengths_mask, padded
+from .caches import KeysValues, LayerState, lengths_mask
 from .sizes import DrafterSizes, LayerSizes
 from .training import (
     Draws,
@@ -166,13 +166,8 @@ class GlideDrafter(Drafter):
     def draft_root(
         self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        fresh = state.missing_tokens(committed)
-        x, last = (
-            frozen.embed(padded(fresh, frozen.lm_head_weight.device)),
-            self._decoding_layer([len(row) - 1 for row in committed], cache),
-        )
-        counts = [len(row) for row in fresh]
-        return state.feed_committed([self.self_attention], self.rotary, x, counts, last)[0]
+        device, last = frozen.lm_head_weight.device, self._decoding_layer([len(row) - 1 for row in committed], cache)
+        return state.feed_tokens([self.self_attention], self.rotary, frozen.embed, committed, device, last)[0]
 
     @override
     def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:

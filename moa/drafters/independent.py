@@ -23,7 +23,7 @@ from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import LayerState, causal_features, padded
+from .caches import LayerState, causal_features
 from .sizes import DrafterSizes, multiple_of_32
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, loss_queries, round_queries
 
@@ -126,9 +126,8 @@ class IndependentDrafter(Drafter):
     def draft_root(
         self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        fresh = state.missing_tokens(committed)
-        embeddings = self.embed_tokens(padded(fresh, self.embed_tokens.weight.device))  # [B, n, W]
-        x, _ = state.feed_committed(self.blocks, self.rotary, embeddings, [len(row) for row in fresh])
+        device = self.embed_tokens.weight.device
+        x, _ = state.feed_tokens(self.blocks, self.rotary, self.embed_tokens, committed, device)
         features: Tensor = self.norm(x)
         return features
 

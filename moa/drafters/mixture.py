@@ -42,7 +42,7 @@ from ..nn.layers import BlockSizes, DecoderBlock
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import Fed, LayerState, concatenated, lengths_mask, padded, write_after
+from .caches import Fed, LayerState, concatenated, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, multiple_of_32
 from .training import Draws, LossTerms, Reads, Rounds, TrainingInputs, TrainingStep, at_queries, distillation
@@ -242,9 +242,8 @@ class MoADrafter(KVEncoder, Drafter):
         counts = [len(tokens) - 1 - length for tokens, length in zip(committed, lengths, strict=True)]
         if max(counts):
             self.append_encoded(state, self.encode_cached(cache, lengths, max(counts)), counts)
-        fresh = state.missing_tokens(committed)
-        x = frozen.embed(padded(fresh, frozen.lm_head_weight.device))
-        x, fed = state.feed_committed([self.self_attention], self.rotary, x, [len(row) for row in fresh])
+        device = frozen.lm_head_weight.device
+        x, fed = state.feed_tokens([self.self_attention], self.rotary, frozen.embed, committed, device)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     @override

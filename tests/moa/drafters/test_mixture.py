@@ -9,8 +9,7 @@ from torch import Tensor
 
 from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
-from moa_data.moa.drafters.training import Draws, Rounds, TrainingInputs, TrainingStep, loss_queries
-from moa_data.moa.nn import masks
+from moa_data.moa.drafters.training import Draws, Rounds, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.targets.live import Target
@@ -106,24 +105,6 @@ def test_contexts_hold_the_narrower_of_means_and_memory(n_target_layers: int, si
         n_groups = drafter.config.layer_groups if drafter.config.layer_attention else 1
         assert drafter.context_width == min(48, n_groups * kv_width) + n_target_layers * kv_width
         check_contexts(drafter, target, 10 * CLOSE)
-
-
-def test_losses_are_on_the_rounds_of_the_draws() -> None:
-    model = build_model()
-    drafter = build_drafter(model, layer_attention=False)
-    inputs, frozen = inputs_for(drafter, model), frozen_for(drafter, model)
-    n_response = N_TOKENS - PROMPT
-    terms = {name: drafter.objective(frozen, TrainingStep(inputs, draws)) for name, draws in DRAWS.items()}
-    n_positions = {name: one.n_positions for name, one in terms.items()}
-    assert n_positions["unbounded"] == n_positions["teacher-forced"] == n_response
-    drafted = masks.drafted_positions(inputs.response_mask, DRAWS["bounded"].step_bound, DRAWS["bounded"].offset)
-    assert n_positions["bounded"] == int(drafted.sum()) < n_response
-    assert n_positions["both"] == n_positions["bounded"] + n_response
-    for name, draws in DRAWS.items():
-        weights = MoADrafter.loss_positions(inputs.response_mask, draws)
-        expected = n_positions["bounded"] + 0.5 * n_response if name == "both" else n_positions[name]
-        assert float(weights.sum()) == expected
-    assert len({float(one.total.detach()) for one in terms.values()}) == len(DRAWS)
 
 
 @pytest.mark.parametrize("sees_drafts", [True, False])
@@ -245,10 +226,3 @@ def test_keys_and_values_that_are_no_numbers_do_not_stay_in_the_targets_cache(be
         for row, length in enumerate(before):
             assert not written[row, :, length].any()
             assert written[row, :, :length].all()
-
-
-def test_loss_queries_packs_left() -> None:
-    mask = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0]]).bool()
-    queries, valid = loss_queries(mask)
-    assert queries.tolist() == [[1, 3], [2, 0]]
-    assert valid.tolist() == [[True, True], [True, False]]

@@ -170,19 +170,6 @@ def test_no_rows_give_no_loss() -> None:
     assert features.grad.shape == (0, 6)
 
 
-def test_infinite_logits_give_finite_value_and_gradient() -> None:
-    draft = torch.randn(3, 5)
-    draft[:, 2] = -torch.inf
-    draft.requires_grad_(True)
-    target = torch.randn(3, 5)
-    target[:, [0, 2]] = -torch.inf
-    value = forward_kl(draft, target)
-    value.sum().backward()
-    assert value.isfinite().all()
-    assert draft.grad is not None
-    assert draft.grad[:, [0, 1, 3, 4]].isfinite().all()
-
-
 def test_feature_loss_is_smooth_l1_mean_over_width() -> None:
     got = feature_loss(torch.tensor([[0.0, 3.0]]), torch.tensor([[0.5, 0.0]]))
     assert got.tolist() == [pytest.approx((0.125 + 2.5) / 2)]

@@ -61,12 +61,3 @@ def test_windows_and_parts_are_asked_by_the_same_rule() -> None:
         assert mask.shape == mask.dense.shape == (1, 6, 14)
         asked = [[mask.sees(*torch.tensor([0, query, key])) for key in range(14)] for query in range(6)]
         assert torch.equal(torch.tensor(asked), mask.dense[0])
-
-
-def test_without_a_bound_every_response_position_is_drafted() -> None:
-    response = torch.tensor([[0, 1, 1, 0]])
-    assert torch.equal(masks.drafted_positions(response, None), response.bool())
-
-
-def test_staircase_schedule() -> None:
-    assert [masks.staircase_drop_probability(p) for p in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 1.0]
