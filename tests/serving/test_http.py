@@ -170,7 +170,7 @@ def test_the_answer_ends_with_the_end_of_sequence() -> None:
 def test_each_of_many_at_once_gets_what_it_gets_alone(target: Target, n: int) -> None:
     """More than share a call, with less memory than they want."""
     asked = [(f"the cat {k} sat", 8 + k % 40) for k in range(n)]
-    settings = EngineOptions(tree="3", kv_tokens=128, most_drafts=8, most_sequences=6)
+    settings = EngineOptions(tree="3", kv_tokens=2048, most_sequences=16)
     with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server, client_of(server) as client:
 
         def answer(index: int) -> str:
