@@ -161,6 +161,7 @@ def measure(
         chats = [_Chat(prompt, seed + at) for at, prompt in enumerate(prompts[start : start + batch_size], start)]
         for turn in range(max(len(chat.prompt.turns) for chat in chats)):
             if answered := [chat for chat in chats if chat.begin_turn(target, turn, result.skipped)]:
+                # Each method comes first equally often: the first one finds caches cold and the machine idle.
                 shift = n_batches % len(methods)
                 order = [*methods][shift:] + [*methods][:shift]
                 result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
@@ -264,10 +265,12 @@ def _compare(
     target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], sampling: SamplingConfig
 ) -> MethodRun:
     """Return a method's median repeat. Greedy and seeded repeats give equal tokens."""
+    # The median, and of an even number the faster one of the two, so that it is a run that took place.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
     if divergence is not None and sampling.temperature == 0:
+        # A gap near zero tells a tie, which rounding decides, from an error of the method.
         gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty)
     stats = other.stats
     return MethodRun(
@@ -399,6 +402,7 @@ def _draft(
     proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
     proposer.begin(cache)
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)  # as the end of a round leaves it
+    # Block drafters make so many levels at once and no more.
     depth = min(n_tokens, loaded.drafter.config.max_depth or n_tokens)
     room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
@@ -418,6 +422,7 @@ def continuation_log_probs(
         cache: with everything before the roots committed; it is left so.
         roots: the token before each continuation.
     """
+    # The last token of a continuation predicts what nobody wrote.
     fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]
     hidden = target.forward(padded(fed, target.device), cache)  # [B, n, E]
     found = []

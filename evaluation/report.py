@@ -310,6 +310,7 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
     if not used.any():
         return None, None
     _, place = np.unique(np.array(prompt_ids)[used], return_inverse=True)
+    # Sums by prompt: calls, turns and cuts of one prompt are not independent, so that prompts are what is resampled.
     sums = np.zeros((place.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
     np.add.at(sums, place, table[used])
 
@@ -369,6 +370,7 @@ def _is_report(path: Path) -> bool:
 
 def write_report(report: EvaluationReport, markdown: str, path: Path) -> None:
     """Write the report as JSON and as Markdown beside it; each file replaces its predecessor in one step."""
+    # The Markdown goes first: who sees the JSON finds the whole report.
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
     write_atomic(path.with_suffix(".md"), printable(markdown).encode())
     write_atomic(path, text.encode())

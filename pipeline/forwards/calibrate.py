@@ -103,7 +103,7 @@ def calibrate(
         for name, field in codec.learned.items():
             field.rope = target_rope(model_config) if field.is_kv else None
             field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
-            observations[name] = stack.enter_context(closing(field.observing(learning)))
+            observations[name] = stack.enter_context(closing(Observation(field, learning)))
         for i, row in enumerate(rows):
             learning.progress(i, len(rows), f"learn: sample {i + 1}/{len(rows)}")
             values = read(row)

@@ -194,7 +194,7 @@ class Rope:
 
 
 class TransformCodec(FieldCodec):
-    """Transform coding of one field; it must learn, by :meth:`observing` or :meth:`load_state`, before it encodes.
+    """Transform coding of one field; it must learn, by :class:`Observation` or :meth:`load_state`, before it encodes.
 
     Args:
         spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
@@ -276,15 +276,11 @@ class TransformCodec(FieldCodec):
             "token_features": 0 if self._features is None else self._features.shape[1],
         }
 
-    def observing(self, learning: Learning) -> Observation:
-        """Return an empty sample to learn from."""
-        return Observation(self, learning)
-
     def calibrate(
         self, sample: Iterable[np.ndarray], tokens: Sequence[np.ndarray] | None = None, learning: Learning | None = None
     ) -> None:
         """Learn from sequences at hand, as :class:`Observation` does; 20,000 tokens and more make a good basis."""
-        with contextlib.closing(self.observing(learning or Learning())) as observation:
+        with contextlib.closing(Observation(self, learning or Learning())) as observation:
             for i, values in enumerate(sample):
                 observation.observe(values, None if tokens is None else tokens[i])
             observation.learn()
@@ -391,6 +387,7 @@ class TransformCodec(FieldCodec):
             raise ValueError(
                 f"Field {self.spec.name!r} is predicted from {names}: encode them together by StoreCodec.encode."
             )
+        # One dictionary for all groups: array names have the group's number.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)

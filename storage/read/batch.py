@@ -165,6 +165,7 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardPlan]:
+    # By layers too: columns of chunks are planned for a whole shard at a time.
     plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
     for item in ranges:
         grid = shards.grid(item.array)
@@ -206,6 +207,7 @@ def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
     columns = _columns(plan.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
         return
+    # In the order of the file, so that neighbours become one read.
     rows = sorted(plan.wanted)
     places = reader.index[np.ix_(rows, [column.number for column in columns])].tolist()
     read: _Read | None = None

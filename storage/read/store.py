@@ -93,7 +93,7 @@ class ActivationStore:
                 )
         self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
         lengths = part_lengths(plan, self.manifest.alignment_tokens)
-        look = sizes_of(self.path / PARTS_NAME)
+        look = sizes_of(self.path / PARTS_NAME)  # one listing instead of a request for each file
         for part, commit in self.commits.items():
             # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
             if commit.allocated_tokens != lengths[part]:
@@ -353,7 +353,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
 
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
     """Read the manifest, and the codec with what it has learned, of one and the same moment."""
-    while True:
+    while True:  # an addition replaces both files, one after the other
         manifest = read_manifest(store)
         check_manifest(store)
         try:

@@ -17,6 +17,9 @@ from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.chats import chat, write_jsonl
+
+from .conftest import MAX_POSITIONS
 
 
 @pytest.fixture
@@ -158,6 +161,9 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(
 def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"device 'nothing' cannot be used.*--device cpu"):
         evaluate(config.replaced(device="nothing"))
+    long = write_jsonl(tmp_path / "long.jsonl", [chat("x" * MAX_POSITIONS)])
+    with pytest.raises(OptionInvalid, match="all 1 prompts"):
+        evaluate(config.replaced(prompts=str(long)))
     with pytest.raises(DrafterError, match="holds no drafter"):
         evaluate(config.replaced(drafter=(str(tmp_path),)))
     stranger = MoADrafter(MoASizes.from_target(target.config, target={"weights_sha256": "0" * 64}))

@@ -89,12 +89,6 @@ class TestTransform(LossyContract):
         with pytest.raises(CodecUnknown, match="'tokens'"):
             StoreCodec(self.name, (kv_field(4, 2, 8),))
 
-    def test_a_reader_of_one_layer_gets_the_codes_of_its_group(self, written: Path) -> None:
-        with ActivationStore(written) as store:
-            last = store.read_batch([2, 0], "kv", layers=[-1], decoded=False)
-            assert last.keys() == {array.name for array in store.codec.fields["kv"].arrays_of([3])}
-            assert last.keys() < store.read_batch([2], "kv", decoded=False).keys()
-
     def test_a_basis_that_is_not_the_recorded_one_is_damage(self, written: Path, tmp_path: Path) -> None:
         store = shutil.copytree(written, tmp_path / "store")
         basis, following = (store / f"codec/{name}basis.safetensors" for name in ("", "next-"))
@@ -181,22 +175,6 @@ def test_codes_in_pieces_are_those_of_the_runs_and_a_layer_needs_those_of_its_gr
             joined.decode(needed, 64, 20, layers),
             apart.decode({name: part[64:] for name, part in codes.items()}, 64, 20, layers),
         )
-
-
-def test_learned_state_decodes_the_same_and_is_reproducible(codec: TransformCodec) -> None:
-    state = codec.state()
-    other = TransformCodec(SPEC, codec.settings)
-    other.load_state({name: value.copy() for name, value in state.items()})
-    assert other.arrays == codec.arrays
-    assert other.describe() == codec.describe()
-    codes = codec.encode(TEST[0])
-    for name, rows in other.encode(TEST[0]).items():
-        np.testing.assert_array_equal(rows, codes[name])
-    np.testing.assert_array_equal(other.decode(codes, 0, 40), codec.decode(codes, 0, 40))
-    again = TransformCodec(SPEC, codec.settings, ROPE)
-    again.calibrate(CALIBRATION)
-    for name, value in again.state().items():
-        np.testing.assert_array_equal(value, state[name])
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
