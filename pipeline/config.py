@@ -226,7 +226,7 @@ class RegenerateConfig(Config):
     dataset: Common[str]
     """Chats: a hub id, a jsonl, json, parquet or arrow file, or a folder of them."""
     out: Common[str]
-    """File of the answered chats (.jsonl), or a folder for it; the same command run again goes on where it stopped."""
+    """File of the answered chats (.jsonl), or a folder for it; the same command run again continues it."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false of Qwen3; default: those that the
     drafter's store records. A server is sent them as chat_template_kwargs."""
@@ -249,9 +249,9 @@ class RegenerateConfig(Config):
     def problems(self) -> list[str]:
         if self.server is None:
             if self.model is None:
-                return ["nobody is named who answers: give --model MODEL or --server URL"]
+                return ["neither a model nor a server is given: give --model MODEL or --server URL"]
             if self.tree is not None and self.drafter is None:
-                return [f"tree is {self.tree!r}, but without a drafter nothing drafts; give --drafter RUN"]
+                return [f"tree is {self.tree!r}, but there is no drafter; give --drafter RUN"]
             try:
                 self.shape()
             except DrafterError as error:

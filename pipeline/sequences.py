@@ -11,7 +11,7 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -161,11 +161,6 @@ class Sequences:
             _mask=mask.values.to_numpy(),
             **counts,
         )
-
-    def mapped(self, table: pa.Table) -> Sequences:
-        """Return the same sequences, with tokens and masks as views of a table that :meth:`to_arrow` made."""
-        tokens, mask = (table[name].chunk(0).values.to_numpy() for name in TEXTS_COLUMNS[2:])
-        return replace(self, _tokens=tokens, _mask=mask)
 
 
 def content_id(tokens: np.ndarray, mask: np.ndarray) -> str:

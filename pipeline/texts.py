@@ -92,4 +92,4 @@ def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | No
             writer.write_table(table)
         with open(partial, "rb") as written:
             os.fsync(written.fileno())
-    return sequences.mapped(map_texts(path))
+    return Sequences.from_arrow(map_texts(path))

@@ -1,10 +1,10 @@
 """Extract the pending parts of a store, in this process or in several.
 
 The commits in the store tell which parts are done, so workers do not need to know each other: each takes a part that
-has no commit and that nobody else is writing, runs the target over it and commits it. Of two that wrote the same part
-the first commit stays, and what a killed worker had in flight is taken by the others. Commands on other machines that
-write to the same store are workers like any other. Workers are processes of this machine, or tasks on the machines of a
-Ray cluster that share a disk or a bucket.
+has no commit and that no other worker is writing, runs the target over it and commits it. Of two that wrote the same
+part the first commit stays, and what a killed worker had in flight is taken by the others. Commands on other machines
+that write to the same store are workers like any other. Workers are processes of this machine, or tasks on the machines
+of a Ray cluster that share a disk or a bucket.
 """
 
 from __future__ import annotations
