@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -217,8 +217,8 @@ class ActivationStore:
 
     def _read_codes(self, i: int, codec: FieldCodec, base: int, stop: int, layers: Layers) -> dict[str, np.ndarray]:
         i = self._sequence(i)
-        codes = empty_codes(codec, base, stop, layers)
-        read_ranges(self._shards, self._ranges(i, codec, base, stop, codes, layers))
+        codes, ranges = self._plan_codes(i, codec, base, stop, layers)
+        read_ranges(self._shards, ranges)
         self._check_tokens([i], codes)
         return codes
 
@@ -267,8 +267,8 @@ class ActivationStore:
             shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
             batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
             for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
-                codes = empty_codes(codec, 0, n_tokens, chosen)
-                ranges += self._ranges(i, codec, 0, n_tokens, codes, chosen)
+                codes, own = self._plan_codes(i, codec, 0, n_tokens, chosen)
+                ranges += own
                 target = batch[spec.name][b, :n_tokens]
                 undone.append(partial(decode_tokens, codec, codes, 0, 0, n_tokens, chosen, target))
         for array, indices in shared_arrays(as_stored).items():
@@ -323,11 +323,21 @@ class ActivationStore:
             raise SelectionInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
         return i % len(self)
 
-    def _ranges(
-        self, i: int, codec: FieldCodec, start: int, stop: int, out: Mapping[str, np.ndarray], layers: Layers
-    ) -> Iterator[RowRange]:
-        for array in (array for array in decoding_arrays(codec) if array.name in out):
-            yield self._range(i, array, codec.indices_of(array, layers), start, stop, out[array.name])
+    def _plan_codes(
+        self, i: int, codec: FieldCodec, start: int, stop: int, layers: Layers
+    ) -> tuple[dict[str, np.ndarray], list[RowRange]]:
+        """Return buffers for the rows that decode the tokens [start, stop) of a sequence, and what fills them."""
+        arrays = codec.arrays_read(layers)
+        if any(one.needs_tokens for one in codec.with_sources()):
+            arrays = (*arrays, _TOKENS_ARRAY)
+        codes: dict[str, np.ndarray] = {}
+        ranges = []
+        for array in arrays:
+            indices = codec.indices_of(array, layers)
+            n_rows = array.n_rows(stop) - start // array.block_tokens
+            codes[array.name] = np.empty((n_rows, *row_shape(array, indices)), array.storage_dtype)
+            ranges.append(self._range(i, array, indices, start, stop, codes[array.name]))
+        return codes, ranges
 
     def _range(
         self, i: int, array: StoredArray, indices: list[int] | None, start: int, stop: int, out: np.ndarray
@@ -403,23 +413,6 @@ def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> dict[StoredArr
             indices = codec.indices_of(array, layers)
             found[array] = indices if found.get(array, indices) == indices else None
     return found
-
-
-def decoding_arrays(codec: FieldCodec, layers: Layers = None) -> tuple[StoredArray, ...]:
-    """Return the arrays that decoding these layers of a field reads, the tokens included where it needs them."""
-    arrays = codec.arrays_read(layers)
-    return (*arrays, _TOKENS_ARRAY) if any(one.needs_tokens for one in codec.with_sources()) else arrays
-
-
-def empty_codes(codec: FieldCodec, start: int, stop: int, layers: Layers) -> dict[str, np.ndarray]:
-    """Return buffers for the rows of ``decoding_arrays`` that cover the tokens [start, stop) of a sequence."""
-    return {
-        array.name: np.empty(
-            (array.n_rows(stop) - start // array.block_tokens, *row_shape(array, codec.indices_of(array, layers))),
-            array.storage_dtype,
-        )
-        for array in decoding_arrays(codec, layers)
-    }
 
 
 def decode_tokens(
