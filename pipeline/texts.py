@@ -78,7 +78,7 @@ def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any]
         return write_texts(path, sequences, origin)
     with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
         kept = write_texts(Path(folder) / TEXTS_NAME, sequences, origin)
-        path.backend.upload(path.key, Path(folder) / TEXTS_NAME)
+        path.backend.put(path.key, Path(folder) / TEXTS_NAME)
     return kept
 
 

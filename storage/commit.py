@@ -159,24 +159,19 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     """
     commit = target_commit_path(store)
     while (content := _content(commit)) is not None:
-        error = _bundle_error(commit, folder)
-        if error is None:
+        try:
+            files = read_file_records(commit)
+        except FileNotFoundError:
+            return
+        errors = [error for _, error in find_size_damage(folder, files)] or [
+            StoreDamaged(f"{folder / name} is not the file that {commit} lists: another checksum. {_RESTORE}")
+            for name, record in files.items()
+            if file_crc32(folder / name) != record.crc32
+        ]
+        if not errors:
             return
         if _content(commit) == content:  # else the bundle was given more layers while it was compared
-            raise error
-
-
-def _bundle_error(commit: StorePath, folder: StorePath) -> StoreError | None:
-    try:
-        files = read_file_records(commit)
-    except FileNotFoundError:
-        return None
-    for _, error in find_size_damage(folder, files):
-        return error
-    for name, record in files.items():
-        if file_crc32(folder / name) != record.crc32:
-            return StoreDamaged(f"{folder / name} is not the file that {commit} lists: another checksum. {_RESTORE}")
-    return None
+            raise errors[0]
 
 
 # store.json, plan.parquet and the metadata of the arrays

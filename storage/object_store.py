@@ -179,13 +179,7 @@ class ObjectStore:
                 if not next(pauses):
                     raise _unavailable(self.url, name, error) from error
 
-    def put(self, name: str, data: bytes) -> None:  # noqa: D102
-        self._upload(name, data)
-
-    def upload(self, name: str, path: Path) -> None:  # noqa: D102
-        self._upload(name, path)
-
-    def _upload(self, name: str, data: bytes | Path) -> None:
+    def put(self, name: str, data: bytes | Path) -> None:  # noqa: D102
         def upload() -> None:
             obstore.put(self.connection, name, data, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
 

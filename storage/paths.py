@@ -64,8 +64,8 @@ class RemoteBackend(Backend, Protocol):
 
     url: str
 
-    def upload(self, name: str, path: Path) -> None:
-        """Write a file, or replace it, in one step, with the content of a local one."""
+    def put(self, name: str, data: bytes | Path) -> None:
+        """Write a file, or replace it, in one step; with the content of a local one where ``data`` is its path."""
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:
         """Write a file, or replace it, in one step, with the content of another one, which has ``n_bytes``."""

@@ -135,7 +135,10 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     n_tokens = int(lengths.sum(dtype=np.int64))
     codec = StoreCodec.open(manifest, store)
     n_pending = manifest.n_parts - len(commits)
-    n_bytes = _array_bytes(commits.values())
+    n_bytes: dict[str, int] = {}
+    for file, record in (item for commit in commits.values() for item in commit.files.items()):
+        if (array := array_of(file)) is not None:
+            n_bytes[array] = n_bytes.get(array, 0) + record.bytes
     fields = tuple(
         FieldSummary(
             name=spec.name,
@@ -145,8 +148,8 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
             raw_bytes=spec.token_bytes * n_tokens,
             n_values=math.prod(spec.token_shape) * n_tokens,
             arrays=tuple(
-                ArraySummary(array.name, array.logical_dtype, n_bytes.get(array.name, 0))
-                for array in codec.fields[spec.name].arrays
+                ArraySummary(stored.name, stored.logical_dtype, n_bytes.get(stored.name, 0))
+                for stored in codec.fields[spec.name].arrays
             ),
         )
         for spec in manifest.fields
@@ -164,15 +167,6 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
         missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),
         unfinished=unfinished_fields(commits.values(), codec),
     )
-
-
-def _array_bytes(commits: Iterable[PartCommit]) -> dict[str, int]:
-    n_bytes: dict[str, int] = {}
-    for commit in commits:
-        for file, record in commit.files.items():
-            if (array := array_of(file)) is not None:
-                n_bytes[array] = n_bytes.get(array, 0) + record.bytes
-    return n_bytes
 
 
 def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> LengthHistogram:

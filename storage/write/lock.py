@@ -65,10 +65,7 @@ class StoreLock:
             elif shares and CAN_SHARE:
                 self._wait_for(self._lock_alone_or_beside)
             else:
-                lock(self._fd, self._path)
-        except LockHeld as held:
-            self.close()
-            raise self._locked_by(held) from held
+                self._wait_for(lambda: lock(self._fd, self._path), waits=False)
         except BaseException:
             self.close()
             raise
@@ -80,21 +77,19 @@ class StoreLock:
             lock(self._fd, self._path, shared=True)
             self.is_alone = False
 
-    def _wait_for(self, take: Callable[[], None]) -> None:
+    def _wait_for(self, take: Callable[[], None], waits: bool = True) -> None:
         """Take a lock as soon as no process is opening the store; StoreLocked where one holds it for longer."""
         began_s = time.monotonic()
         while True:
             try:
                 return take()
             except LockHeld as held:
-                if held.note != _OPENING and time.monotonic() - began_s > _GRACE_S:
-                    raise self._locked_by(held) from held
+                if not waits or (held.note != _OPENING and time.monotonic() - began_s > _GRACE_S):
+                    raise StoreLocked(
+                        f"{self._store} is being written by {held.holder}. Wait until it ends, or choose another "
+                        "output folder."
+                    ) from held
                 time.sleep(_RETRY_S)
-
-    def _locked_by(self, held: LockHeld) -> StoreLocked:
-        return StoreLocked(
-            f"{self._store} is being written by {held.holder}. Wait until it ends, or choose another output folder."
-        )
 
     def share(self) -> None:
         """Let others write beside this process; nothing changes where the system has no locks for that."""

@@ -159,10 +159,9 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
 
 
 def _content(commit: StorePath) -> str | None:
-    try:
+    with suppress(FileNotFoundError):
         return read_file(commit).decode()
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def _delete(paths: Collection[StorePath]) -> None:
@@ -398,7 +397,7 @@ def _store(path: Path, target: StorePath) -> None:
             os.fsync(file.fileno())
         os.rename(path, target)
         return
-    target.backend.upload(target.key, path)
+    target.backend.put(target.key, path)
     expected, got = path.stat().st_size, target.stat().st_size
     if got != expected:
         raise StorageUnavailable(f"{target} has {got} bytes after an upload of {expected}. Run the same command again.")

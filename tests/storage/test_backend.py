@@ -57,7 +57,7 @@ class ObjectStoreContract(BackendContract):
         store, data = place.backend, os.urandom(REQUEST_BYTES + 12345)
         step = 1 << 20
         (tmp_path / "file").write_bytes(data)
-        store.upload("a b/c", tmp_path / "file")
+        store.put("a b/c", tmp_path / "file")
         ranges = [(REQUEST_BYTES - 7, REQUEST_BYTES + 7), (100, 100 + step)]
         found = store.read_ranges([("a b/c", *each) for each in ranges])
         assert [bytes(each) for each in found] == [data[start:stop] for start, stop in ranges]

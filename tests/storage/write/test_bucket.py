@@ -74,7 +74,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch, n_calls: int) -> None:
 
         return call
 
-    for name in ("put_if_absent", "replace", "upload", "copy", "delete"):
+    for name in ("put_if_absent", "replace", "put", "copy", "delete"):
         monkeypatch.setattr(ObjectStore, name, dies(getattr(ObjectStore, name)))
 
 
