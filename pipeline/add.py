@@ -268,12 +268,9 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, reader.path
         n_tokens, sequences = int(reader.lengths.sum()), reader.sequences
     settings = _check_settings(path, stored)
-    revision = pinned_revision(recorded_sources(settings), "model", config.model, None)
-    folder = resolve_model_folder(config.model, revision=revision)
-    check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
+    folder, device = _find_same_target(config, path, stored, progress)
     model_config = load_target_config(folder)
     sizes = target_sizes(model_config)
-    device = _check_same_target(config, path, stored, folder, progress)
     dtype, compute_dtype = str(settings["dtype"]), str(settings["compute_dtype"])
     n_kept = max(settings["target_layers"], config.target_layers)
     old = parse_fields(spec.name for spec in stored.fields)
@@ -359,14 +356,17 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
     return dict(stored.extraction)
 
 
-def _check_same_target(
-    config: AddConfig, path: StorePath, stored: StoreManifest, folder: Path, progress: Progress | None
-) -> str:
-    """Return the device; refuse another target, tokenizer or template than the store's, or another kind of device."""
+def _find_same_target(
+    config: AddConfig, path: StorePath, stored: StoreManifest, progress: Progress | None
+) -> tuple[Path, str]:
+    """Return the target's folder and the device; refuse another target, tokenizer, template or kind of device."""
+    revision = pinned_revision(recorded_sources(stored.extraction), "model", config.model, None)
+    folder = resolve_model_folder(config.model, revision=revision)
+    check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted
     kind = torch.device(pick_device(device)).type
     live = tokenizer_identities(folder, load_target_tokenizer(folder)) | weight_identities(folder, progress)
     others = {"extraction.device": (wanted, kind)} if kind != wanted else {}
     check_identities(path, stored.identities, live, others)
-    return device
+    return folder, device

@@ -85,9 +85,8 @@ def recode(
         if target_store == source.path or (is_folder and os.path.samefile(str(target_store), str(source.path))):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
         new = codec_for(source, codec, target_store, progress, kv_metrics)
-        identities = dict(source.manifest.identities)
-        if kv_metrics is not None:
-            identities[METRIC_IDENTITY] = kv_metrics.identity
+        metric = {} if kv_metrics is None else {METRIC_IDENTITY: kv_metrics.identity}
+        identities = {**source.manifest.identities, **metric}
         manifest = dataclasses.replace(
             source.manifest, codec=new.describe(), identities=identities, schema_version=SCHEMA_VERSION
         )
