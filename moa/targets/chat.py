@@ -11,21 +11,12 @@ from typing import Any
 Message = dict[str, Any]
 
 ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
+    "system": "system", "tool": "tool", "user": "user", "human": "user", "prompter": "user",
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+}  # fmt: skip
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+# Keys that some datasets keep beside a message's content; few templates render them, and none says which.
 _UNREAD_KEYS = ("reasoning_content", "reasoning", "thinking", "refusal")
-"""Keys that some datasets keep beside a message's content; few templates render them, and none says which."""
 
 
 class RejectReason(StrEnum):
@@ -110,7 +101,7 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     if items is None:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if not isinstance(items, (list, tuple)) or not items:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"got {type(items).__name__} of length {_length(items)}")
+        return Rejection(RejectReason.MALFORMED_MESSAGES, f"got {type(items).__name__} {items!r:.60}")
     if row.get("documents"):
         return Rejection(RejectReason.CONTENT_NOT_READ, "documents")
     messages = []
@@ -180,7 +171,7 @@ def _join_text_parts(parts: list[Any] | tuple[Any, ...]) -> str | None:
 
 
 def _parse_tools(value: Any) -> list[dict[str, Any]] | Rejection:
-    """Read a list of JSON schemas, or the JSON of one, whose items may be JSON themselves."""
+    # A list of JSON schemas, or the JSON of one, whose items may be JSON themselves.
     tools = _unpacked(value or [])
     if not isinstance(tools, (list, tuple)):
         return Rejection(RejectReason.MALFORMED_TOOLS, f"got {type(tools).__name__}")
@@ -219,7 +210,7 @@ def tool_name(value: Mapping[str, Any]) -> str:
 
 
 def _unpacked(value: Any) -> Any:
-    """Return the value of a text that is JSON, and anything else as it is."""
+    """Parse a text that is JSON; anything else is returned as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -239,7 +230,3 @@ def _is_json(value: Any) -> bool:
 
 def _keys(value: Any) -> str:
     return "with " + ", ".join(map(str, list(value)[:8])) if isinstance(value, Mapping) else f"{value!r:.60}"
-
-
-def _length(value: Any) -> int | str:
-    return len(value) if hasattr(value, "__len__") else "?"

@@ -122,7 +122,7 @@ def _shows(text: str, part: str) -> bool:
 
 
 def _shows_calls(text: str, message: Message) -> bool:
-    """Whether a text holds the name and every text of the arguments of each call of a message."""
+    """Whether a text holds the name and all arguments of each call of a message."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return all(_shows(text, part) for each in functions for part in (each["name"], *texts(each["arguments"])))
 

@@ -108,19 +108,6 @@ def test_a_chatml_template_without_generation_prompt_leaves_headers_out() -> Non
         assert found == [content + "<|im_end|>", "ok<|im_end|>"]
 
 
-def test_a_thinking_block_that_history_loses_does_not_shift_the_mask() -> None:
-    """As Qwen3: the last answer gets an empty thinking block, earlier ones do not."""
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-        "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    tokenizer = build_tokenizer(template, None, "<|im_end|>")
-    found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one", "q", "two")))
-    assert found == ["one<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"]
-
-
 def test_a_generation_prompt_that_is_no_prefix_falls_back_to_the_text() -> None:
     template = CHATML_TEMPLATE.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif").replace(
         "assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"
@@ -162,17 +149,6 @@ def test_exactly_one_bos_whatever_the_template_renders(prefix: str) -> None:
     assert chat.tokens[0] == tokenizer.bos_token_id
     assert marked_texts(tokenizer, chat) == ["one<|eot_id|>", "two<|eot_id|>"]
     assert prompt_tokens(ChatTemplate(tokenizer), turns("q")).count(tokenizer.bos_token_id) == 1
-
-
-def test_no_system_prompt_is_added() -> None:
-    tokenizer, _ = make("llama3")
-    assert "system" not in tokenizer.decode(tokenized(tokenizer, turns("q", "a")).tokens)
-
-
-def test_a_date_in_the_template_is_always_the_same() -> None:
-    template = "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
-    tokenizer = build_tokenizer(template + "{{ date_string }}" + LLAMA3_TEMPLATE)
-    assert "26 Jul 2024" in tokenizer.decode(tokenized(tokenizer, turns("q", "a")).tokens)
 
 
 def test_no_chat_template_is_refused() -> None:
