@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -38,30 +39,17 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 _OF_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An error that is answered in OpenAI's form.
+    """An error that is answered in OpenAI's form."""
 
-    Args:
-        status: HTTP status.
-        message: one line: what was wrong and what to do.
-        param: the setting that was wrong; None where it is no single one.
-        code: a word for programs.
-        retry_after_s: seconds after which it makes sense to try again; None where that is not known.
-    """
+    status: int  # of HTTP
+    message: str  # one line: what was wrong and what to do
+    param: str | None = None  # the setting that was wrong
+    code: str | None = None  # a word for programs
+    retry_after_s: float | None = None  # when it makes sense to try again
 
     _TYPES: ClassVar[dict[int, str]] = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after_s = retry_after_s
 
     @property
     def body(self) -> dict[str, Any]:
