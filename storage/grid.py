@@ -115,6 +115,7 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
     room = -(-longest_part // PART_STEP_TOKENS) * PART_STEP_TOKENS
     n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
     most = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
+    # Equal shards: the Zarr grid is regular, so that a part must be a whole number of them.
     shards = next(n for n in range(1, n_chunk_rows + 1) if n_chunk_rows % n == 0 and n_chunk_rows // n <= most)
     part_rows = n_chunk_rows * chunk_shape[0]
     shard_shape = (part_rows // shards, *array.row_shape)

@@ -75,6 +75,7 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
             part, filled = part + 1, 0
         part_of[row] = part
         filled += n_tokens
+    # The longest first: neighbours of equal length make batches with little padding.
     order = np.lexsort((np.arange(len(lengths)), -lengths, part_of))
     ends = np.cumsum(padded[order])
     starts = ends - padded[order]
@@ -206,6 +207,7 @@ def texts_sha256(texts: pa.Table) -> bytes:
     if texts.column_names != TEXTS_COLUMNS or any(column.num_chunks != 1 for column in texts.columns):
         raise ValueError(f"expected the columns {TEXTS_COLUMNS}, each in one chunk")
     digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
+    # One chunk each, as written: combining even one would copy it, and the table may be as large as the memory.
     ids, rows, tokens, mask = (column.chunk(0) for column in texts.columns)
     for key in ids.to_pylist():
         digest.update(key.encode())

@@ -93,6 +93,7 @@ class ShardWriter:
         self._crc = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_guard(path):
+            # O_EXCL: no two writers have a partial name in common, and a link in its place is not followed.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     @property
@@ -126,6 +127,7 @@ class ShardWriter:
         while self._encoding:
             self._write_oldest()
         index = self._index.tobytes()
+        # At the end, as its entries are known only then; so a shard is written front to back, and synced once.
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
         return FileRecord(self._n_bytes, self._crc), self._pool.sync(self._sync)
 

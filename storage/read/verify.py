@@ -203,6 +203,7 @@ class _Verification:
             if name.startswith("part-") and name.endswith(".json") and name not in known:
                 self._damage(None, store / COMMITS_NAME / name, "a commit of a part that the plan does not have")
         report.lacks_target = lacks_target(store, manifest)
+        # No commit lists the texts, as an extraction may write them anew: the file holds its own checksum.
         with self._checking(None, store / TEXTS_NAME):
             if message := find_texts_damage(store):
                 self._damage(None, store / TEXTS_NAME, message)

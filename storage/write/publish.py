@@ -222,6 +222,7 @@ class PartFiles:
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(FIRST_PART_BYTE + self._part):
+            # In a folder the byte is held from the look at the commit to the last rename, so that no part is mixed.
             if Publication(path, self.attempt, files, old, commit.to_json().decode()).publish():
                 return commit, True
         try:
@@ -256,6 +257,7 @@ class StoreFiles:
 
     def __init__(self, path: StorePath, attempt: str | None = None, shares: bool = False, joins: bool = False) -> None:
         self.path, self.attempt = path, attempt or new_attempt()
+        # A bucket has no locks: the records of publications decide there.
         self._lock = StoreLock(path, shares, joins) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None

@@ -328,6 +328,7 @@ class StoreWriter(StoreFiles):
         for array in self.codec.arrays:
             grid = self._grids[array.name]
             files |= {f"{array.name}/{grid.shard_key(part, number)}" for number in range(grid.shards_per_part)}
+        # Also shards that no commit lists: a writer that was killed may have named some.
         for name in files:
             remove_file(self.path / PARTS_NAME / name)
         self._committed.discard(part)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreError, StoreNotFound
-from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.repair import drop_damage, plan_repair, retract_damage
 from moa_data.storage.write.store import StoreWriter
@@ -153,32 +152,6 @@ def test_parts_are_given_up_only_when_they_are_written_again(tmp_path: Path, eve
             for part in writer.pending_parts():
                 recipe.write_part(writer, part)
         assert read_tree(folder) == whole
-
-
-def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, seen = tmp_path / "store", set[int]()
-
-    def look() -> None:
-        try:
-            reader = ActivationStore(store)
-        except StoreNotFound:
-            return
-        with reader:
-            seen.add(len(reader.commits))
-            for i, row in enumerate(reader.sequences.to_pylist()):
-                for field in recipe.manifest.fields:
-                    np.testing.assert_array_equal(reader.read(i, field.name), recipe.values(field, row))
-
-    for name in ("rename", "replace", "fsync"):
-        real = getattr(os, name)
-
-        def step(*arguments: Any, real: Any = real) -> None:
-            real(*arguments)
-            look()
-
-        monkeypatch.setattr(os, name, step)
-    recipe.write(store)
-    assert seen == set(range(recipe.manifest.n_parts + 1))
 
 
 def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, recipe: Recipe) -> None:

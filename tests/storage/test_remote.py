@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
 
 from moa_data.errors import StoreDamaged
-from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
@@ -45,16 +43,6 @@ def test_a_copy_in_a_bucket_reads_the_same(local: Path, remote: RemotePath, monk
     report = verify_store(remote)
     assert report.ok
     assert report.n_bytes == verify_store(local).n_bytes
-
-
-def test_zarr_reads_it_through_obstore(local: Path, remote: RemotePath) -> None:
-    assert isinstance(remote.backend, ObjectStore)
-    group = zarr.open_group(zarr.storage.ObjectStore(remote.backend.connection, read_only=True), path="parts", mode="r")
-    array = group["kv"]
-    assert isinstance(array, zarr.Array)
-    expected = zarr.open_group(local / "parts", mode="r")["kv"]
-    assert isinstance(expected, zarr.Array)
-    np.testing.assert_array_equal(np.asarray(array[:200]), np.asarray(expected[:200]))
 
 
 def test_damage_is_named(remote: RemotePath) -> None:

@@ -12,7 +12,7 @@ from moa_data.errors import SchemaVersionError, StoreNotFound
 from moa_data.moa.targets.chat_tokens import TokenizedChat
 from moa_data.pipeline.sequences import Sequences
 from moa_data.pipeline.texts import write_texts
-from moa_data.storage.read.summary import length_histogram, summarize_store
+from moa_data.storage.read.summary import summarize_store
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import StoreManifest
 from moa_data.storage.write.repair import drop_damage, plan_repair
@@ -179,9 +179,3 @@ def test_summary_of_an_empty_store(tmp_path: Path, recipe: Recipe) -> None:
     summary = summarize_store(tmp_path / "store")
     assert (summary.n_sequences, summary.stored_bytes) == (0, 0)
     assert np.isnan(summary.ratio)
-
-
-def test_length_histogram_covers_every_length() -> None:
-    histogram = length_histogram(np.array([1, 5, 64, 100]), 10)
-    assert histogram.edges == tuple(range(0, 101, 10))
-    assert histogram.counts == (2, 0, 0, 0, 0, 0, 1, 0, 0, 1)
