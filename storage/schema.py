@@ -142,11 +142,10 @@ class FieldSpec:
 
     Attributes:
         name: path inside the part's group, e.g. ``"kv"`` or ``"hidden/last"``.
-        dtype: logical dtype, e.g. ``"bfloat16"`` (see ``dtypes``).
+        dtype: logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
         token_shape: shape of one token's values; ``()`` for one number per token.
         axes: names of all axes, the first of them ``"token"``.
         description: one line for people.
-
     """
 
     name: str

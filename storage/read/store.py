@@ -177,7 +177,7 @@ class ActivationStore:
             tokens: slice of the sequence's tokens with step 1; None for all.
 
         Returns:
-            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``).
+            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``schema.to_float32``).
 
         Raises:
             SelectionInvalid: no such field, sequence or layer, or a step other than 1.
