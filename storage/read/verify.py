@@ -157,8 +157,7 @@ def verify_store(
 
     Raises:
         StorageUnavailable: a file without which nothing else can be checked could not be read.
-        StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json; or the plan
-            breaks a rule.
+        StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json.
     """
     store = open_path(path)
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)

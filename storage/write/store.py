@@ -151,9 +151,7 @@ class StoreWriter(StoreFiles):
             OutputOccupied: the folder holds something else.
             StoreLocked: another process is writing to it, which does not share it.
             StoreMismatch: it was made from other inputs; names every key that changed.
-            StorageUnavailable: its file system is full, has no locks, or a file could not be read, so that damage is
-                unknown; nothing was deleted.
-            StoreDamaged: its own files are damaged, or a symbolic link stands inside it; nothing was changed.
+            StorageUnavailable: a file could not be read or written, so that damage is unknown; nothing was deleted.
         """
         store = open_path(path)
         check_plan(plan, manifest.alignment_tokens)
@@ -292,7 +290,6 @@ class StoreWriter(StoreFiles):
         Args:
             codec: codec of these fields; :meth:`lay_out` must have written their metadata.
             existing: files that the part's commit lists.
-            on_commit: called with the part's number once it is committed.
         """
         if part in self._open_parts:
             raise StoreError(f"Part {part} is being written already; open each part once.")
