@@ -195,19 +195,14 @@ def check_context(settings: Any, n_layers: int) -> None:
 
 
 class BlockState(LayerState):
-    """What B rows know of the target while decoding, and the block of this round.
+    """The context of each layer with the block of a round after it, and what the block's slots drafted.
 
-    Attributes:
-        slots: keys and values of the context for each layer; those of a round's block stand after it. Empty with the
-            context kv.
-        n_true: context positions of each row.
-        fresh: per row what :meth:`BlockDrafter.project` made of the committed positions from there on, [n, E].
-        hidden: [B, K, E] of the slots that draft; None outside a round.
+    ``fresh`` is what :meth:`BlockDrafter.project` made of committed positions after the context, [n, E] of each row.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
-        self.hidden: Tensor | None = None
+        self.hidden: Tensor | None = None  # [B, K, E] of the slots that draft; None outside a round
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
         """Return the fresh states and clear them, so many of each row: [B, n, E], right padded."""

@@ -227,10 +227,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL of all steps, each weighted 0.8 times the one before.
-
-        The reported forward KL is that of the first step, unweighted.
-        """
+        """Compute the loss of one mini-batch: the forward KL of all steps, each weighted 0.8 times the one before."""
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
@@ -246,6 +243,7 @@ class Eagle3Drafter(FeatureDrafter):
             divergence=step.weights.divergence,
         )
         scale = step.scale(n_positions)
+        # The first step, unweighted, is what other drafters report.
         return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions)
 
     def test_time_features(

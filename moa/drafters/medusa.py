@@ -111,11 +111,9 @@ class MedusaDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``.
-
-        Head k is trained where decoding can use it: on positions that are in one response with the k - 1 before them.
-        Each head's sum is divided by the denominator, the number of loss positions of the first head.
-        """
+        """Compute the loss of a mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``."""
+        # Head k is trained where decoding can use it: on positions that are in one response with the k - 1 before them.
+        # Each head's sum is divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
         features, goals, shares = [], [], []

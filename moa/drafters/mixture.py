@@ -197,11 +197,7 @@ class MoADrafter(KVEncoder, Drafter):
         return DrafterOutputs(x1, x2, x2, leaving, frozen.norm(leaving))
 
     def losses(self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, outputs: DrafterOutputs) -> LossTerms:
-        """Compare features with the target's at the loss positions of some rounds.
-
-        total = forward_kl weight * forward_kl + feature weight * feature, where with target layer inference the feature
-        term is the mean of the losses after and before the last N layers.
-        """
+        """Compare features with the target's at the loss positions of some rounds."""
         inputs, n_layers = step.inputs, self.config.target_layer_inference
         if n_layers and inputs.entering_hidden is None:
             layer = self.config.n_layers - n_layers - 1
@@ -216,6 +212,7 @@ class MoADrafter(KVEncoder, Drafter):
         if n_layers and inputs.entering_hidden is not None:
             goal = at_queries(inputs.entering_hidden, rounds.queries)[valid]
             entering = (losses.feature_loss(outputs.entering[valid], goal) * weights).sum() * scale
+            # Features are taught after and before the last N layers alike.
             feature_term = 0.5 * feature + 0.5 * entering
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
         return LossTerms(total, kl, feature, len(features), entering)

@@ -46,10 +46,8 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
 
 
 def new_cache() -> DynamicCache:
-    """Make an empty transformers cache that keeps every position.
-
-    One built from the model's config drops keys outside a sliding window, and a drafter needs all of them.
-    """
+    """Make an empty transformers cache that keeps every position."""
+    # One built from the model's config drops keys outside a sliding window, and a drafter needs all of them.
     return DynamicCache()
 
 
@@ -141,10 +139,8 @@ class KVBuffer:
 
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row (:func:`pack_kv`), of the layers from one on: [B, n, L, D].
-
-        Positions beyond a row's length hold anything.
-        """
+        """Pack the KV of n positions of each row (:func:`pack_kv`), of the layers from one on: [B, n, L, D]."""
+        # Rows of different lengths: what lies beyond a row's own is of no meaning, and its caller drops it.
         if max(starts) + n_tokens > self.capacity:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, first_layer:]

@@ -292,10 +292,8 @@ class DecoderBlock(nn.Module):
         return self.finish(x, self._self_attention(x, rotation, mask))
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Average :meth:`attend_self` without a mask over G groups of consecutive tokens: [B, T, E] -> [B, G, E].
-
-        The down projection and the residual sums are linear, so they are done once on a mean instead of T times.
-        """
+        """Average :meth:`attend_self` without a mask over G groups of consecutive tokens: [B, T, E] -> [B, G, E]."""
+        # The down projection and the residual sums are linear, so they are done once on a mean instead of T times.
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = _group_means(x, n_groups) + self.mlp.down_proj(_group_means(gated, n_groups))

@@ -116,8 +116,7 @@ def round_mask(
 ) -> Mask:
     """Mask drafted queries' view of T verified positions and, after these, of each other.
 
-    Of each other they see the block of their own round up to themselves. Padding queries see themselves alone, so that
-    no row is empty.
+    Of each other they see the block of their own round up to themselves.
 
     Args:
         pass_index: [Q] int64, queries of different passes do not share blocks; None where there is one pass.
@@ -136,7 +135,7 @@ def round_mask(
         seen = (context[row, query] == context[row, key]) & (other <= position) & (other > context[row, key])
         if pass_index is not None:
             seen = seen & (pass_index[query] == pass_index[key])
-        seen = seen | (query == key)
+        seen = seen | (query == key)  # padding too, so that no row is empty: its softmax would be NaN
         return seen if window is None else seen & (position - other < window)
 
     n_rows, n_queries = queries.shape
