@@ -176,23 +176,19 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the cache allocates for all layers."""
+        pass  # the cache allocates for all layers
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the call's keys and values; returns all of the layer's."""
         return self._cache.write_pending(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Count the tokens of the longest row before the call."""
         return self._cache.n_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of slots, and the offset of the first one."""
-        return self._cache.n_slots, 0
+        return self._cache.n_slots, 0  # the offset of the first one
 
     def get_max_length(self) -> int:
-        """Return -1: there is no bound."""
-        return -1
+        return -1  # there is no bound
 
 
 class ContextCache(KVBuffer):
