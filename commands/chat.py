@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
     from ..serving.client.session import Event, OnEvent, Stats
 
+# Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet is dim.
 _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\x1b[2m"}
-"""Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet is dim."""
 _RESET, _ERASE_BELOW = "\x1b[0m", "\x1b[J"
 _TAB = "    "
 

@@ -34,11 +34,12 @@ LOG_LINE_EVERY_S = 10.0
 
 # What libraries say where memory is short, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
+# Command -> the flag that bounds the size of its tensors.
 _FEWER_TENSORS = {
     "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size", "regenerate": "--batch-size",
     "serve": "--kv-tokens",
 }  # fmt: skip
-"""Command -> the flag that bounds the size of its tensors."""
+# Command -> what to do after an interruption; all others keep what is finished.
 _CONTINUE = {
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",
     "chat": "With --session FILE, --resume FILE goes on with the answer.",
@@ -47,13 +48,12 @@ _CONTINUE = {
         "Nothing was written; run the same command again.",
     ),
 }
-"""Command -> what to do after an interruption; all others keep what is finished."""
+# The extra of docs/install.md that a command needs; `extract` for all others.
 _EXTRAS = {
     **dict.fromkeys(("train", "export-drafter"), "train"),
     **dict.fromkeys(("serve", "chat"), "serve"),
     **dict.fromkeys(("demo", "eval"), "all"),
 }
-"""The extra of docs/install.md that a command needs; `extract` for all others."""
 
 
 class StageFailure(click.ClickException):

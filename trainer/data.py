@@ -45,14 +45,14 @@ from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 
 LAYER_OUTPUTS = "layer_outputs"
 """The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on."""
+# Batches up to this size leave their buffers to the next one.
 _KEPT_BATCH_BYTES = 1 << 30
-"""Batches up to this size leave their buffers to the next one."""
 _COUNTED_SEQUENCES = 256  # read at once to count their tokens
 _HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
 _MAX_THREADS = 16  # decode more than the bus to a GPU takes
 _ALIGNMENT_BYTES = 64
+# Batches that are formed by length among each other: more would pad less, and mix the data less.
 _GROUPED_BATCHES = 32
-"""Batches that are formed by length among each other: more would pad less, and mix the data less."""
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -74,12 +74,12 @@ from .step import WHAT_HELPS, DrafterModule
 matplotlib.use("Agg")  # no display is needed; before pyplot is imported
 import matplotlib.pyplot as plt
 
+# Settings that may differ between two invocations of one run; of its length see :func:`_check_length`.
 _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
      "checkpoint_every", "devices", "num_nodes", "strategy", "accelerator", "logger", "project", "max_steps", "epochs",
      "decay_steps", "dry_run", "cache_dir", "cache_gb"}
 )  # fmt: skip
-"""Settings that may differ between two invocations of one run; of its length see :func:`_check_length`."""
 _WEIGHT_COPIES_ON_DISK = 3 * 3 + 1  # two checkpoints and one that is being written, with two moments each; drafter/
 
 
