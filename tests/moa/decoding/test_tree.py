@@ -1,5 +1,7 @@
 """Shapes of drafts, and the order of candidates."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -38,3 +40,11 @@ def test_equal_scores_stand_in_the_order_of_their_places() -> None:
         assert found == sorted(row, reverse=True)[:12]
         assert [row[place] for place in at] == found
         assert all(one < other for one, other, a, b in zip(at, at[1:], found, found[1:], strict=False) if a == b)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"stop_below": 1.0}, {"stop_below": 0.1, "cut_below": 0.1}, {"breadth": 2, "cut_below": 0.1}]
+)
+def test_ends_of_chains_without_a_meaning_are_refused(sizes: dict[str, Any]) -> None:
+    with pytest.raises(DrafterError):
+        TreeShape(5, **sizes)
