@@ -126,7 +126,7 @@ def test_code_beside_drafters_and_chats_is_no_input(room: Path, tmp_path: Path) 
     (drafter / "evil.py").write_text(CODE)
     (drafter / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": AUTO_MAP}))
     save_file({"layer_self_attention.a": torch.zeros(2)}, drafter / "model.safetensors")
-    refused(generate(room / "model", drafter), "config.json")
+    refused(generate(room / "model", drafter), "none of the formats")
     chats = tmp_path / "chats"
     chats.mkdir()
     (chats / "chats.py").write_text(CODE)

@@ -94,7 +94,6 @@ def measure_store(options: argparse.Namespace, codec: str, target: Target) -> di
         raw = summary.raw_bytes / summary.n_tokens
         figures = {
             "bytes_per_token": stored,
-            "raw_bytes_per_token": raw,
             "times_smaller": raw / stored,
         }
         return figures | errors(exact, coded, sample) | {"teacher_kl": teacher_kl(target, exact, coded, sample)}

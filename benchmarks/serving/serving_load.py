@@ -5,7 +5,7 @@ in the middle, or send garbage to both ports. Attackers never read, say nothing,
 as a foreign web page would, send prompts of 1 MB, and stop strings as long as the answer. Every complete answer has to
 be the text of plain decoding, nobody else may be refused, and ``/health`` has to answer all the time. ::
 
-    python -m benchmarks.serving.serving_load --model MODEL --drafter RUN [--bundle STORE] [--minutes 10] [--out FOLDER]
+    python -m benchmarks.serving.serving_load --model MODEL --drafter RUN [--bundle STORE] [--minutes 10] [--tls]
 
 Memory counts as flat if the server's mean in the last quarter of the time is at most 5 % and 8 MiB above that in the
 second. The exit code is 1 if it is not, if a text is wrong, if ``/health`` or one who did nothing wrong was not
@@ -18,6 +18,7 @@ import http.client
 import json
 import random
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from typing import Any
 
 from benchmarks.kit.harness import run
 from moa_data.errors import MoaDataError
-from moa_data.serving.client.client import DraftingClient, Timeouts
+from moa_data.serving.client.client import MODES, DraftingClient, Timeouts
 from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.run import raise_file_limit
 from moa_data.tests.kit.attackers import (
@@ -45,6 +46,7 @@ from moa_data.tests.kit.attackers import (
     stay_silent,
     wait_for_end,
 )
+from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.proxy import Proxy
 
 N_TOKENS = 40
@@ -56,7 +58,6 @@ BEGINNINGS = (
 LIMITS = ("limits.answer_s=20", "limits.write_s=5", "limits.head_s=5", "limits.body_s=5", "drafting.idle_s=20")
 """Of the server: short ones, so that each is reached often."""
 CHAT = "/v1/chat/completions"
-MODES = ("server", "client")
 
 
 class Server:
@@ -71,10 +72,14 @@ class Server:
         self.model = Path(options.model).name
         options.out.mkdir(parents=True, exist_ok=True)
         self._log = (options.out / "serving-load-server.log").open("w")
+        files = make_certificates(options.out) if options.tls else None
+        self.ca = files and files.authority
+        self.tls = ssl.create_default_context(cafile=files.authority) if files else None
         command = [
             sys.executable, "-m", "moa_data", "serve", "--model", options.model, "--drafter", options.drafter,
             "--port", str(self.port), "--grpc-port", str(self.grpc_port), "--device", "cpu",
             *(word for limit in LIMITS for word in ("--set", limit)),
+            *(["--tls-cert", str(files.chain), "--tls-key", str(files.key)] if files else []),
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         assert self.process.stdout is not None
@@ -102,9 +107,14 @@ class Server:
         messages = [{"role": "user", "content": question}]
         return {"model": self.model, "messages": messages, "max_tokens": N_TOKENS, "temperature": 0} | changes
 
+    def _connection(self) -> http.client.HTTPConnection:
+        if self.tls:
+            return http.client.HTTPSConnection(*self.address, timeout=300, context=self.tls)
+        return http.client.HTTPConnection(*self.address, timeout=300)
+
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a page."""
-        with contextlib.closing(http.client.HTTPConnection(*self.address, timeout=60)) as connection:
+        with contextlib.closing(self._connection()) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, response.read().decode()
@@ -113,7 +123,7 @@ class Server:
         self, question: str, stream: bool, headers: dict[str, str] | None = None, **changes: Any
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Ask over HTTP."""
-        connection = http.client.HTTPConnection(*self.address, timeout=300)
+        connection = self._connection()
         body = json.dumps(self.body(question, stream=stream, **changes))
         connection.request("POST", CHAT, body, {"content-type": "application/json"} if headers is None else headers)
         return connection, connection.getresponse()
@@ -196,9 +206,9 @@ class Load:
                 self.wrong.append((who, question, text))
 
     def _draft(self, chance: random.Random) -> None:
-        timeouts = Timeouts(connect_s=60, silence_s=0.3, dead_s=2)
         mode: Any = chance.choice(MODES)
-        with DraftingClient(self._proxy.address, self._model, mode=mode, timeouts=timeouts) as client:
+        own: dict[str, Any] = {"ca": self._server.ca, "timeouts": Timeouts(connect_s=60, silence_s=0.3, dead_s=2)}
+        with DraftingClient(self._proxy.address, self._model, mode=mode, **own) as client:
             for question in chance.sample(QUESTIONS, 3):
                 answer = client.chat([{"role": "user", "content": question}], max_new_tokens=N_TOKENS)
                 self._check(mode, question, answer.text)
@@ -256,7 +266,7 @@ class Load:
 
     def _never_read(self, chance: random.Random) -> None:
         body = self._server.body(chance.choice(QUESTIONS), stream=True, max_tokens=900, temperature=1)
-        with never_read(self._server.address, post(CHAT, body)):
+        with never_read(self._server.address, post(CHAT, body), self._server.tls):
             self._is_over.wait(chance.uniform(5, 40))
 
     def _stay_silent(self, chance: random.Random) -> None:
@@ -270,14 +280,14 @@ class Load:
 
     def _drip(self, chance: random.Random) -> None:
         data = chance.choice([b"POST /v1/chat/comple", head_of(CHAT, 10_000)]) + b"x" * 9_000
-        with connect(self._server.address) as connection:
+        with connect(self._server.address, self._server.tls) as connection:
             for byte in data:
                 connection.sendall(bytes([byte]))
                 if self._is_over.wait(0.05):
                     return
 
     def _leave_in_body(self, chance: random.Random) -> None:
-        leave_in_body(self._server.address, CHAT, resets=chance.random() < 0.5)
+        leave_in_body(self._server.address, CHAT, chance.random() < 0.5, self._server.tls)
         self._is_over.wait(0.02)
 
     def _be_a_foreign_page(self, chance: random.Random) -> None:
@@ -286,7 +296,7 @@ class Load:
         with contextlib.closing(connection):
             if response.status != status:
                 self.wrong.append(("foreign page", str(headers), response.read().decode()))
-        with connect(self._server.address) as both:
+        with connect(self._server.address, self._server.tls) as both:
             both.sendall(head_of(CHAT, 5, "transfer-encoding: chunked") + b"0\r\n\r\n")
             if not (found := wait_for_end(both)).startswith(b"HTTP/1.1 400"):
                 self.wrong.append(("two lengths", "", found.decode()))
@@ -329,10 +339,8 @@ def growth(samples: list[tuple[float, float, int, int]]) -> dict[str, Any]:
     """Memory of the last quarter of the time beside that of the second, in MiB."""
     n = len(samples) // 4
     before, after = (statistics.mean(sample[1] for sample in part) for part in (samples[n : 2 * n], samples[-n:]))
-    slope = statistics.linear_regression(*zip(*((sample[0] / 60, sample[1]) for sample in samples[n:]), strict=True))
     return {
         "before_mib": round(before, 1), "after_mib": round(after, 1), "is_flat": after <= before * 1.05 + 8,
-        "slope_mib_per_minute": round(slope.slope, 3),
         "threads": samples[-1][2], "files": samples[-1][3],
     }  # fmt: skip
 
@@ -380,4 +388,5 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     needed = {"required": True}
-    sys.exit(not run("serving-load", measure, model=needed, drafter=needed, bundle=Path, minutes=10.0)["is_good"])
+    record = run("serving-load", measure, model=needed, drafter=needed, bundle=Path, minutes=10.0, tls=False)
+    sys.exit(not record["is_good"])

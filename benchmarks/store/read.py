@@ -2,8 +2,7 @@
 
 Every format holds the same sequences and fills the same padded batch in memory that is already there; what it reads is
 compared bit for bit before it is timed. Formats take turns in one process, so that a busy machine slows all of them:
-compare the ratios, which are taken turn by turn. MB are 10^6 bytes of raw bfloat16 without padding. "CPU" is the time
-of all threads of the process, which a busy machine stretches less than the wall clock.
+compare the ratios, which are taken turn by turn. MB are 10^6 bytes of raw bfloat16 without padding.
 
     python -m benchmarks.store.read --source STORE [--mb 300] [--batch 32] [--out FOLDER]
     python -m benchmarks.store.read --shape llama-3-8b --mb 500 --batch 8
@@ -26,7 +25,7 @@ CEILING = FORMATS[0].name
 CASES = ("random all", "random layer", "random hidden", "epoch all")
 """Order and selection, with every file in the page cache."""
 
-Timing = dict[str, dict[str, list[tuple[float, float]]]]
+Timing = dict[str, dict[str, list[float]]]
 
 
 def batches(data: read_data.Data, case: str, batch: int, n_batches: int, turn: int) -> list[np.ndarray]:
@@ -76,15 +75,13 @@ def raw_bytes(data: read_data.Data, what: str, rows: list[np.ndarray]) -> int:
     return n_tokens * {"all": kv + hidden, "layer": kv // n_layers, "hidden": hidden}[what]
 
 
-def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], out: Out) -> tuple[float, float]:
-    """MB/s, and CPU seconds per GB."""
+def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], out: Out) -> float:
+    """MB/s of raw values."""
     views = [cut(out, data, part) for part in rows]
-    wall, cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     for part, view in zip(rows, views, strict=True):
         read(part, what, view)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    n_bytes = raw_bytes(data, what, rows)
-    return n_bytes / wall / 1e6, cpu / n_bytes * 1e9
+    return raw_bytes(data, what, rows) / (time.perf_counter() - began) / 1e6
 
 
 def in_turns(formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace) -> Timing:
@@ -110,15 +107,13 @@ def summarize(found: Timing) -> dict[str, dict[str, dict[str, float]]]:
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for case, formats in found.items():
         figures[case] = {}
-        for name, taken in formats.items():
-            speeds = [mb for mb, _ in taken]
-            ratios = [mb / ceiling for mb, (ceiling, _) in zip(speeds, formats[CEILING], strict=True)]
+        for name, speeds in formats.items():
+            ratios = [mb / ceiling for mb, ceiling in zip(speeds, formats[CEILING], strict=True)]
             figures[case][name] = {
                 "mb_per_s": statistics.median(speeds),
                 "to_memmap": statistics.median(ratios),
                 "to_memmap_low": min(ratios),
                 "to_memmap_high": max(ratios),
-                "cpu_s_per_gb": statistics.median(cpu for _, cpu in taken),
             }
     return figures
 
@@ -144,8 +139,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             check(entry.open(place, data), data, some, entry.name)
         found = in_turns(formats, folder, data, options)
     shape = {"n_sequences": len(data.lengths), "n_tokens": int(data.lengths.sum()), "kv_shape": data.kv.shape[1:]}
-    missing = [entry.name for entry in wanted if not entry.is_installed]
-    return {"figures": summarize(found), "turns": found, "stored": stored, "data": shape, "not_installed": missing}
+    return {"figures": summarize(found), "turns": found, "stored": stored, "data": shape}
 
 
 if __name__ == "__main__":

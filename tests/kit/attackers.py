@@ -24,19 +24,19 @@ def post(path: str, body: Any, *more: str) -> bytes:
     return head_of(path, len(content), *more) + content
 
 
-def connect(address: Address, receive_buffer: int = 0) -> socket.socket:
+def connect(address: Address, tls: ssl.SSLContext | None = None, receive_buffer: int = 0) -> socket.socket:
     """Open a connection, with a small window where a reader is to be slow."""
     connection = socket.socket()
     if receive_buffer:  # before the window is agreed on
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(60)
     connection.connect(address)
-    return connection
+    return tls.wrap_socket(connection, server_hostname=address[0]) if tls else connection
 
 
-def never_read(address: Address, request: bytes) -> socket.socket:
+def never_read(address: Address, request: bytes, tls: ssl.SSLContext | None = None) -> socket.socket:
     """Ask for a stream, and take nothing of it."""
-    connection = connect(address, receive_buffer=4096)
+    connection = connect(address, tls, receive_buffer=4096)
     connection.sendall(request)
     return connection
 
@@ -49,9 +49,9 @@ def stay_silent(address: Address, n: int, said: bytes = b"") -> list[socket.sock
     return connections
 
 
-def leave_in_body(address: Address, path: str, resets: bool = False) -> None:
+def leave_in_body(address: Address, path: str, resets: bool = False, tls: ssl.SSLContext | None = None) -> None:
     """Go away in the middle of a request's body."""
-    with connect(address) as connection:
+    with connect(address, tls) as connection:
         connection.sendall(head_of(path, 1000) + b'{"model": "')
         if resets:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
