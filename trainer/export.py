@@ -1,5 +1,6 @@
 """Writes a drafter for another program: `moa-data export-drafter`. The formats are in ``moa/formats/checkpoint.py``."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -107,19 +108,21 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_he
         model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
     """
     place = model or _store_of(drafter)
-    if _is_store(place):
-        with ActivationStore(place, parts=()) as opened:  # whatever its parts are like
-            folder, recorded = opened.target_path, opened.manifest.identities
-        found = [(name.split(".", 1), value) for name, value in recorded.items() if name.startswith("target.")]
-        identity = {name: str(value) for (_, name), value in found}
-        files, prefix = [folder / FROZEN_FILE], ""
-    else:
-        folder = resolve_model_folder(place)
-        load_target_config(folder)  # refuses what is no target before it is hashed
-        files, prefix, identity = weight_files(folder), "model.", hash_target(folder)
-    embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
-    head = _read_tensor(files, (_HEAD, prefix + _EMBEDDINGS), folder) if with_head else None
-    return TargetPieces(load_target_config(folder), identity, embeddings, head)
+    with contextlib.ExitStack() as opened:
+        if _is_store(place):
+            # Whatever its parts are like; of a store in a bucket, files of the target last until it is closed.
+            store = opened.enter_context(ActivationStore(place, parts=()))
+            folder, recorded = store.target_path, store.manifest.identities
+            found = [(name.split(".", 1), value) for name, value in recorded.items() if name.startswith("target.")]
+            identity = {name: str(value) for (_, name), value in found}
+            files, prefix = [folder / FROZEN_FILE], ""
+        else:
+            folder = resolve_model_folder(place)
+            load_target_config(folder)  # refuses what is no target before it is hashed
+            files, prefix, identity = weight_files(folder), "model.", hash_target(folder)
+        embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
+        head = _read_tensor(files, (_HEAD, prefix + _EMBEDDINGS), folder) if with_head else None
+        return TargetPieces(load_target_config(folder), identity, embeddings, head)
 
 
 def _store_of(drafter: Path) -> str:
