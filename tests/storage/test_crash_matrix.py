@@ -68,6 +68,8 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: 
     chosen = [name for name in whole if part_of(name) in (None, *parts)]
     for name, content in ((name, whole[name]) for name in chosen):
         for mutation in mutations(content, positions):
+            if name.startswith("commits/") and mutation == content[:-1]:
+                continue  # all that is lost is the newline at its end
             path = store / name
             path.unlink() if mutation is None else path.write_bytes(mutation)
             if name.startswith("commits/") and mutation is None:
