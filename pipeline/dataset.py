@@ -25,8 +25,12 @@ import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
-from ..text import counted, first_line
+from ..text import counted, first_line, format_bytes
 
+MAX_ROW_BYTES = 1 << 28
+"""Longest row that is read into memory."""
+MAX_EXPANSION = 200
+"""Largest factor by which a big row group of a Parquet file may grow when it is read; chats compress to a tenth."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 DEFAULT_SPLIT = "train_sft"
 """Split that is read where none is given: that of chats in UltraChat and its relatives."""
@@ -286,6 +290,16 @@ def _read_file(path: Path) -> Iterator[Any]:
 
 def _read_parquet(path: Path) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+            columns = [group.column(index) for index in range(group.num_columns)]
+            n_bytes = sum(column.total_uncompressed_size for column in columns)
+            n_stored = sum(column.total_compressed_size for column in columns)
+            # A few kilobytes may grow to gigabytes when they are read.
+            if n_bytes > min(MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)):
+                raise DatasetError(
+                    f"{path} holds {format_bytes(n_bytes)} of {group.num_rows:,} rows in {format_bytes(n_stored)}; no "
+                    f"row may have more than {format_bytes(MAX_ROW_BYTES)}. Leave such rows out."
+                )
         for batch in file.iter_batches(batch_size=_READ_ROWS):
             yield from _arrow_rows(batch)
 
@@ -359,7 +373,13 @@ def _read_json(path: Path) -> Iterator[Any]:
 def read_jsonl(path: Path) -> Iterator[Any]:
     """Yield the values of a file of JSON lines, empty ones left out; an UnreadableRow for a line that is no JSON."""
     with path.open("rb") as stream:
-        yield from (parse_json(line) for line in stream if line.strip())
+        while line := stream.readline(MAX_ROW_BYTES):
+            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+                while (rest := stream.readline(_HASH_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield UnreadableRow(f"a line of more than {MAX_ROW_BYTES:,} bytes")
+            elif line.strip():
+                yield parse_json(line)
 
 
 FORMATS = {

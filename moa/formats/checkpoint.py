@@ -70,11 +70,22 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     elif (folder / _LAYOUT_CONFIG).is_file():
         config, weights = _read_layout(folder)
     else:
-        raise CheckpointError(
-            f"{folder} holds no drafter: expected a run of `moa-data train` that has ended (else run it again, "
-            f"with --resume), {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of the formats {', '.join(LAYOUTS)}."
-        )
+        raise CheckpointError(_why_no_drafter(folder))
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
+
+
+def _why_no_drafter(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder} does not exist. Give the folder of a drafter, or of a run of `moa-data train`."
+    if (folder / "run.yaml").is_file():
+        resume = " with --resume" * (folder / "checkpoints" / "last.ckpt").is_file()
+        return f"{folder} is a run that was stopped before it wrote a drafter. Run the same command again{resume}."
+    if (folder / "plan.parquet").is_file():
+        return f"{folder} is a store, which holds no drafter; `moa-data train {folder}` trains one."
+    return (
+        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of the formats "
+        f"{', '.join(LAYOUTS)}."
+    )
 
 
 def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, Drafter]:

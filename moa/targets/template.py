@@ -43,6 +43,7 @@ PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _MAX_RANGE_ITEMS = 1 << 20
+_WIDTH = re.compile(r"[%:{.][^A-Za-z%\s]{0,4}?(\d{6,99})")  # in a format, such as %2000000000d and {:>2000000000}
 _SPARE_CHARS = 1 << 20
 _CHARS_PER_CHAR = 16
 _CHARS_PER_TEXT = 4096
@@ -72,6 +73,15 @@ def template_text(tokenizer: Any) -> str:
         return template
     except ValueError as error:
         raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
+
+
+def _check_constants(tree: nodes.Template) -> None:
+    """Refuse numbers and widths of formats that stand for more text than any chat has."""
+    for node in tree.find_all(nodes.Const):
+        widths = [int(width) for width in _WIDTH.findall(node.value)] if isinstance(node.value, str) else []
+        numbers = [node.value] if isinstance(node.value, int) else widths
+        if max(numbers, default=0) > MAX_CHAT_CHARS:
+            raise TemplateError(f"the chat template asks for {max(numbers):,} characters. Correct the template.")
 
 
 class ChatTemplate:
@@ -144,7 +154,10 @@ class ChatTemplate:
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or does not end for the shortest chat."""
         try:
-            tree = _compile_jinja_template(self.text).environment.parse(self.text)
+            # Parsed before it is compiled, which computes with its constants.
+            tree = _compile_jinja_template("").environment.parse(self.text)
+            _check_constants(tree)
+            _compile_jinja_template(self.text)
         except (JinjaError, RecursionError) as error:
             raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
         by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}

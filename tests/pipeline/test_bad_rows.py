@@ -11,6 +11,7 @@ import pytest
 
 from moa_data.errors import DatasetError
 from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat
+from moa_data.pipeline import dataset as dataset_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.plan import ExtractPlan, build_plan
@@ -123,6 +124,26 @@ def test_a_broken_json_list_counts_as_lines(tmp_path: Path) -> None:
     assert len(list(ChatSource(str(path), None).rows())) == 60
     path.write_text("[1]\n[2]\n")
     assert [row for _, row in ChatSource(str(path), None).rows()] == [[1], [2]]
+
+
+def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "MAX_ROW_BYTES", 2000)
+    long = GOOD[1].replace('"content": "', '"content": "' + "long " * 1000, 1)
+    path = write_rows(tmp_path / "chats.jsonl", [GOOD[0], long, GOOD[2], long])
+    rows = [row for _, row in ChatSource(str(path), None).rows()]
+    assert rows[::2] == [json.loads(GOOD[0]), json.loads(GOOD[2])]
+    assert rows[1::2] == [UnreadableRow("a line of more than 2,000 bytes")] * 2
+
+
+def test_a_parquet_file_that_grows_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "MAX_ROW_BYTES", 1 << 18)
+    few, many = tmp_path / "few.parquet", tmp_path / "many.parquet"
+    pq.write_table(pa.table({"text": ["a" * (1 << 19)]}), few, compression="zstd")
+    pq.write_table(pa.table({"text": ["a" * (1 << 19), *["b"] * 99]}), many, compression="zstd", use_dictionary=False)
+    for path in (few, many):
+        assert path.stat().st_size < 2000
+        with pytest.raises(DatasetError, match=path.name):
+            next(ChatSource(str(path), None).rows())
 
 
 def test_too_many_bad_rows_still_fail_the_run(target_folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from moa_data.errors import OptionInvalid, StoreMismatch, TemplateError
+from moa_data.moa.targets import template as template_module
 from moa_data.moa.targets.chat import Rejection, RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.moa.targets.template import (
@@ -228,6 +229,27 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
     tokenizer = build_tokenizer(guarded.replace("- 1)", "- 2)") + LLAMA3_TEMPLATE)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 100), RejectReason.TEMPLATE_FAILED)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ '%2000000000d' % 1 }}", "{{ '%2000000000d' | format(1) }}", "{{ '%*d' % (2000000000, 1) }}",
+     "{{ '{:>2000000000}'.format(1) }}", "{{ '%.2000000000f' % 1.5 }}", "{{ 'a'.center(2000000000) }}"],
+)  # fmt: skip
+def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    real = template_module._compile_jinja_template
+
+    def compile_nothing(text: str) -> Any:
+        compiled.append(text)  # what computes with the constants of such a template would take gigabytes
+        return real("")
+
+    monkeypatch.setattr(template_module, "_compile_jinja_template", compile_nothing)
+    with pytest.raises(TemplateError, match="2,000,000,000"):
+        ChatTemplate(build_tokenizer(template + LLAMA3_TEMPLATE))
+    assert compiled == [""]
 
 
 def test_a_plan_over_an_endless_template_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:

@@ -137,11 +137,20 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         check_drafter_matches(build_drafter(model), Target(build_model(num_key_value_heads=4)))
 
 
-@pytest.mark.parametrize("names", [(), ("run.yaml", "checkpoints/last.ckpt"), ("store.json", "plan.parquet")])
-def test_what_is_no_drafter_is_named(tmp_path: Path, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), "does not exist"),
+        (("run.yaml",), "stopped before .* again[.]"),
+        (("run.yaml", "checkpoints/last.ckpt"), "again with --resume"),
+        (("store.json", "plan.parquet"), "is a store"),
+        (("notes",), "holds no drafter"),
+    ],
+)
+def test_what_is_no_drafter_is_named(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     folder = tmp_path / "folder"
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    with pytest.raises(CheckpointError, match="holds no drafter"):
+    with pytest.raises(CheckpointError, match=said):
         load_drafter(folder)
