@@ -220,6 +220,8 @@ def _compare(store: StorePath, commit: StorePath, metadata: bool) -> list[tuple[
         return [(commit, error)]
     if lacking := {MANIFEST_NAME, PLAN_NAME} - records.keys():
         return [(commit, StoreDamaged(f"{commit} does not list {' and '.join(sorted(lacking))}. {_RESTORE}"))]
+    if others := [name for name in records if name not in (MANIFEST_NAME, PLAN_NAME) and not is_metadata(name)]:
+        return [(commit, StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"))]
     damage = []
     for name, record in records.items():
         if (metadata or not is_metadata(name)) and record_of(_content(store / name, MAX_PLAN_BYTES) or b"") != record:

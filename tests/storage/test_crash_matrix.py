@@ -148,7 +148,8 @@ def test_parts_are_given_up_only_when_they_are_written_again(tmp_path: Path, eve
         n_pending = verify_store(folder).n_pending_parts
         assert n_pending <= 1
         assert bool(plan.missing) == bool(n_pending)
-        assert plan.damages or plan.missing or read_tree(folder) == whole
+        left = {name: content for name, content in read_tree(folder).items() if not name.endswith(".partial")}
+        assert plan.damages or plan.missing or left == whole
         with StoreWriter.create_or_resume(folder, recipe.manifest, recipe.plan) as writer:
             writer.replace_parts(retract_damage(writer, plan).parts)
             for part in writer.pending_parts():
