@@ -135,7 +135,7 @@ class Row:
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """Counts of rows.
 
     Attributes:
@@ -170,7 +170,7 @@ class Counts:
         return [f"{start}{n:,}  {reason} (first: {self.examples[reason]})" for reason, n in counts.most_common()]
 
 
-class Work(NamedTuple):
+class RegenerationPlan(NamedTuple):
     """The rows that are read, the chats among them that ask something, and the answers that they ask for."""
 
     n_rows: int
@@ -189,7 +189,7 @@ class Work(NamedTuple):
         )
 
 
-def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Work:
+def count_work(config: RegenerateConfig, progress: Progress | None = None) -> RegenerationPlan:
     """Read all rows once, to count what they ask and to identify the dataset."""
     source, n_rows, n_chats, n_answers = _source(config), 0, 0, 0
     total = source.count_rows()
@@ -205,7 +205,7 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Wo
             "or name their columns with --columns."
         )
     dataset = source.origin() or {"sha256": source.identity()}
-    return Work(n_rows, n_chats, n_answers, {"name": source.describe()} | dataset)
+    return RegenerationPlan(n_rows, n_chats, n_answers, {"name": source.describe()} | dataset)
 
 
 def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> Answers:
@@ -285,7 +285,7 @@ class Answers:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], n_rows: int) -> None:
         self.path, self.record = path, path.with_suffix(RECORD_SUFFIX)
-        self.counts = Counts()
+        self.counts = RowCounts()
         self._settings, self._n_rows, self._n_bytes = settings, n_rows, 0
 
     def __enter__(self) -> Answers:
@@ -316,7 +316,7 @@ class Answers:
         try:
             values = json.loads(self.record.read_bytes())
             rows, begun, self._n_bytes = values["rows"], dict(values["settings"]), int(values["n_bytes"])
-            self.counts = Counts(**rows | {name: Counter(rows[name]) for name in ("rejected", "cut")})
+            self.counts = RowCounts(**rows | {name: Counter(rows[name]) for name in ("rejected", "cut")})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OutputOccupied(f"{self.record} is no record of a regeneration. Choose another --out.") from error
         now = self._settings

@@ -277,8 +277,8 @@ class Connections:
     def add(self, connection: Connection) -> None:
         """Count a new connection; where there are too many, those that wait give way."""
         own = {each for each in self.open if each.address == connection.address}
-        has_room = self.make_room(own, self.limits.most_connections_each)
-        connection.is_surplus = not (has_room and self.make_room(self.open, self.limits.most_connections))
+        has_room = self.make_room(own, self.limits.max_connections_each)
+        connection.is_surplus = not (has_room and self.make_room(self.open, self.limits.max_connections))
         self.open.add(connection)
         connection.wait()
 

@@ -24,13 +24,13 @@ class EngineOptions(Config):
     kv_tokens: Count = 16384
     """Positions whose keys and values are kept, of all texts together. Texts without work lose theirs first and are
     read again when they continue."""
-    most_sequences: Count = 32
+    max_sequences: Count = 32
     """Texts that share a target call."""
-    most_waiting: Count = 256
+    max_waiting: Count = 256
     """Open texts beyond those; a further one is refused as overloaded."""
     prefill_chunk: Count = 256
     """Tokens of prompts that a target call reads, of all texts together: more is faster, less delays others less."""
-    most_drafts: Count = 64
+    max_drafts: Count = 64
     """Drafts of a client that one target call verifies."""
     tree: str = "auto"
     """Shape of the server's own drafts: a chain's length such as 5, LENGTH@PROBABILITY, DEPTHxBREADTHxNODES;
@@ -57,22 +57,22 @@ class EngineOptions(Config):
 class LimitOptions(Config):
     """Bounds on connections, and on what one client may ask for."""
 
-    most_body_bytes: Count = 1 << 20
+    max_body_bytes: Count = 1 << 20
     """Bytes of a request, or of a message of gRPC."""
     body_s: Positive = 30.0
     """Seconds in which a request's body has to arrive."""
     answer_s: NonNegative = 600.0
     """Seconds after which an answer ends, complete or not; 0 for no end."""
-    most_new_tokens: Count = 4096
+    max_new_tokens: Count = 4096
     """Tokens of an answer."""
     requests_per_s: NonNegative = 0.0
     """Requests of one token or, without tokens, one address; 0 for any number."""
     requests_at_once: Count = 32
     """Requests that may come together after a rest."""
-    most_connections: Count = 1024
+    max_connections: Count = 1024
     """Open connections. A further one takes the place of the one that has waited longest for a request; where all are
     being answered, it gets 503."""
-    most_connections_each: Count = 256
+    max_connections_each: Count = 256
     """Open connections of one address, likewise. A proxy in front has one address for all."""
     head_s: Positive = 15.0
     """Seconds in which the head of a request has to arrive, or a stream of gRPC to open its session; a TLS handshake
@@ -84,9 +84,9 @@ class LimitOptions(Config):
 class DraftingOptions(Config):
     """Bounds of the gRPC server, whose clients draft for themselves."""
 
-    most_sessions: Count = 256
+    max_sessions: Count = 256
     """Drafting sessions of all clients, connected or not."""
-    most_sessions_each: Count = 64
+    max_sessions_each: Count = 64
     """Sessions of one bearer token or, without tokens, one address."""
     messages_per_s: Positive = 200.0
     """Messages of one session; more are read later."""

@@ -147,8 +147,8 @@ class DraftingServer:
         settings, keepalive_ms = self._settings, round(self._settings.keepalive_s * 1000)
         self._server = server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", self._limits.most_body_bytes),
-                ("grpc.max_concurrent_streams", 2 * settings.most_sessions_each),  # of one connection
+                ("grpc.max_receive_message_length", self._limits.max_body_bytes),
+                ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),  # of one connection
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
                 ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else one that swallows pings stays for a minute
@@ -161,7 +161,7 @@ class DraftingServer:
                 ("grpc.so_reuseport", 0),  # a port in use is an error
             ],
             # Twice the sessions: one that is resumed has two streams for a moment.
-            maximum_concurrent_rpcs=2 * settings.most_sessions,
+            maximum_concurrent_rpcs=2 * settings.max_sessions,
         )
         # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
         methods = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}
@@ -341,7 +341,7 @@ class DraftingServer:
         drafter = own.drafters.get(request.drafter or "", "")
         opened = pb.Opened(
             session=session.id, n_committed=len(session.tokens), context_width=width, was_rebuilt=was_rebuilt,
-            most_drafts=engine.limits.max_drafts, most_positions=engine.target.max_positions,
+            max_drafts=engine.limits.max_drafts, max_positions=engine.target.max_positions,
             identities=pb.Identities(target=own.target, tokenizer=own.tokenizer, drafter=drafter),
         )  # fmt: skip
         stream.session, session.used_s = session, time.monotonic()
@@ -369,9 +369,9 @@ class DraftingServer:
     def _new_session(self, stream: _Stream, request: Request) -> DraftingSession:
         counted_by = stream.owner or stream.address
         own = [session for session in self._sessions.values() if session.counted_by == counted_by]
-        if len(own) >= self._settings.most_sessions_each:
+        if len(own) >= self._settings.max_sessions_each:
             self._make_room(own)
-        if len(self._sessions) >= self._settings.most_sessions:
+        if len(self._sessions) >= self._settings.max_sessions:
             self._make_room(list(self._sessions.values()))
         try:
             session = DraftingSession(stream.owner, counted_by, self._engine, request, self._forget)

@@ -162,7 +162,7 @@ class Service:
         self._admit(request)
         if self.is_draining:
             raise ApiError(503, "the server is about to end; ask another, or later.", None, "draining", 5)
-        limits, most = self.limits, self.limits.most_body_bytes
+        limits, most = self.limits, self.limits.max_body_bytes
         too_large = ApiError(413, f"the body has more than {most} bytes; send less.", None, "request_too_large")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
@@ -245,7 +245,7 @@ class Service:
         return request, Work.PLAIN if drafter is None else Work.SPECULATE
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
-        context, most, limit = self.engine.limits.max_positions, asked.n_max_tokens, self.limits.most_new_tokens
+        context, most, limit = self.engine.limits.max_positions, asked.n_max_tokens, self.limits.max_new_tokens
         if n_prompt >= context:
             message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
             raise ApiError(400, message, None, "context_length_exceeded")

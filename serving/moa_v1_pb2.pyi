@@ -137,22 +137,22 @@ class Pong(_message.Message):
     def __init__(self, id: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("session", "n_committed", "identities", "context_width", "most_drafts", "most_positions", "was_rebuilt")
+    __slots__ = ("session", "n_committed", "identities", "context_width", "max_drafts", "max_positions", "was_rebuilt")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     N_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_WIDTH_FIELD_NUMBER: _ClassVar[int]
-    MOST_DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    MOST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     WAS_REBUILT_FIELD_NUMBER: _ClassVar[int]
     session: str
     n_committed: int
     identities: Identities
     context_width: int
-    most_drafts: int
-    most_positions: int
+    max_drafts: int
+    max_positions: int
     was_rebuilt: bool
-    def __init__(self, session: _Optional[str] = ..., n_committed: _Optional[int] = ..., identities: _Optional[_Union[Identities, _Mapping]] = ..., context_width: _Optional[int] = ..., most_drafts: _Optional[int] = ..., most_positions: _Optional[int] = ..., was_rebuilt: _Optional[bool] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., n_committed: _Optional[int] = ..., identities: _Optional[_Union[Identities, _Mapping]] = ..., context_width: _Optional[int] = ..., max_drafts: _Optional[int] = ..., max_positions: _Optional[int] = ..., was_rebuilt: _Optional[bool] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("start", "tokens", "n_accepted", "answers", "finish", "call_us", "queue_us", "draft_us")

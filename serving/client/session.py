@@ -331,8 +331,8 @@ class Session:
 
     def _open(self, opened: pb.Opened) -> None:
         self.session, self.is_opened = opened.session, True
-        self._max_drafts = max(1, opened.most_drafts)
-        self._max_positions = opened.most_positions or self._max_positions
+        self._max_drafts = max(1, opened.max_drafts)
+        self._max_positions = opened.max_positions or self._max_positions
         self._emit(LinkChanged(True))
         if not self.was_opened:
             self._emit(ModeChanged(self.mode, "the session is open"))

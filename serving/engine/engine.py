@@ -83,11 +83,11 @@ class Engine:
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
         vocab_size, n_positions = target.sizes["vocab_size"], target.max_positions
         # A text needs room for the drafts of a round besides its tokens.
-        n_slots = blocks_for(options.kv_tokens) * BLOCK_TOKENS - max(n_own_drafts, options.most_drafts)
-        self.limits = Limits(vocab_size, n_positions, min(n_positions, n_slots), options.most_drafts, self.drafters)
-        self._max_open = options.most_sequences + options.most_waiting
+        n_slots = blocks_for(options.kv_tokens) * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
+        self.limits = Limits(vocab_size, n_positions, min(n_positions, n_slots), options.max_drafts, self.drafters)
+        self._max_open = options.max_sequences + options.max_waiting
         self._pool = KVPool(options.kv_tokens, target)
-        self._scheduler = Scheduler(self._pool, options.most_sequences, options.prefill_chunk, n_own_drafts)
+        self._scheduler = Scheduler(self._pool, options.max_sequences, options.prefill_chunk, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
         self._speculations = {name: Speculation(target, drafter, shape) for name, drafter in self.drafters.items()}
         self._sequences: dict[int, Sequence] = {}
@@ -141,7 +141,7 @@ class Engine:
         Without a drafter SPECULATE is PLAIN.
 
         Args:
-            drafts: for VERIFY, a chain of tokens after the root, of which the first ``most_drafts`` are verified; none
+            drafts: for VERIFY, a chain of tokens after the root, of which the first ``max_drafts`` are verified; none
                 for a plain step.
             answers: a tag that the commits of this work carry.
 

@@ -78,7 +78,7 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Columns:
+class CodeColumns:
     """The codes of one token in one group of layers, in the order in which they are stored.
 
     Attributes:
@@ -106,7 +106,7 @@ class Columns:
         return np.stack(list(vars(self).values()), axis=1).astype(np.float32)
 
     @classmethod
-    def from_table(cls, table: np.ndarray) -> Columns:
+    def from_table(cls, table: np.ndarray) -> CodeColumns:
         """Undo :meth:`table`."""
         integers = ("part", "component", "array", "levels")
         names = (column.name for column in fields(cls))
@@ -131,7 +131,7 @@ class GroupFit:
     """
 
     bases: tuple[Basis, ...]
-    columns: Columns
+    columns: CodeColumns
     regressions: tuple[np.ndarray, ...] = ()
 
 

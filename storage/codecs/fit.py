@@ -30,7 +30,7 @@ from .coding import (
     LOW_LEVELS,
     WIDE_LEVELS,
     Basis,
-    Columns,
+    CodeColumns,
     GroupFit,
     mean_rows,
     pack,
@@ -368,7 +368,7 @@ def quantise(scaled: np.ndarray, rounding: np.ndarray, limit: np.ndarray) -> np.
 
 def _place_codes(
     sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
-) -> tuple[Columns, float]:
+) -> tuple[CodeColumns, float]:
     """Put the codes of chosen quantisers into stored arrays; also returns the bits per token that these take.
 
     Args:
@@ -409,7 +409,7 @@ def _place_codes(
     chosen = np.array(order, np.int64)
     firsts = np.concatenate([[0], np.cumsum(part_sizes)])  # components of all parts are numbered in one row
     part = np.searchsorted(firsts, component[chosen], side="right") - 1
-    columns_table = Columns(
+    columns_table = CodeColumns(
         part=part.astype(np.int32),
         component=(component[chosen] - firsts[part]).astype(np.int32),
         array=np.array(arrays, np.int32),
@@ -429,7 +429,7 @@ def _stored_bits(rows: np.ndarray) -> float:
     return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
 
 
-def _compact(parts: Sequence[_FittedPart], columns: Columns) -> GroupFit:
+def _compact(parts: Sequence[_FittedPart], columns: CodeColumns) -> GroupFit:
     """Drop the components that no column uses."""
     component = columns.component.copy()
     compacted = []

@@ -44,7 +44,7 @@ from .coding import (
     CODES_PER_BYTE,
     EARLY_POSITIONS,
     Basis,
-    Columns,
+    CodeColumns,
     GroupFit,
     GroupTransform,
     Pieces,
@@ -288,7 +288,7 @@ class TransformCodec(FieldCodec):
     def state(self) -> dict[str, np.ndarray]:
         """Return what was learned, which is stored in the store's ``codec/``: float16 and float32 arrays.
 
-        ``rope/*``, ``tokens/features``, and for group g and part p ``g/columns`` (the fields of ``Columns``) and
+        ``rope/*``, ``tokens/features``, and for group g and part p ``g/columns`` (the fields of ``CodeColumns``) and
         ``g/p/mean``, ``synthesis``, ``analysis`` (where it is not synthesis transposed), ``regression``.
         """
         state: dict[str, np.ndarray] = {}
@@ -344,8 +344,8 @@ class TransformCodec(FieldCodec):
             is_in_metric = f"{group}/{part}/analysis" in state
             analysis = load(f"{part}/analysis", width, len(synthesis)) if is_in_metric else synthesis.T
             bases.append(Basis(mean, synthesis, analysis))
-        table = load("columns", None, len(fields_of(Columns)))
-        columns, n_components = Columns.from_table(table), np.array([len(basis.synthesis) for basis in bases])
+        table = load("columns", None, len(fields_of(CodeColumns)))
+        columns, n_components = CodeColumns.from_table(table), np.array([len(basis.synthesis) for basis in bases])
         is_known = np.isin(columns.part, range(self.n_parts)) & np.isin(columns.levels, list(CODES_PER_BYTE))
         is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
         if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():

@@ -43,7 +43,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON_TYPE = {"content-type": "application/json"}
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "the cat sat", "temperature": 0, "max_tokens": 8}
 STREAM = BODY | {"stream": True, "max_tokens": 60}
-ONE_TEXT = EngineOptions(most_sequences=1, most_waiting=1)
+ONE_TEXT = EngineOptions(max_sequences=1, max_waiting=1)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def _large_events() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server(target: Target, _large_events: None) -> Iterator[LiveServer]:
-    engine = EngineOptions(kv_tokens=4096, most_sequences=2, most_waiting=1, tree="3")
-    limits = LimitOptions(most_connections=8, most_connections_each=6, head_s=60)
+    engine = EngineOptions(kv_tokens=4096, max_sequences=2, max_waiting=1, tree="3")
+    limits = LimitOptions(max_connections=8, max_connections_each=6, head_s=60)
     with LiveServer(target, {"moa": build_drafter(target.model)}, engine, limits=limits) as live:
         yield live
 
@@ -167,7 +167,7 @@ def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: floa
 
 
 def test_where_all_connections_work_others_are_told(target: Target) -> None:
-    limits = LimitOptions(most_connections_each=2)
+    limits = LimitOptions(max_connections_each=2)
     with LiveServer(target, engine=EngineOptions(target_ms=50), limits=limits) as server:
         with ExitStack() as held:
             for _ in range(2):
@@ -353,7 +353,7 @@ def test_silent_connections_of_grpc_end(target: Target) -> None:
 
 def test_silent_sessions_give_way(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moa_data.serving.grpc._SILENT_S", 0.2)
-    with Server(target, settings=DraftingOptions(most_sessions_each=2)) as server, ExitStack() as held:
+    with Server(target, settings=DraftingOptions(max_sessions_each=2)) as server, ExitStack() as held:
         silent = [held.enter_context(Talk(server.address)) for _ in range(2)]
         for talk in silent:
             talk.opened([5, 9, 33])

@@ -38,7 +38,7 @@ def taught(target: Target) -> Any:
 
 @pytest.fixture(scope="module")
 def server(target: Target, taught: Any) -> Iterator[Server]:
-    with Server(target, {"moa": taught, "eagle": build("eagle", target.model)}, most_drafts=16, tree="4") as server:
+    with Server(target, {"moa": taught, "eagle": build("eagle", target.model)}, max_drafts=16, tree="4") as server:
         yield server
 
 
@@ -54,7 +54,7 @@ def answer(target: Target) -> list[int]:
 def test_verify_chains(server: Server, answer: list[int]) -> None:
     with Talk(server.address) as talk:
         opened = talk.opened(PROMPT)
-        assert (opened.n_committed, opened.most_drafts, opened.most_positions) == (N, 16, 96)
+        assert (opened.n_committed, opened.max_drafts, opened.max_positions) == (N, 16, 96)
         assert not opened.was_rebuilt
         assert opened.context_width == 0
         assert len(opened.session) > 40

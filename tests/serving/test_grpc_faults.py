@@ -53,8 +53,8 @@ def answer(target: Target) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server(target: Target, drafter: Any) -> Iterator[Server]:
-    settings, limits = DraftingOptions(messages_per_s=1e6), LimitOptions(most_body_bytes=4096)
-    with Server(target, {"moa": drafter}, IDENTITIES, settings, limits, most_drafts=16) as server:
+    settings, limits = DraftingOptions(messages_per_s=1e6), LimitOptions(max_body_bytes=4096)
+    with Server(target, {"moa": drafter}, IDENTITIES, settings, limits, max_drafts=16) as server:
         yield server
 
 
@@ -322,7 +322,7 @@ def test_fuzz_left_the_server_well(server: Server, answer: list[int]) -> None:
 
 def test_sessions_of_a_client_and_of_all(target: Target) -> None:
     """Those without a stream give way, the longest unused first."""
-    limits = DraftingOptions(most_sessions=4, most_sessions_each=2)
+    limits = DraftingOptions(max_sessions=4, max_sessions_each=2)
     one, other = ((("authorization", f"Bearer {name}"),) for name in ("one", "other"))
     with Server(target, tokens=["one", "other"], settings=limits) as server:
         with Talk(server.address, one) as first, Talk(server.address, one) as second:
@@ -343,7 +343,7 @@ def test_sessions_of_a_client_and_of_all(target: Target) -> None:
 
 
 def test_an_engine_that_is_full(target: Target) -> None:
-    with Server(target, most_sequences=1, most_waiting=1) as server:
+    with Server(target, max_sequences=1, max_waiting=1) as server:
         with Talk(server.address) as first, Talk(server.address) as second, Talk(server.address) as third:
             first.opened(PROMPT)
             second.opened(PROMPT)

@@ -43,7 +43,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def server(target: Target) -> Iterator[LiveServer]:
     with LiveServer(
-        target, {"moa": build_drafter(target.model)}, ENGINE, limits=LimitOptions(most_new_tokens=200)
+        target, {"moa": build_drafter(target.model)}, ENGINE, limits=LimitOptions(max_new_tokens=200)
     ) as live:
         yield live
 
@@ -170,7 +170,7 @@ def test_the_answer_ends_with_the_end_of_sequence() -> None:
 def test_each_of_many_at_once_gets_what_it_gets_alone(target: Target, n: int) -> None:
     """More than share a call, with less memory than they want."""
     asked = [(f"the cat {k} sat", 8 + k % 40) for k in range(n)]
-    settings = EngineOptions(tree="3", kv_tokens=2048, most_sequences=16)
+    settings = EngineOptions(tree="3", kv_tokens=2048, max_sequences=16)
     with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server, client_of(server) as client:
 
         def answer(index: int) -> str:
@@ -310,7 +310,7 @@ def test_rates_are_bounded(target: Target) -> None:
 
 
 def test_a_full_server_says_so(target: Target) -> None:
-    settings = EngineOptions(most_sequences=1, most_waiting=1, target_ms=20)
+    settings = EngineOptions(max_sequences=1, max_waiting=1, target_ms=20)
     with LiveServer(target, engine=settings) as server, client_of(server) as client:
         first, second = (ask(client, stream=True, max_tokens=100) for _ in range(2))
         next(first), next(second)
@@ -420,7 +420,7 @@ def test_each_request_is_one_json_line(server: LiveServer, caplog: pytest.LogCap
 def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> None:
     """Handshakes have to end in time, and give way."""
     files = make_certificates(tmp_path)
-    config, limits = files.settings, LimitOptions(most_connections_each=4, head_s=0.3)
+    config, limits = files.settings, LimitOptions(max_connections_each=4, head_s=0.3)
     with LiveServer(target, config=config, limits=limits) as server:
         assert server.address.startswith("https://")
         silent = stay_silent(server.place, 6)

@@ -35,10 +35,10 @@ def pong(number: int) -> pb.ServerMessage:
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5), st.integers(1, 9)), max_size=20),
     st.integers(0, 200),
 )
-def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int]], most_kept: int) -> None:
+def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int]], max_kept: int) -> None:
     """Chunks overlap, are read in pieces, and are forgotten when they were sent."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MAX_KEPT", most_kept)
+        patch.setattr(module, "_MAX_KEPT", max_kept)
         log, sent = ContextLog(first), first
         for n_new, n_again, piece in steps:
             start = max(first, log.stop - n_again)
@@ -54,7 +54,7 @@ def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int
                     assert torch.equal(part.float(), rows(sent, sent + len(part)))
                     sent += len(part)
                     log.drop_sent(sent)
-            assert log.first == max(first, sent - most_kept // (2 * WIDTH))
+            assert log.first == max(first, sent - max_kept // (2 * WIDTH))
             if log.stop > log.first:
                 assert torch.equal(log.read(log.first, 1000).float(), rows(log.first, log.stop))
 

@@ -125,7 +125,7 @@ def test_writes_offline_and_takes_back(server: Server) -> None:
 
         answer = connected.complete(PROMPTS[0], max_new_tokens=60, on_event=note)
     assert list(answer.tokens) == plain(PROMPTS[0], 60) == watched.display.tokens
-    assert watched.display.most_unverified == 10
+    assert watched.display.max_unverified == 10
     assert len(unverified) == 10
     changes = [event.up for event in watched.events if isinstance(event, LinkChanged)]
     assert changes == [True, False, True]

@@ -77,7 +77,7 @@ def opened(mode: ChosenMode = "client", **changes: object) -> Session:
     settings = AnswerSettings(20, **changes)  # type: ignore[arg-type]
     session = Session([1, 2], 2, settings, texts(), mode=mode, shape=TreeShape(3))
     session.link_up()
-    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4, most_positions=100)))
+    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4, max_positions=100)))
     session.no_draft()
     commit(session, 2, [3])
     session.take_events()
@@ -147,7 +147,7 @@ def test_a_cut_and_the_return() -> None:
     open_, verify = session.take_messages()
     assert (open_.open.session, list(open_.open.tokens), open_.open.n_prompt) == ("s", [1, 2, 3], 2)
     assert verify.verify == pb.Verify(start=3, tokens=[4, 5, 6, 7]), "as many as the server takes"
-    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4)))
+    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4)))
     assert session.take_events() == [LinkChanged(True), ModeChanged("client", "the server is there again")]
     commit(session, 3, [4, 5, 6, 7, 8], n_accepted=4)
     assert session.take_events() == [Verified(6)]
@@ -186,7 +186,7 @@ def test_what_is_drafted_behind_the_end_is_no_part_of_the_answer() -> None:
     for token in (4, 6, 7):
         session.add_draft(token, 0.9)
     session.link_up()
-    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4)))
+    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4)))
     session.take_events()
     commit(session, 3, [4, 5], n_accepted=1, finish="stop")
     assert session.take_events() == [

@@ -59,7 +59,7 @@ class Server:
     """Decodes the language for one client; sessions outlive connections, not a restart."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.most_drafts = chance, chance.randint(1, 6)
+        self.chance, self.max_drafts = chance, chance.randint(1, 6)
         self.sessions: dict[str, Held] = {}
         self.n_sessions = 0
         self.connect()
@@ -73,7 +73,7 @@ class Server:
         self.waiting: deque[pb.ClientMessage] = deque()
 
     def restart(self) -> None:
-        self.sessions, self.most_drafts = {}, self.chance.randint(1, 6)
+        self.sessions, self.max_drafts = {}, self.chance.randint(1, 6)
 
     def take(self, message: pb.ClientMessage) -> None:
         if message.sequence > self.last:
@@ -114,7 +114,7 @@ class Server:
         n_accepted = 0
         if isinstance(body, pb.Verify):
             at = body.start
-            for draft in body.tokens[: self.most_drafts]:
+            for draft in body.tokens[: self.max_drafts]:
                 if at == len(held.tokens):
                     if held.finish or next_token(held.tokens) != draft:
                         break
@@ -145,8 +145,8 @@ class Server:
         self.held, self.n_context = held, body.n_context
         self._say(
             opened=pb.Opened(
-                session=name, n_committed=len(held.tokens), most_drafts=self.most_drafts, was_rebuilt=was_rebuilt,
-                most_positions=1000,
+                session=name, n_committed=len(held.tokens), max_drafts=self.max_drafts, was_rebuilt=was_rebuilt,
+                max_positions=1000,
             )
         )  # fmt: skip
         if len(held.tokens) > len(body.tokens):
@@ -180,7 +180,7 @@ class Display:
     texts: list[str] = field(default_factory=list)
     n_verified: int = 0
     finish: str = ""
-    most_unverified: int = 0
+    max_unverified: int = 0
 
     def show(self, event: Event) -> None:
         assert not self.finish, f"nothing happens behind the end, not {event}"
@@ -200,7 +200,7 @@ class Display:
             del self.tokens[event.stop :], self.texts[event.stop :]
         elif isinstance(event, Done):
             self.finish = event.reason
-        self.most_unverified = max(self.most_unverified, len(self.tokens) - self.n_verified)
+        self.max_unverified = max(self.max_unverified, len(self.tokens) - self.n_verified)
 
 
 class World:

@@ -179,7 +179,7 @@ def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught
 def test_verify_takes_chains(target: Target) -> None:
     prompt, truth = PROMPTS[0], plain(target, PROMPTS[0], 20)
     wrong = [(token + 1) % 60 for token in truth]
-    engine = engine_for(target, most_drafts=9)
+    engine = engine_for(target, max_drafts=9)
     reader = add(engine, prompt, 20)
 
     def verify(drafts: Sequence[int]) -> Commit:
@@ -209,8 +209,8 @@ def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any)
     truths = [plain(target, prompt, 30) for prompt in PROMPTS]
     eagle = teach(build("eagle", target.model), target, PROMPTS[:4], 30)
     engine = engine_for(
-        target, {"moa": taught, "eagle": eagle}, tree="3", kv_tokens=192, most_drafts=8, prefill_chunk=16,
-        most_sequences=3,
+        target, {"moa": taught, "eagle": eagle}, tree="3", kv_tokens=192, max_drafts=8, prefill_chunk=16,
+        max_sequences=3,
     )  # fmt: skip
     readers: dict[Any, tuple[int, Reader]] = {}
     done = 0
@@ -255,7 +255,7 @@ def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any)
 
 def test_a_bound_for_one_text_serves_eight(target: Target) -> None:
     """All are runnable and only the oldest fits: the younger ones wait and are rebuilt, and each gets its text."""
-    engine = engine_for(target, kv_tokens=96, most_drafts=8, prefill_chunk=16)
+    engine = engine_for(target, kv_tokens=96, max_drafts=8, prefill_chunk=16)
     readers = [add(engine, prompt, work=Work.PLAIN) for prompt in PROMPTS]
     while engine.step():
         assert engine.snapshot().kv_used <= 96
@@ -263,7 +263,7 @@ def test_a_bound_for_one_text_serves_eight(target: Target) -> None:
 
 
 def test_idle_texts_give_up_their_memory_first(target: Target) -> None:
-    engine = engine_for(target, kv_tokens=128, most_drafts=8)
+    engine = engine_for(target, kv_tokens=128, max_drafts=8)
     idle = [add(engine, PROMPTS[0][:20]) for _ in range(2)]
     for reader in idle:
         engine.set_work(reader.id, Work.VERIFY)
@@ -297,7 +297,7 @@ def test_a_long_prompt_does_not_stall_the_others(target: Target) -> None:
 
 
 def test_nobody_waits_while_another_is_served_twice(target: Target) -> None:
-    engine = engine_for(target, most_sequences=3)
+    engine = engine_for(target, max_sequences=3)
     readers = [add(engine, prompt[:6], 9, Work.PLAIN) for prompt in PROMPTS]
     while engine.step():
         served = [len(reader.tokens) for reader in readers]
@@ -326,7 +326,7 @@ def test_deadlines(target: Target) -> None:
 
 
 def test_too_many_texts_are_refused(target: Target) -> None:
-    engine = engine_for(target, most_sequences=1, most_waiting=2)
+    engine = engine_for(target, max_sequences=1, max_waiting=2)
     readers = [add(engine, [5, 6]) for _ in range(3)]
     with pytest.raises(Overloaded, match="3 texts are open"):
         add(engine, [5, 6])
@@ -392,7 +392,7 @@ BAD_REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_bad_requests_are_refused(target: Target, changes: dict[str, Any]) -> None:
-    engine = engine_for(target, {"glide": build("glide", target.model)}, kv_tokens=64, most_drafts=8)
+    engine = engine_for(target, {"glide": build("glide", target.model)}, kv_tokens=64, max_drafts=8)
     good: dict[str, Any] = {"tokens": (5, 6), "n_prompt": 2, "max_new_tokens": 5}
     with pytest.raises(RequestInvalid):
         engine.add(Request(**good | changes), print, print)
@@ -461,7 +461,7 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
     """In order and without gaps, through chunks, drafts, eviction and rebuilding; known ones are not sent again."""
     target = never_ending()
     drafter = build(kind, target.model, **({"target_layer_inference": n_layers} if n_layers else {}))
-    engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16, kv_tokens=96, most_drafts=8)
+    engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16, kv_tokens=96, max_drafts=8)
     reader = add(engine, PROMPTS[0] * 2, 20, drafter="it", wants_context=True, n_context=5)
     text = [*PROMPTS[0] * 2, *plain(target, PROMPTS[0] * 2, 20)]
     for work in (Work.SPECULATE, Work.VERIFY):
