@@ -55,10 +55,12 @@ def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
 def check_unoccupied(store: StorePath) -> None:
     """Refuse a folder that is not empty, a readable store, or the unfinished start of one."""
     # Whether there is a folder a bucket tells by a list of all files alone.
-    if isinstance(store, Path) and not exists(store):
-        return
-    if isinstance(store, Path) and not store.is_dir():
-        raise OutputOccupied(f"{store} is a file, not a folder. Choose another output folder.")
+    if isinstance(store, Path):
+        there = next(path for path in (store, *store.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise OutputOccupied(f"{store}: {there} is a file, not a folder. Choose another output folder.")
+        if there is not store:
+            return
     manifest, has_commit = store / MANIFEST_NAME, exists(manifest_commit_path(store))
     if exists(manifest):
         try:

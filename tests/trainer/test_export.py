@@ -101,7 +101,7 @@ def test_what_cannot_be_exported_is_named(
     assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
     with pytest.raises(CheckpointError, match="holds drafters of kind moa, this one is of kind eagle"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
-    with pytest.raises(CheckpointError, match="no drafter"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         export_drafter(DrafterExportConfig(drafter=str(tmp_path / "nowhere"), format="moa", out=out))
     with pytest.raises(OutputOccupied, match="is not an empty folder"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=eagle))
