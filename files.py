@@ -24,8 +24,7 @@ MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that a document may hold; sums and products of a few of them still fit 64 bits or are Python's."""
 FULL_DISK_ADVICE = (
-    "Parts committed so far are safe. Free some space and run the same command again: it continues with the first part "
-    "that is missing."
+    "What was finished is safe. Free some space and run the same command again: it continues with what is missing."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # EACCES on some network file systems

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
+from ..text import counted
 from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, collect_provenance, out
 from .options import StageCommand, StoreArgument, config_options
 
@@ -212,7 +213,9 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         return
     if drop:
         dropped = drop_damage(damage)
-        out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * bool(damage.of_kind('target'))}")
+        out.print(
+            f"dropped: {counted(len(dropped), 'part')}{' and the target bundle' * bool(damage.of_kind('target'))}"
+        )
         return
     if model is None and damage.damages:
         raise StageFailure(

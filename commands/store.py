@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..text import counted
 from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, out, tell
 from .options import StoreArgument
 
@@ -77,6 +78,8 @@ def verify(store: StorePath, checksums_only: bool) -> None:
     out.print(verify_view(report))
     report.check_complete(store)
     if not report.ok:
-        raise StageFailure(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` repairs it.", FOUND)
+        raise StageFailure(
+            f"{store} is damaged in {counted(len(report.damages), 'place')}; `moa-data repair` repairs it.", FOUND
+        )
     if report.missing:
         raise StageFailure(f"{store} is incomplete: {report.missing}. {COMPLETE_IT}", INCOMPLETE)

@@ -9,6 +9,7 @@ import click
 
 from ..demo.config import DemoConfig
 from ..errors import RunWarning
+from ..text import counted
 from ..trainer.config import PRESETS, TrainConfig, earlier_settings
 from .console import ProgressLine, collect_provenance, out, tell
 from .options import StageCommand, config_options
@@ -75,7 +76,8 @@ def train(config: TrainConfig) -> None:
     out.print(train_view(report))
     if report.n_pending_parts:
         tell(
-            f"{report.n_pending_parts} parts of {config.store} are not extracted yet; the drafter saw the others only."
+            f"{counted(report.n_pending_parts, 'part')} of {config.store} are not extracted yet; the drafter saw the "
+            "others only."
         )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from ..text import counted
 from .config import DRAFTING
 from .measure import TARGET
 from .report import Disconnection, EvaluationReport, Interval, MethodSummary, WriterSummary
@@ -21,9 +22,10 @@ def markdown_report(report: EvaluationReport) -> str:
     lines = [
         "# Speculative decoding against plain decoding",
         "",
-        f"{prompts['n_answers']} answers of at most {config['max_new_tokens']} tokens to prompts of {prompts['file']} "
+        f"{counted(prompts['n_answers'], 'answer')} of at most {config['max_new_tokens']} tokens "
+        f"to prompts of {prompts['file']} "
         f"({prompts['kind']}); {_settings(report)}; {environment['dtype']} on {environment['device']}, "
-        f"{environment['n_threads']} threads; methods alternate.",
+        f"{counted(environment['n_threads'], 'thread')}; methods alternate.",
         *_method_table(report),
         "",
         "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
@@ -173,7 +175,8 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
         "",
         "## After a disconnection: the drafter without the target",
         "",
-        f"{found.n_cuts} cuts of greedy answers to {found.n_cut_prompts} prompts, {n_tokens} tokens after each.",
+        f"{counted(found.n_cuts, 'cut')} of greedy answers to {counted(found.n_cut_prompts, 'prompt')}, "
+        f"{counted(n_tokens, 'token')} after each.",
     ]
     if found.n_skipped:
         lines.append(f"{found.n_skipped} prompts were skipped: no room for an answer, or one of a single token.")

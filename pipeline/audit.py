@@ -20,7 +20,7 @@ from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import HIDDEN_LAST, to_float32
-from ..text import Progress
+from ..text import Progress, counted
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns
 from .forwards.capture import Capture, capture
@@ -99,7 +99,7 @@ class AuditReport:
 
     def describe(self) -> str:
         """Return the report as text: the worst sequence of each field, then what failed."""
-        lines = [f"audit of {self.n_samples} sequences of {self.store} against {self.model}"]
+        lines = [f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"]
         for name, row in self.worst().items():
             verdict = "ok" if row.ok else "DIFFERS"
             lines.append(

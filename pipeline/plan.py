@@ -171,10 +171,10 @@ class ForwardPlan:
             needed = min(needed, 2 * self.stored_bytes // max(1, len(set(self.table["part"].to_pylist()))))
         if needed > self.free_bytes:
             # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
-            less = "set TMPDIR to another disk" if is_remote else "store fewer activations or sequences"
+            less = ", or set TMPDIR to another disk" if is_remote else ""
             raise StorageUnavailable(
                 f"This needs about {format_bytes(needed)}, but {self.disk} has {format_bytes(self.free_bytes)} free. "
-                f"Free some space, or {less}."
+                f"Free some space{less}."
             )
 
     def room(self) -> list[str]:

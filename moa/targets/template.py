@@ -8,6 +8,7 @@ it are bounded. Nested loops over the characters of a text are not: a malicious 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,12 @@ def template_text(tokenizer: Any) -> str:
 
 def _check_constants(tree: nodes.Template) -> None:
     """Refuse numbers and widths of formats that stand for more text than any chat has."""
+    for product in tree.find_all(nodes.Mul):  # which compiling computes, and a text is multiplied by repeating it
+        if product.find(nodes.Pow):
+            raise TemplateError("the chat template multiplies by a power. Correct the template.")
+        factors = [abs(one.value) for one in product.find_all(nodes.Const) if isinstance(one.value, int)]
+        if math.prod(factors) > MAX_CHAT_CHARS:
+            raise TemplateError(f"the chat template asks for {math.prod(factors):,} characters. Correct the template.")
     for node in tree.find_all(nodes.Const):
         widths = [int(width) for width in _WIDTH.findall(node.value)] if isinstance(node.value, str) else []
         numbers = [node.value] if isinstance(node.value, int) else widths

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import StoreDamaged
-from ...text import Progress
+from ...text import Progress, counted
 from ..backend import check_guard, open_path, remove_file
 from ..commit import is_metadata
 from ..paths import StorePath
@@ -77,7 +77,7 @@ class RepairPlan:
         """Return the plan as lines for people; empty for a whole store."""
         lines = [f"{self.store} is incomplete: {self.missing}"] if self.missing else []
         if self.parts:
-            lines.append(f"{len(self.parts)} parts are damaged: {', '.join(map(str, self.parts))}")
+            lines.append(f"{counted(len(self.parts), 'damaged part')}: {', '.join(map(str, self.parts))}")
         lines += [line for kind, line in _MEANINGS.items() if self.of_kind(kind)]
         if any(map(self.of_kind, (_MANIFEST, _METADATA, _MANIFEST_COMMIT, _CODEC))):
             lines.append("so the parts were not checked yet: afterwards run this command once more")

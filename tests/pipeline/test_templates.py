@@ -234,7 +234,8 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
 @pytest.mark.parametrize(
     "template",
     ["{{ '%2000000000d' % 1 }}", "{{ '%2000000000d' | format(1) }}", "{{ '%*d' % (2000000000, 1) }}",
-     "{{ '{:>2000000000}'.format(1) }}", "{{ '%.2000000000f' % 1.5 }}", "{{ 'a'.center(2000000000) }}"],
+     "{{ '{:>2000000000}'.format(1) }}", "{{ '%.2000000000f' % 1.5 }}", "{{ 'a'.center(2000000000) }}",
+     "{{ 'a' * 20000 * 100000 }}", "{{ 'a' * 10 ** 9 }}"],
 )  # fmt: skip
 def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
     template: str, monkeypatch: pytest.MonkeyPatch
@@ -247,7 +248,7 @@ def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
         return real("")
 
     monkeypatch.setattr(template_module, "_compile_jinja_template", compile_nothing)
-    with pytest.raises(TemplateError, match="2,000,000,000"):
+    with pytest.raises(TemplateError, match=r"2,000,000,000|by a power"):
         ChatTemplate(build_tokenizer(template + LLAMA3_TEMPLATE))
     assert compiled == [""]
 

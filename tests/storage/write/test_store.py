@@ -212,7 +212,7 @@ def test_disk_full_anywhere_loses_nothing(
 def test_a_full_file_system(tmp_path: Path) -> None:
     recipe = make_recipe(tuple(range(100, 180)))
     with tmpfs(tmp_path / "disk", "size=2048k") as disk:
-        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*Parts committed so far are safe"):
+        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*What was finished is safe"):
             recipe.write(disk / "store")
         assert list(disk.rglob("*.partial")) == []
         with ActivationStore(disk / "store") as reader:
