@@ -1,6 +1,6 @@
 """Extraction by several processes, or with Ray on two machines of one host, ends in the bytes of one process.
 
-Whatever is lost or added meanwhile, and whoever else extracts.
+Workers that are lost or added meanwhile, and other commands on the same store, change nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several writers of one store: each part is committed once, whoever writes it, and nobody's files are taken away."""
+"""Several writers of one store: each part is committed once, whichever writes it, and nobody's files are taken away."""
 
 import errno
 import fcntl
