@@ -54,7 +54,7 @@ class NotEnoughMemory(MoaDataError, MemoryError):
 
 
 class StoreError(MoaDataError, ValueError):
-    """The base of what goes wrong with an activation store; raised itself for arrays that do not fit the store."""
+    """The base of what goes wrong with an activation store; itself for arrays that do not fit, and missing parts."""
 
 
 class StoreNotFound(StoreError, FileNotFoundError):
@@ -120,10 +120,6 @@ class CodecUnknown(StoreError):
     """There is no codec of that name, or not for fields like these."""
 
 
-class StoreIncomplete(StoreError, LookupError):
-    """Planned parts or sequences are missing, and the caller asked for all."""
-
-
 class SelectionInvalid(StoreError, IndexError):
     """The store has no such field, layer, sequence or token."""
 
@@ -142,7 +138,7 @@ class ReportUnwritten(StorageUnavailable):
 
 
 class DatasetError(MoaDataError, ValueError):
-    """A dataset or a file of prompts cannot be read, or too much of it cannot be used."""
+    """Chats, prompts, a file of another project or a folder of the Hub cannot be read, or too much cannot be used."""
 
 
 class TemplateError(DatasetError):
@@ -154,15 +150,11 @@ class PromptUnusable(TemplateError):
 
 
 class DrafterError(MoaDataError, ValueError):
-    """A drafter or a decoding request cannot be used as given."""
+    """A drafter, its weights, a checkpoint or a decoding request cannot be used as given."""
 
 
 class TargetError(DrafterError):
     """A target cannot be loaded, is not supported, is not the expected one, or gives values that are not finite."""
-
-
-class CheckpointError(DrafterError):
-    """Drafter weights or a training checkpoint are damaged, or differ from what the sizes call for."""
 
 
 class TrainingError(MoaDataError):
@@ -171,10 +163,6 @@ class TrainingError(MoaDataError):
 
 class WorkerError(MoaDataError, RuntimeError):
     """The processes or the engine that extract cannot run, or have ended with work left."""
-
-
-class InteropError(MoaDataError, ValueError):
-    """A file of another project, or a folder of the Hub, is not what it should be."""
 
 
 class ServingError(MoaDataError):
@@ -191,10 +179,6 @@ class RequestInvalid(ServingError, ValueError):
 
 class NotAllowed(ServingError, PermissionError):
     """The bearer token is missing or wrong."""
-
-
-class SessionUnknown(ServingError):
-    """The server holds no session of that id; the client opens it anew."""
 
 
 class ProtocolMismatch(ServingError):

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from ..errors import InteropError, MoaDataError, OutputOccupied
+from ..errors import DatasetError, MoaDataError, OutputOccupied
 from ..files import PARTIAL_SUFFIX
 from ..storage.read.summary import summarize_store
 from ..storage.read.verify import verify_store
@@ -56,13 +56,13 @@ def push(path: Path, repo: str, private: bool = False) -> HubReport:
     """
     folder, entry, repo_type = _what(path.expanduser())
     if not os.environ.get("HF_TOKEN"):
-        raise InteropError("No token: set HF_TOKEN to one that may write (huggingface.co/settings/tokens).")
+        raise DatasetError("No token: set HF_TOKEN to one that may write (huggingface.co/settings/tokens).")
     files = _files(folder, entry)
     api = _connect()
     with _one_line(repo):
         url = str(api.create_repo(repo, repo_type=repo_type, private=private, exist_ok=True))
         if private and not api.repo_info(repo, repo_type=repo_type).private:
-            raise InteropError(
+            raise DatasetError(
                 f"{repo} is there already and public. Make it private on the Hub, or choose another name."
             )
         if repo_type == "dataset":
@@ -92,7 +92,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         progress: called with (bytes, all bytes, message) while a store is verified.
 
     Raises:
-        InteropError: there is no such repository, the Hub cannot be reached, or what came is damaged (exit code 1).
+        DatasetError: there is no such repository, the Hub cannot be reached, or what came is damaged (exit code 1).
         OutputOccupied: the folder holds something else.
     """
     folder = folder.expanduser()
@@ -108,7 +108,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         files = _remote_files(api, repo, repo_type, commit)
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
-            raise InteropError(
+            raise DatasetError(
                 f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}: nothing that `push` has finished."
             )
         where: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
@@ -141,8 +141,8 @@ def drafter_card(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _damaged(message: str) -> InteropError:
-    error = InteropError(message)
+def _damaged(message: str) -> DatasetError:
+    error = DatasetError(message)
     error.exit_code = 1  # as `verify` ends for a damaged store
     return error
 
@@ -152,12 +152,12 @@ def _what(path: Path) -> tuple[Path, str, str]:
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)
         if what := summary.missing or ", ".join(summary.unfinished):
-            raise InteropError(f"{path} is incomplete: {what}. Finish it with the command that began it, then push.")
+            raise DatasetError(f"{path} is incomplete: {what}. Finish it with the command that began it, then push.")
         return path, MANIFEST_NAME, "dataset"
     for folder in (path, path / "drafter"):
         if (folder / DRAFTER_FILE).is_file():
             return folder, DRAFTER_FILE, "model"
-    raise InteropError(
+    raise DatasetError(
         f"{path} is neither a store ({MANIFEST_NAME}), a drafter ({DRAFTER_FILE}) nor a run of `moa-data train`."
     )
 
@@ -182,7 +182,7 @@ def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, i
         found = api.hf_hub_download(repo, MANIFEST_NAME, repo_type="dataset")
         strange += [MANIFEST_NAME] * (Path(found).read_bytes() != (folder / MANIFEST_NAME).read_bytes())
     if strange:
-        raise InteropError(f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name.")
+        raise DatasetError(f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name.")
 
 
 def _remote_files(api: HfApi, repo: str, repo_type: str, revision: str | None = None) -> dict[str, RepoFile]:
@@ -197,17 +197,17 @@ def _connect() -> HfApi:
 
 @contextmanager
 def _one_line(repo: str) -> Iterator[None]:
-    """Turn the many errors of the client into :class:`InteropError`."""
+    """Turn the many errors of the client into :class:`DatasetError`."""
     try:
         yield
     except RepositoryNotFoundError as error:
-        raise InteropError(
+        raise DatasetError(
             f"The Hub has no repository {repo} that may be seen here. Check the name, and HF_TOKEN in the environment."
         ) from error
     except HFValidationError as error:
-        raise InteropError(f"{repo!r} is no name of a repository, expected OWNER/NAME.") from error
+        raise DatasetError(f"{repo!r} is no name of a repository, expected OWNER/NAME.") from error
     except MoaDataError:
         raise
     except Exception as error:  # of many unrelated types
         reason = first_line(error.__cause__ or error).rstrip(".")  # a failed upload's cause says why
-        raise InteropError(f"{repo} on the Hub: {reason}. {_AGAIN}") from error
+        raise DatasetError(f"{repo} on the Hub: {reason}. {_AGAIN}") from error

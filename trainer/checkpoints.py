@@ -15,7 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, TrainingError
+from ..errors import DrafterError, TrainingError
 from ..files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
@@ -31,9 +31,9 @@ FULL_DISK_ADVICE = (
 _STATE = "state"
 
 
-def damaged_checkpoint(path: Path, reason: str) -> CheckpointError:
+def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
     """Make the error for a file that is no checkpoint, or one of another run."""
-    return CheckpointError(
+    return DrafterError(
         f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing of it was used; copy best.ckpt over "
         "it, if it is there, or train again with another --out."
     )

@@ -13,7 +13,7 @@ import yaml
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, OutputOccupied, TargetError
+from ..errors import DrafterError, OutputOccupied, TargetError
 from ..files import PARTIAL_SUFFIX, disk_full_guard
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
@@ -156,9 +156,9 @@ def _is_store(place: str) -> bool:
 def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
     again = load_drafter(folder)
     if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(drafter.config.to_dict(), sort_keys=True):
-        raise CheckpointError(f"{folder} does not load with the same sizes. Report this drafter.json.")
+        raise DrafterError(f"{folder} does not load with the same sizes. Report this drafter.json.")
     weights = again.state_dict()
     for name, value in drafter.state_dict().items():
         meant = value.to(dtype).to(weights[name].dtype) if value.is_floating_point() else value
         if not torch.equal(weights[name], meant):
-            raise CheckpointError(f"{folder}: {name} does not load as it was written. Check the disk and try again.")
+            raise DrafterError(f"{folder}: {name} does not load as it was written. Check the disk and try again.")

@@ -33,7 +33,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..errors import CheckpointError, Interrupted, MoaDataError, OutputOccupied, TrainingError
+from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, TrainingError
 from ..files import PARTIAL_SUFFIX, LockHeld, check_room, disk_full_guard, lock_file, write_atomic
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.registry import drafter_class
@@ -158,7 +158,7 @@ def train(
 def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
     try:
         step = read_step(out / LAST)
-    except (CheckpointError, OSError):
+    except (DrafterError, OSError):
         return "stopped before the first checkpoint; run the same command again."
     if isinstance(interrupt, callbacks.StoppedAtOnce):
         return f"stopped without saving; go on from the checkpoint of step {step} with the same command and --resume."

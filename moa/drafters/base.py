@@ -105,7 +105,7 @@ class Drafter(nn.Module, ABC):
         """
 
     def check_weights(self) -> None:
-        """Refuse loaded weights that contradict each other; raises CheckpointError."""
+        """Refuse loaded weights that contradict each other; raises DrafterError."""
 
     @classmethod
     def reads(cls, n_layers: int, settings: Any) -> Reads:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from ...errors import CheckpointError, DrafterError
+from ...errors import DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm
 from ..targets.bundle import FrozenTarget, target_sizes
@@ -183,12 +183,12 @@ class Eagle3Drafter(FeatureDrafter):
     def check_weights(self) -> None:
         ids, marked = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device), self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
-            raise CheckpointError(
+            raise DrafterError(
                 f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 to {len(marked) - 1}; "
                 "it holds offsets (target id - draft id), not target ids."
             )
         if len(ids.unique()) < len(ids) or int(marked.sum()) != len(ids) or not bool(marked[ids].all()):
-            raise CheckpointError(
+            raise DrafterError(
                 f"d2t names {len(ids.unique())} different tokens of {len(ids)}, and t2d marks {int(marked.sum())} "
                 "tokens; expected the same ones in both."
             )

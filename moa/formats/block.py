@@ -20,7 +20,7 @@ passed and adds 1 by itself. Its own key, ``eagle_aux_hidden_state_layer_ids`` a
 from dataclasses import replace
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import DrafterError
 from ..drafters.block import BlockDrafterSizes, DFlashSizes, DSparkSizes
 from .layout import (
     ForeignConfig,
@@ -73,10 +73,10 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     """Read the sizes that DFlash and DSpark share, from config.json and the shapes."""
     own, facts = dict(config) | nested(config, "dflash_config"), drafter_facts(config)
     if "sliding_attention" in (config.get("layer_types") or ()):
-        raise CheckpointError("its layers have a sliding window, which these drafters lack.")
+        raise DrafterError("its layers have a sliding window, which these drafters lack.")
     block, mask = own.get("block_size"), own.get("mask_token_id")
     if type(block) is not int or type(mask) is not int:
-        raise CheckpointError("config.json lacks block_size or mask_token_id; restore the checkpoint's own.")
+        raise DrafterError("config.json lacks block_size or mask_token_id; restore the checkpoint's own.")
     fused_layers = read_layer_ids(
         (config.get("eagle_aux_hidden_state_layer_ids"), 1),
         (config.get("aux_hidden_state_layer_ids"), 1),

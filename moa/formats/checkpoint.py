@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...errors import CheckpointError, DrafterError
+from ...errors import DrafterError
 from ...files import parsing, write_file
 from ..drafters.base import Drafter
 from ..drafters.mixture import MoASizes
@@ -57,20 +57,20 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     """Load a drafter from the folder of a run, of our own layout, or of one of :data:`LAYOUTS`.
 
     Raises:
-        CheckpointError: nothing there, or keys and shapes that differ from what the sizes call for.
+        DrafterError: nothing there, or keys and shapes that differ from what the sizes call for.
     """
     folder = Path(folder).expanduser()
     if (folder / "drafter" / CONFIG_FILE).is_file():
         folder = folder / "drafter"
     config: DrafterSizes
     if (folder / CONFIG_FILE).is_file():
-        values = read_json(folder / CONFIG_FILE, CheckpointError)
+        values = read_json(folder / CONFIG_FILE, DrafterError)
         config = drafter_class(str(values.get("kind", MoASizes.kind))).config_class.from_dict(values)
         weights = _read_safetensors(folder / WEIGHTS_FILE)
     elif (folder / _LAYOUT_CONFIG).is_file():
         config, weights = _read_layout(folder)
     else:
-        raise CheckpointError(_why_no_drafter(folder))
+        raise DrafterError(_why_no_drafter(folder))
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
 
 
@@ -108,7 +108,7 @@ def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "
     with torch.device("meta"):
         state = build(config).state_dict()
     if problem := find_problems(weights, state):
-        raise CheckpointError(f"{source} does not fit its sizes: {problem}.")
+        raise DrafterError(f"{source} does not fit its sizes: {problem}.")
     drafter = build(config)
     drafter.load_state_dict(weights, strict=True)
     drafter.check_weights()
@@ -137,17 +137,17 @@ def write_layout(
             them.
 
     Raises:
-        CheckpointError: the drafter is of another kind, or its sizes have no place in the layout.
+        DrafterError: the drafter is of another kind, or its sizes have no place in the layout.
     """
     sizes = drafter.config
     if drafter.kind != layout.kind:
         fitting = ", ".join(name for name, other in LAYOUTS.items() if other.kind == drafter.kind) or "none"
-        raise CheckpointError(
+        raise DrafterError(
             f"the format {layout.name} holds drafters of kind {layout.kind}, this one is of kind {drafter.kind}; "
             f"formats for it: {fitting}."
         )
     if refusals := layout.refusals(sizes):
-        raise CheckpointError(
+        raise DrafterError(
             f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}. Train it with these "
             "sizes: --set drafter.NAME=VALUE."
         )
@@ -159,7 +159,7 @@ def write_layout(
         (layout.needs_target_config, target_config, "config.json"),
     ):
         if is_needed and given is None:
-            raise CheckpointError(f"the format {layout.name} holds the target's {what}; give the target.")
+            raise DrafterError(f"the format {layout.name} holds the target's {what}; give the target.")
     if layout.needs_embeddings and embeddings is not None:
         weights["embed_tokens.weight"] = embeddings.clone()  # tied weights are one tensor, which a file holds once
     if layout.needs_head and lm_head is not None:
@@ -178,7 +178,7 @@ def write_layout(
 
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     """Read sizes and state dict of a drafter in any of the layouts."""
-    config = read_json(folder / _LAYOUT_CONFIG, CheckpointError)
+    config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
     found = {name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()}
     own = config.get(_OWN_KEY)
     if own is None:
@@ -187,7 +187,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
         layout = LAYOUTS.get(str(own.get("format"))) if isinstance(own, dict) else None
     if layout is None:
         given = ", ".join(sorted(found)[:3]) if own is None else f"{_OWN_KEY} {str(own)[:60]}"
-        raise CheckpointError(f"{folder} ({given}, ...) holds a drafter of none of the formats {', '.join(LAYOUTS)}.")
+        raise DrafterError(f"{folder} ({given}, ...) holds a drafter of none of the formats {', '.join(LAYOUTS)}.")
     weights = {
         layout.own_name(name): value
         for name, value in found.items()
@@ -200,7 +200,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             sizes = drafter_class(layout.kind).config_class.from_dict(own["drafter"])
         return sizes, layout.unpack(weights, sizes)
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}") from error
+        raise DrafterError(f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}") from error
 
 
 def _read_weight_file(folder: Path) -> Weights:
@@ -208,7 +208,7 @@ def _read_weight_file(folder: Path) -> Weights:
     file = folder / _LAYOUT_PICKLE
     if not file.is_file() or (folder / _LAYOUT_WEIGHTS).is_file():
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)
-    with parsing(f"cannot read {file}", CheckpointError):
+    with parsing(f"cannot read {file}", DrafterError):
         weights = load_pickled_tensors(file)
         if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
             raise ValueError("it holds something else than named tensors")
@@ -216,6 +216,6 @@ def _read_weight_file(folder: Path) -> Weights:
 
 
 def _read_safetensors(file: Path) -> Weights:
-    read_header(file, CheckpointError)
-    with parsing(f"cannot read {file}", CheckpointError):
+    read_header(file, DrafterError)
+    with parsing(f"cannot read {file}", DrafterError):
         return load_file(file)

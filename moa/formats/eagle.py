@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
+from ...errors import DrafterError
 from ..drafters.eagle import EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
 from ..targets.bundle import parse_target_config
@@ -75,7 +75,7 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
     own = dict(weights)
     if not sizes.eagle_fc_bias and "fc.bias" in own and own.pop("fc.bias").any():
-        raise CheckpointError("fc.bias is not zero, as it has to be for a drafter without one; export it again.")
+        raise DrafterError("fc.bias is not zero, as it has to be for a drafter without one; export it again.")
     if not sizes.eagle_input_norm:
         return own
     own = {name: value for name, value in own.items() if not name.startswith("layers.0.")}

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ...errors import CheckpointError
+from ...errors import DrafterError
 from ...files import parsing
 from ..drafters.sizes import DrafterSizes
 from ..targets.bundle import rope_parameters
@@ -110,9 +110,9 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
     """Return fields of :class:`DrafterSizes` from a drafter's own config.json; the target's layers are unknown (0)."""
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     if missing := [name for name in needed if not config.get(name)]:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
+        raise DrafterError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
-    with parsing("config.json cannot be used", CheckpointError, "Restore the checkpoint's own."):
+    with parsing("config.json cannot be used", DrafterError, "Restore the checkpoint's own."):
         known = LlamaConfig(**{name: config[name] for name in names if config.get(name) is not None})
         facts: dict[str, Any] = {
             "hidden_size": known.hidden_size,
@@ -126,7 +126,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
         }
     for name in ("hidden_size", "n_heads", "head_dim"):  # the others are checked with the sizes
         if type(facts[name]) is not int or facts[name] < 1:
-            raise CheckpointError(f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own.")
+            raise DrafterError(f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own.")
     return facts
 
 
@@ -146,7 +146,7 @@ def count_layers(weights: Weights) -> int:
 def rows(weights: Weights, name: str) -> int:
     """Count the rows of a tensor, which has to be there."""
     if name not in weights or not weights[name].dim():
-        raise CheckpointError(f"the weights lack {name}.")
+        raise DrafterError(f"the weights lack {name}.")
     return int(weights[name].shape[0])
 
 
@@ -165,10 +165,10 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
     for ids, first in given:
         if ids:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
-                raise CheckpointError(f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers.")
+                raise DrafterError(f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers.")
             return tuple(layer - first for layer in ids)
     # They would have to be guessed from the target's depth.
-    raise CheckpointError(
+    raise DrafterError(
         "config.json does not say which layers of the target are read; restore the checkpoint's own, with "
         "target_layer_ids or eagle_aux_hidden_state_layer_ids."
     )

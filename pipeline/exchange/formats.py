@@ -34,7 +34,7 @@ from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import override
 
-from ...errors import DrafterError, InteropError, OptionInvalid
+from ...errors import DatasetError, DrafterError, OptionInvalid
 from ...files import MAX_JSON_BYTES, PARTIAL_SUFFIX, disk_full_guard, parsing, write_atomic
 from ...moa.drafters.eagle3 import default_fused_layers
 from ...moa.targets.model_files import check_regular, load_pickled_tensors, read_header
@@ -49,7 +49,7 @@ _STATE = "state.json"
 
 
 class FileFormat(ABC):
-    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `InteropError`.
+    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `DatasetError`.
 
     Args:
         layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
@@ -92,7 +92,7 @@ class FileFormat(ABC):
 
         paths = [path for path in folder.rglob(self.pattern) if not path.name.endswith(PARTIAL_SUFFIX)]
         if not paths:
-            raise InteropError(f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and --format.")
+            raise DatasetError(f"{folder} holds no file {self.pattern} of {self.name}. Check the folder and --format.")
         return sorted(paths, key=numbers)
 
     @abstractmethod
@@ -168,7 +168,7 @@ class SpecForgeFormat(EagleFormat):
         last, layers = _matrix(record, "hidden_state", path), _matrix(record, "aux_hidden_state", path)
         width, count = last.shape[1], len(self.layers)
         if layers.shape[1] != count * width:
-            raise InteropError(
+            raise DatasetError(
                 f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of {width}. "
                 "Name the layers of these files with --layers."
             )
@@ -219,14 +219,14 @@ class SpeculatorsFormat(FileFormat):
         rows, number = self._dataset(path), path.stem.removeprefix("hs_")
         row = int(number) if number.isdecimal() else len(rows)
         if row >= len(rows):
-            raise InteropError(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}.")
-        with parsing(f"{path}: row {row} of the Arrow dataset is no text", InteropError, "Prepare the dataset again."):
+            raise DatasetError(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}.")
+        with parsing(f"{path}: row {row} of the Arrow dataset is no text", DatasetError, "Prepare the dataset again."):
             ids, mask = (
                 rows[name][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
                 for name in ("input_ids", "loss_mask")
             )
         if not np.array_equal(ids, self.read_tokens(path)):
-            raise InteropError(
+            raise DatasetError(
                 f"{path}: its token_ids are not the input_ids of row {row} of the Arrow dataset. The files belong to "
                 "another dataset; make them again."
             )
@@ -236,7 +236,7 @@ class SpeculatorsFormat(FileFormat):
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         states = _read_tensor(path, "hidden_states")  # [S, K + 1, E]
         if states.dim() != 3 or states.shape[1] != len(self._states):
-            raise InteropError(
+            raise DatasetError(
                 f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, {len(self._states)} layers, "
                 "width]. Name the layers of these files with --layers."
             )
@@ -245,7 +245,7 @@ class SpeculatorsFormat(FileFormat):
     def _dataset(self, path: Path) -> pa.Table:
         folder = next((parent for parent in path.parents if (parent / _STATE).is_file()), None)
         if folder is None:
-            raise InteropError(
+            raise DatasetError(
                 f"{path.parent}: no Arrow dataset (state.json) in this folder or above it; the loss masks lie there. "
                 "Put hidden_states/ into the folder of the dataset."
             )
@@ -278,7 +278,7 @@ def make_format(
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read."""
-    with parsing(f"{path} is damaged, or holds more than tensors", InteropError, "Make the file again, or delete it."):
+    with parsing(f"{path} is damaged, or holds more than tensors", DatasetError, "Make the file again, or delete it."):
         if not path.name.endswith(".gz"):
             return load_pickled_tensors(path)
         limit = max(_MIN_LIMIT_BYTES, _MAX_GROWTH * check_regular(path))
@@ -326,7 +326,7 @@ def _load_rows(folder: Path) -> pa.Table:
     from datasets import load_from_disk
 
     trouble = f"{folder} holds no Arrow dataset with input_ids and loss_mask"
-    with parsing(trouble, InteropError, "Prepare the dataset again."):
+    with parsing(trouble, DatasetError, "Prepare the dataset again."):
         for file in folder.glob("*.json"):
             check_regular(file, MAX_JSON_BYTES)
         rows = load_from_disk(str(folder)).with_format(None)
@@ -334,8 +334,8 @@ def _load_rows(folder: Path) -> pa.Table:
 
 
 def _read_tensor(path: Path, key: str) -> Tensor:
-    if key not in read_header(path, InteropError):
-        raise InteropError(f"{path} has no tensor {key}. Make the file again.")
+    if key not in read_header(path, DatasetError):
+        raise DatasetError(f"{path} has no tensor {key}. Make the file again.")
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(key)
     return tensor
@@ -344,7 +344,7 @@ def _read_tensor(path: Path, key: str) -> Tensor:
 def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     value = record.get(key)
     if not isinstance(value, Tensor):
-        raise InteropError(
+        raise DatasetError(
             f"{path} has no tensor {key}; it holds {', '.join(map(str, record)) or 'nothing'}. Check --format."
         )
     return value
@@ -356,7 +356,7 @@ def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     if value.dim() == 3 and len(value) == 1:
         value = value[0]
     if value.dim() != 2 or len(value) != n_tokens:
-        raise InteropError(
+        raise DatasetError(
             f"{path}: {key} has shape {list(value.shape)}, expected [{n_tokens}, width] as there are {n_tokens} "
             "input_ids. Make the file again, or delete it."
         )

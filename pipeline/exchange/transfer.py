@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ...errors import InteropError, OutputOccupied, SelectionInvalid
+from ...errors import DatasetError, OutputOccupied, SelectionInvalid
 from ...files import parse_object, whole_number, write_atomic
 from ...moa.targets.bundle import (
     FrozenTarget,
@@ -163,12 +163,12 @@ def import_folder(
     """Read another project's files into a store, or continue where an earlier run stopped.
 
     Raises:
-        InteropError: an option or a file cannot be used.
+        DatasetError: an option or a file cannot be used.
         StoreMismatch: the store was made from other inputs.
     """
     folder = Path(config.folder).expanduser()
     if not folder.is_dir():
-        raise InteropError(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
+        raise DatasetError(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
     target_folder = resolve_model_folder(config.model)
     target_config = load_target_config(target_folder)
     sizes = target_sizes(target_config)
@@ -217,11 +217,11 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
 
 def _check_text(path: Path, tokens: np.ndarray, mask: np.ndarray, vocab_size: int) -> None:
     if not len(tokens) or len(tokens) != len(mask):
-        raise InteropError(f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again.")
+        raise DatasetError(f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again.")
     if not np.isin(mask, (0, 1)).all():
-        raise InteropError(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
+        raise DatasetError(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise InteropError(
+        raise DatasetError(
             f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has {vocab_size:,}. "
             "Give the --model that the files were made with."
         )
@@ -231,7 +231,7 @@ def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any])
     """Return the store's fields, in the dtype of the first file."""
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
-        raise InteropError(
+        raise DatasetError(
             f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected one of "
             f"{', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. Check --model."
         )
@@ -292,12 +292,12 @@ def _read_sequence(
     for spec in specs[2:]:
         values = hidden[spec.name]
         if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
-            raise InteropError(
+            raise DatasetError(
                 f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected {spec.dtype} "
                 f"{[n_tokens, *spec.token_shape]} as in the first file. Make the file again."
             )
         if not bool(torch.isfinite(values).all()):
-            raise InteropError(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it.")
+            raise DatasetError(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it.")
         bits = values.contiguous().view(torch.uint16) if values.dtype == torch.bfloat16 else values.contiguous()
         fields[spec.name] = bits.numpy()
     return fields

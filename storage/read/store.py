@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from ...errors import SelectionInvalid, StoreDamaged, StoreIncomplete, StoreNotFound
+from ...errors import SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
 from ..backend import download, exists, open_path, read_file, sizes_of
 from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
@@ -106,7 +106,7 @@ class ActivationStore:
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
-            raise StoreIncomplete(
+            raise StoreError(
                 f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have no commit, the first "
                 f"is part {pending[0]}. Run the same extract command again to write them."
             )

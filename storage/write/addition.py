@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ...errors import StoreError, StoreIncomplete, StoreLocked
+from ...errors import StoreError, StoreLocked
 from ...files import write_atomic
 from ..backend import put_if_absent, replace_file
 from ..chunk import EncodePool
@@ -138,7 +138,7 @@ class StoreAddition:
     def finish(self) -> None:
         """Make the new fields exist for readers."""
         if pending := self.pending_parts():
-            raise StoreIncomplete(
+            raise StoreError(
                 f"{self.path}: {len(pending)} parts lack {', '.join(self._lacking[pending[0]])}, the first is part "
                 f"{pending[0]}. Write them all before finish()."
             )

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pyarrow as pa
 
-from ...errors import StoreError, StoreIncomplete
+from ...errors import StoreError
 from ...files import disk_full_guard
 from ..chunk import EncodePool
 from ..codecs.field import FieldCodec
@@ -265,7 +265,7 @@ class PartWriter:
             The part's commit, of whichever writer.
 
         Raises:
-            StoreIncomplete: a planned sequence was not written to every field.
+            StoreError: a planned sequence was not written to every field.
         """
         self._check_open()
         self._check_complete()
@@ -294,7 +294,7 @@ class PartWriter:
             if not covered.all():
                 row = int(np.flatnonzero(~covered)[0])
                 n_missing = int((~covered).sum())
-                raise StoreIncomplete(
+                raise StoreError(
                     f"Part {self.part}: {n_missing} of {len(first)} sequences were not written to {name!r}, the first "
                     f"at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
                 )

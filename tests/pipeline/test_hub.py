@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from moa_data.errors import InteropError, OutputOccupied
+from moa_data.errors import DatasetError, OutputOccupied
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.pipeline.hub import drafter_card, pull, push
 from moa_data.storage.read.verify import verify_store
@@ -63,10 +63,10 @@ def test_a_store_goes_and_comes_back(hub: Hub, room: Path, tmp_path: Path) -> No
 
 def test_a_broken_push_is_no_store_and_continues(hub: Hub, room: Path, tmp_path: Path) -> None:
     hub.n_uploads_left = 4
-    with pytest.raises(InteropError, match="403"):
+    with pytest.raises(DatasetError, match="403"):
         push(room / "store", NAME)
     assert len(hub.large) == 4
-    with pytest.raises(InteropError, match="neither store"):
+    with pytest.raises(DatasetError, match="neither store"):
         pull(NAME, tmp_path / "half")
     hub.n_uploads_left = None
     push(room / "store", NAME)
@@ -95,7 +95,7 @@ def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> No
     push(room / "store", NAME)
     back = tmp_path / "back"
     hub.sends["plan.parquet"] = None
-    with pytest.raises(InteropError, match=r"run the same command again"):
+    with pytest.raises(DatasetError, match=r"run the same command again"):
         pull(NAME, back)
     assert "plan.parquet" not in names(back)
     hub.sends.clear()
@@ -109,7 +109,7 @@ def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path:
     push(room / "drafter", "me/drafter")
     weights = (room / "drafter" / "drafter.safetensors").read_bytes()
     hub.sends["drafter.safetensors"] = weights[:-1] + bytes([weights[-1] ^ 1])
-    with pytest.raises(InteropError, match="was deleted") as caught:
+    with pytest.raises(DatasetError, match="was deleted") as caught:
         pull("me/drafter", tmp_path / "back")
     assert caught.value.exit_code == 1
     hub.sends.clear()
@@ -119,12 +119,12 @@ def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path:
 def test_what_cannot_be_pushed_is_refused_in_one_line(
     hub: Hub, room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InteropError, match="neither a store"):
+    with pytest.raises(DatasetError, match="neither a store"):
         push(tmp_path, NAME)
     incomplete = tmp_path / "incomplete"
     shutil.copytree(room / "store", incomplete)
     next((incomplete / "commits").glob("part-*.json")).unlink()
-    with pytest.raises(InteropError, match="incomplete: 1 of"):
+    with pytest.raises(DatasetError, match="incomplete: 1 of"):
         push(incomplete, NAME)
     refused(run("push", str(room / "store"), "no name"), "OWNER/NAME")
     refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")

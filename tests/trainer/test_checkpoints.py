@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.errors import CheckpointError, StorageUnavailable
+from moa_data.errors import DrafterError, StorageUnavailable
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets import model_files as tensor_file
 from moa_data.tests.kit.runs import run
@@ -174,12 +174,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "last.ckpt"
     for content in HOSTILE.values():
         file.write_bytes(content)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DrafterError):
             read_checkpoint(file)
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
         file.rmdir() if file.is_dir() else file.unlink()
         make(file)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DrafterError):
             read_checkpoint(file)
 
 
@@ -220,7 +220,7 @@ def test_another_runs_checkpoint_is_refused(copied: Any, store_path: Path, chang
     state = CheckpointFiles().load_checkpoint(last_of(copied))
     change(state)
     CheckpointFiles().save_checkpoint(state, last_of(copied))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(DrafterError):
         run(store_path, copied, **SETTINGS, resume=True)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moa_data.cli import main
-from moa_data.errors import CheckpointError, OptionInvalid, OutputOccupied, TargetError
+from moa_data.errors import DrafterError, OptionInvalid, OutputOccupied, TargetError
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter
@@ -99,9 +99,9 @@ def test_what_cannot_be_exported_is_named(
     with pytest.raises(OptionInvalid, match=r"format is 'eagle4', expected one of moa, moa-vllm.*; dtype is 'int8'"):
         DrafterExportConfig.of(drafter=eagle, format="eagle4", out=out, dtype="int8")
     assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
-    with pytest.raises(CheckpointError, match="holds drafters of kind moa, this one is of kind eagle"):
+    with pytest.raises(DrafterError, match="holds drafters of kind moa, this one is of kind eagle"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(DrafterError, match="does not exist"):
         export_drafter(DrafterExportConfig(drafter=str(tmp_path / "nowhere"), format="moa", out=out))
     with pytest.raises(OutputOccupied, match="is not an empty folder"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=eagle))
@@ -127,7 +127,7 @@ def test_what_cannot_be_exported_is_named(
     # The run is loaded first, the folder that was written second.
     loads = iter((load_drafter, damaged))
     monkeypatch.setattr(drafter_export, "load_drafter", lambda folder: next(loads)(folder))
-    with pytest.raises(CheckpointError, match=r"fc\.weight does not load as it was written"):
+    with pytest.raises(DrafterError, match=r"fc\.weight does not load as it was written"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=out))
     assert {path.name for path in tmp_path.iterdir()} == {*KINDS, "other", "gone"}
 

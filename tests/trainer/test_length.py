@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from moa_data.errors import CheckpointError, OutputOccupied, TrainingError
+from moa_data.errors import DrafterError, OutputOccupied, TrainingError
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.tests.kit.command import TRAIN, refused
 from moa_data.tests.kit.command import run as run_command
@@ -65,7 +65,7 @@ def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path
     other = {"max_steps": 1, "layer_groups": 1, "unrotated_keys": False, "init_from": first}
     with pytest.raises(TrainingError, match=r"--set drafter.layer_groups=2 --set drafter.unrotated_keys=true"):
         run(store_path, tmp_path / "other", **other)
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(DrafterError, match="does not exist"):
         run(store_path, tmp_path / "other", max_steps=1, init_from=str(tmp_path / "nope"))
     assert not (tmp_path / "other").exists()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moa_data.errors import CheckpointError, DrafterError, TargetError
+from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.formats.checkpoint import (
     LAYOUTS,
     check_drafter_matches,
@@ -56,14 +56,14 @@ def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("moa_data")
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(DrafterError, match=r"config\.json"):
         load_drafter(tmp_path)
     for content in ([torch.zeros(1)], {"a": 1}, {"a": Path("code")}):
         torch.save(content, tmp_path / "pytorch_model.bin")
-        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        with pytest.raises(DrafterError, match=r"pytorch_model\.bin"):
             load_drafter(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+    with pytest.raises(DrafterError, match=r"pytorch_model\.bin"):
         load_drafter(tmp_path)
 
 
@@ -84,7 +84,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path, layout: bool) -> No
     else:
         save_drafter(build_drafter(model), tmp_path)
         (tmp_path / "drafter.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="safetensors"):
+    with pytest.raises(DrafterError, match="safetensors"):
         load_drafter(tmp_path)
 
 
@@ -119,10 +119,10 @@ def test_strict_keys_and_shapes(tmp_path: Path) -> None:
     for change in ({"kv_to_hidden.bias": None}, {"extra": torch.zeros(1)}, {"kv_to_hidden.bias": torch.zeros(2)}):
         changed = {name: value for name, value in (weights | change).items() if value is not None}
         save_file(changed, tmp_path / "drafter.safetensors")
-        with pytest.raises(CheckpointError, match=next(iter(change))):
+        with pytest.raises(DrafterError, match=next(iter(change))):
             load_drafter(tmp_path)
     (tmp_path / "drafter.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(DrafterError):
         load_drafter(tmp_path)
 
 
@@ -152,5 +152,5 @@ def test_what_is_no_drafter_is_named(tmp_path: Path, names: tuple[str, ...], sai
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(DrafterError, match=said):
         load_drafter(folder)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from moa_data.errors import CheckpointError, TargetError
+from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.drafters.eagle3 import Eagle3Drafter
 from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, write_layout
 from moa_data.moa.formats.checkpoint import build_drafter as build_drafter_of
@@ -193,7 +193,7 @@ def test_what_the_other_program_would_run_differently_is_refused(
     target = build_model(**model)
     drafter = build(name, target, **sizes)
     assert len(LAYOUTS[name].refusals(drafter.config)) == 1
-    with pytest.raises(CheckpointError):
+    with pytest.raises(DrafterError):
         write(drafter, name, tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
 
@@ -201,7 +201,7 @@ def test_what_the_other_program_would_run_differently_is_refused(
 def test_kind_and_missing_weights_of_the_target(tmp_path: Path) -> None:
     model = build_model()
     for drafter, name in ((build_eagle(model), "moa"), (build_eagle(model), "eagle"), (build_drafter(model), "moa")):
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DrafterError):
             write_layout(drafter, LAYOUTS[name], tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
     for change in ({key: None}, {"extra": torch.zeros(1)}, {key: torch.zeros(2, 3)}, {key: weights[key].int()}):
         changed = {name: value for name, value in (weights | change).items() if value is not None}
         save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DrafterError):
             load_drafter(tmp_path)
 
 
@@ -238,16 +238,16 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
         json.dumps(foreign | {"hidden_size": 96}),
     ):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DrafterError):
             load_drafter(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"fc.bias": torch.ones(48)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"fc\.bias"):
+    with pytest.raises(DrafterError, match=r"fc\.bias"):
         load_drafter(tmp_path)
     save_file({"some.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(foreign))
-    with pytest.raises(CheckpointError, match="some"):
+    with pytest.raises(DrafterError, match="some"):
         load_drafter(tmp_path)
 
 
@@ -263,7 +263,7 @@ def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
     del config["eagle_aux_hidden_state_layer_ids"]
     for missing in ({}, {"eagle_aux_hidden_state_layer_ids": "0"}):
         (tmp_path / "config.json").write_text(json.dumps(config | missing))
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DrafterError):
             load_drafter(tmp_path)
     nested["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
     (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_config": nested}))
@@ -319,7 +319,7 @@ def test_a_wrong_map_of_the_vocabulary_is_refused(d2t: list[int], marked: list[i
     build_drafter_of(drafter.config, drafter.state_dict())
     drafter.d2t.copy_(torch.tensor(d2t))
     drafter.t2d.zero_()[marked] = True
-    with pytest.raises(CheckpointError):
+    with pytest.raises(DrafterError):
         build_drafter_of(drafter.config, drafter.state_dict())
 
 
@@ -412,5 +412,5 @@ def test_configs_of_block_drafters_that_cannot_be_used(tmp_path: Path) -> None:
     )
     for changes in unusable:
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DrafterError):
             load_drafter(tmp_path)

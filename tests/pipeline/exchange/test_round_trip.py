@@ -16,7 +16,7 @@ import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
-from moa_data.errors import InteropError, OptionInvalid, OutputOccupied, SelectionInvalid
+from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, SelectionInvalid
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
@@ -143,7 +143,7 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
     i = by_id(back)[original.sequences["sequence_id"][4].as_py()]
     for field in ("hidden/layer_1", "hidden/layer_4"):
         np.testing.assert_array_equal(back.read(i, field), original.read(4, field))
-    with pytest.raises(InteropError, match=r"expected 3 layers of 32.*--layers"):
+    with pytest.raises(DatasetError, match=r"expected 3 layers of 32.*--layers"):
         bring_in(folder, "specforge", target, tmp_path / "wrong")
 
 
@@ -278,7 +278,7 @@ def test_a_bad_file_is_named(
     folder = official_eagle(tmp_path / "data")
     path = folder / "0" / "data_0.ckpt"
     torch.save(torch.load(path, weights_only=True) | change, path)
-    with pytest.raises(InteropError, match=message) as caught:
+    with pytest.raises(DatasetError, match=message) as caught:
         bring_in(folder, "eagle", target, tmp_path / "back")
     assert "data_0.ckpt" in str(caught.value)
     assert not (tmp_path / "evil-was-run").exists()
@@ -294,7 +294,7 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
     path.with_suffix("").unlink()
     for content in (whole[:-30], b"no gzip", gzip.compress(b"no checkpoint"), bomb):
         path.write_bytes(content)
-        with pytest.raises(InteropError, match="data_1"):
+        with pytest.raises(DatasetError, match="data_1"):
             bring_in(folder, "specforge", target, tmp_path / "back")
     plain = export(store, "eagle", tmp_path / "eagle", max_sequences=2)
     file = plain / "0" / "data_1.ckpt"
@@ -303,7 +303,7 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
         (plain, "eagle", "data_1"), (plain, "speculators", "hs_"), (tmp_path / "no", "eagle", "no"),
     ]  # fmt: skip
     for source, name, text in cases:
-        with pytest.raises(InteropError, match=text):
+        with pytest.raises(DatasetError, match=text):
             bring_in(source, name, target, tmp_path / "back")
 
 
@@ -313,7 +313,7 @@ def test_speculators_files_must_belong_to_their_rows(store: Path, target: Path, 
     good = load_file(path)
 
     def refused_with(text: str) -> None:
-        with pytest.raises(InteropError, match=text):
+        with pytest.raises(DatasetError, match=text):
             bring_in(folder, "speculators", target, tmp_path / "back")
 
     for change, text in (

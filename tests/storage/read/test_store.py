@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.errors import SchemaVersionError, SelectionInvalid, StoreDamaged, StoreIncomplete, StoreNotFound
+from moa_data.errors import SchemaVersionError, SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, flip
 
@@ -92,7 +92,7 @@ def test_a_part_without_commit_does_not_exist(store: Path, recipe: Recipe) -> No
     assert 1 not in reader.sequences["part"].to_pylist()
     for i, row in enumerate(rows(reader)):
         np.testing.assert_array_equal(reader.read(i, "tokens"), recipe.values(reader.fields["tokens"], row))
-    with pytest.raises(StoreIncomplete, match="part 1"):
+    with pytest.raises(StoreError, match="part 1"):
         ActivationStore(store, require_complete=True)
     shutil.rmtree(store / "commits")
     assert len(ActivationStore(store)) == 0
