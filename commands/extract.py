@@ -95,8 +95,8 @@ def plan(config: ExtractConfig) -> None:
 
 def _print_plan(config: ExtractConfig) -> None:
     from ..pipeline.add import refuse_addition
-    from ..pipeline.estimate import describe_estimate, estimate
-    from ..pipeline.plan import build_plan, has_device
+    from ..pipeline.estimate import describe_estimate, estimate, has_device
+    from ..pipeline.plan import build_plan
 
     with ProgressLine("chat") as progress:
         extraction_plan = build_plan(config, progress=progress)
@@ -105,7 +105,7 @@ def _print_plan(config: ExtractConfig) -> None:
     extraction_plan.check_disk()
     if config.forward.source == "vllm":
         out.print("time         not measured: vLLM is not started for a plan")
-    elif not has_device(extraction_plan.device):
+    elif not has_device(extraction_plan.forward.device):
         out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
     else:
         out.print(describe_estimate(estimate(extraction_plan), config.scale.workers))
@@ -133,7 +133,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
         plan = plan_addition(config)
         out.print(plan.describe())
         plan.check_disk()
-        if plan.n_left_tokens and plan.fields:
+        if plan.n_tokens and plan.forward.spec.fields:
             out.print(describe_estimate(estimate(plan)))
         return
     with ProgressLine("token") as progress:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import DatasetError, OptionInvalid, WorkerError
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.chat_tokens import TokenizedChat
-from ..moa.targets.live import Target, resolve_model_folder
+from ..moa.targets.live import Target
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
@@ -23,16 +23,16 @@ from ..storage.schema import HIDDEN_LAST, to_float32
 from ..text import Progress, counted
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns
-from .forwards.capture import Capture, capture
-from .sequences import content_id, tokenize_row
-from .sources import (
+from .forwards.capture import capture
+from .plan import (
     check_identities,
+    find_target,
     pinned_revision,
-    recorded_arguments,
     recorded_config,
     recorded_sources,
     weight_identities,
 )
+from .sequences import content_id, tokenize_row
 
 LOGIT_CHUNK_TOKENS = 512
 
@@ -82,7 +82,7 @@ class AuditReport:
     model: str
     rows: tuple[AuditRow, ...]
     n_samples: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -100,12 +100,11 @@ class AuditReport:
     def describe(self) -> str:
         """Return the report as text: the worst sequence of each field, then what failed."""
         lines = [f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"]
-        for name, row in self.worst().items():
-            verdict = "ok" if row.ok else "DIFFERS"
-            lines.append(
-                f"{name:16} {verdict:8} relative error {row.relative_error:.2e} (allowed {row.tolerance:.0e}), "
-                f"largest difference {row.max_error:.2e}  {row.detail}"
-            )
+        lines += [
+            f"{name:16} {'ok' if row.ok else 'DIFFERS':8} relative error {row.relative_error:.2e} (allowed "
+            f"{row.tolerance:.0e}), largest difference {row.max_error:.2e}  {row.detail}"
+            for name, row in self.worst().items()
+        ]
         lines += [
             f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by {row.relative_error:.2e}"
             for row in self.rows
@@ -135,15 +134,12 @@ def audit(
         if not len(stored):
             raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")
         extraction = stored.manifest.extraction
-        folder = resolve_model_folder(
-            model, revision=pinned_revision(recorded_sources(extraction), "model", model, None)
-        )
+        folder = find_target(model, recorded_sources(extraction))
         check_identities(stored.path, stored.manifest.identities, weight_identities(folder))
         compute_dtype = str(extraction.get("compute_dtype", "float32"))
         target = Target.load(str(folder), getattr(torch, compute_dtype), device)
         frozen = FrozenTarget.load(stored.target_path, 0, torch.float32, sizes=stored.manifest.target)
-        chosen = np.random.default_rng(seed).permutation(len(stored))[:samples]
-        indices = sorted(int(index) for index in chosen)
+        indices = sorted(np.random.default_rng(seed).permutation(len(stored))[:samples].tolist())
         chats, note = _tokenize_again(stored, target.tokenizer, indices)
         rows: list[AuditRow] = []
         for done, index in enumerate(indices):
@@ -161,14 +157,14 @@ def _tokenize_again(
     extraction = stored.manifest.extraction
     wanted = {int(stored.sequences["source_row"][index].as_py()) for index in indices}
     chats: dict[int, TokenizedChat] = {}
+    arguments = extraction.get("template_kwargs")
     try:
         config = recorded_config(stored.path)
-        revision = pinned_revision(
-            recorded_sources(extraction), "dataset", config.dataset, config.data.dataset_revision
-        )
+        sources = recorded_sources(extraction)
+        revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
         columns = Columns.parse(config.data.columns)
         source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
-        template = ChatTemplate(tokenizer, recorded_arguments(extraction), str(stored.path))
+        template = ChatTemplate(tokenizer, dict(arguments) if isinstance(arguments, Mapping) else {}, str(stored.path))
         for row, content in source.rows():
             if row in wanted:
                 chat = tokenize_row(template, content, int(extraction["max_length"]), columns)
@@ -186,41 +182,39 @@ def _tokenize_again(
 
 
 def _text_rows(stored: ActivationStore, index: int, chats: Mapping[int, TokenizedChat]) -> list[AuditRow]:
-    tokens, mask = stored.read(index, "tokens"), stored.read(index, "response_mask")
+    values = {name: stored.read(index, name) for name in TEXT_FIELDS}
     sequence_id, source_row = (stored.sequences[name][index].as_py() for name in ("sequence_id", "source_row"))
-    is_intact = content_id(tokens, mask) == sequence_id
+    is_intact = content_id(values["tokens"], values["response_mask"]) == sequence_id
     detail = "content hash" if is_intact else "content hash differs"
-    chat = chats.get(source_row)
     rows = []
-    for name, values in (("tokens", tokens), ("response_mask", mask)):
+    for name, own in values.items():
         max_error = differing = 0.0
         if chats:
             detail = f"row {source_row} tokenised again"
-            live = np.empty(0) if chat is None else getattr(chat, name)
-            if len(live) != len(values):
+            live = getattr(chats.get(source_row), name, np.empty(0))
+            if len(live) != len(own):
                 max_error = differing = float("inf")
-                detail += f"; {len(values)} tokens stored, {len(live)} live"
+                detail += f"; {len(own)} tokens stored, {len(live)} live"
             else:
-                difference = np.abs(values.astype(np.int64) - live.astype(np.int64))
+                difference = np.abs(own.astype(np.int64) - live.astype(np.int64))
                 max_error, differing = float(difference.max()), float((difference > 0).mean())
         rows.append(AuditRow(index, sequence_id, name, max_error, differing, 0.0, detail, is_intact))
     return rows
 
 
 def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen: FrozenTarget) -> list[AuditRow]:
-    tokens = stored.read(index, "tokens")
     spec = dataclasses.replace(parse_fields(stored.fields), last=True)
-    live = capture(target.model, [tokens], spec, torch.float32)
+    live = capture(target.model, [stored.read(index, "tokens")], spec, torch.float32).fields
     sequence_id = stored.sequences["sequence_id"][index].as_py()
     rows = []
     for name in (name for name in stored.fields if name not in TEXT_FIELDS):
         dtype = stored.fields[name].dtype
-        tolerance = stored_tolerance(stored, dtype)
         values = torch.from_numpy(to_float32(stored.read(index, name), dtype))
-        found = {name: _compare(values, live.fields[name][0].cpu(), name)}
+        found = {name: _compare(values, live[name][0].cpu(), name)}
         if name == HIDDEN_LAST:
-            found["logits"] = _compare_logits(values, live, target, frozen)
+            found["logits"] = _compare_logits(values, live[name][0], target, frozen)
         for compared, (max_error, relative, detail) in found.items():
+            tolerance = stored_tolerance(stored, dtype)
             rows.append(AuditRow(index, sequence_id, compared, max_error, relative, tolerance, detail))
     return rows
 
@@ -237,29 +231,27 @@ def _compare(values: Tensor, live: Tensor, name: str) -> tuple[float, float, str
     """Return the largest difference and relative L2 error of [n, ...]; for kv [n, L, ...] of the worst layer."""
     if name != "kv":
         return (*_errors(values, live), "")
-    per_layer = [_errors(values[:, layer], live[:, layer]) for layer in range(values.shape[1])]
-    worst = max(range(len(per_layer)), key=lambda layer: per_layer[layer][1])
-    return max(error for error, _ in per_layer), per_layer[worst][1], f"worst in layer {worst}"
+    errors = [_errors(values[:, layer], live[:, layer]) for layer in range(values.shape[1])]
+    worst = max(range(len(errors)), key=lambda layer: errors[layer][1])
+    return max(error for error, _ in errors), errors[worst][1], f"worst in layer {worst}"
 
 
 def _errors(values: Tensor, live: Tensor) -> tuple[float, float]:
     difference = values - live
     if not bool(torch.isfinite(difference).all()):
         return float("inf"), float("inf")
-    norm = float(live.norm())
-    return float(difference.abs().max()), float(difference.norm()) / norm if norm else float(difference.norm())
+    return float(difference.abs().max()), float(difference.norm()) / (float(live.norm()) or 1.0)
 
 
 @torch.inference_mode()
-def _compare_logits(hidden: Tensor, live: Capture, target: Target, frozen: FrozenTarget) -> tuple[float, float, str]:
+def _compare_logits(hidden: Tensor, live: Tensor, target: Target, frozen: FrozenTarget) -> tuple[float, float, str]:
     """Compare the logits of stored states (bundle's head) and live states (live head), in chunks of tokens."""
     max_error = squared_error = squared_norm = 0.0
     n_agreeing = 0
     for start in range(0, len(hidden), LOGIT_CHUNK_TOKENS):
-        stop = start + LOGIT_CHUNK_TOKENS
-        teacher = frozen.logits(hidden[start:stop])
-        own = live.fields[HIDDEN_LAST][0, start:stop].to(target.model.dtype)
-        expected = target.logits(own).float().cpu()
+        own = slice(start, start + LOGIT_CHUNK_TOKENS)
+        teacher = frozen.logits(hidden[own])
+        expected = target.logits(live[own].to(target.model.dtype)).float().cpu()
         difference = teacher - expected
         if not bool(torch.isfinite(difference).all()):
             return float("inf"), float("inf"), "not finite"

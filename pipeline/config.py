@@ -13,6 +13,7 @@ from typing_extensions import override
 from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
 from ..errors import DrafterError, OptionInvalid
 from ..machine import usable_cores
+from ..text import activation_name
 
 if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 TEXT_FIELDS = ("tokens", "response_mask")
 """Fields of every store that are not activations."""
-_FIELD_LAYER = re.compile(r"hidden/layer_(\d+)")
-
 
 DEFAULT_MAX_LENGTH = 2048
 MAX_DEFAULT_ENCODE_THREADS = 16
@@ -292,12 +291,12 @@ def core_share(n_workers: int) -> int:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Which activations a forward gives, with layers counted from 0.
+    """Which activations a forward gives.
 
     Attributes:
-        kv: whether the keys and values of all layers are stored.
-        last: whether the hidden state after the final norm is stored.
-        layers: decoder layers whose output is stored, ascending, without repeats.
+        kv: the keys and values of all layers.
+        last: the hidden state after the final norm.
+        layers: decoder layers whose output is stored, from 0, ascending, without repeats.
     """
 
     kv: bool
@@ -355,9 +354,4 @@ def parse_activations(names: Iterable[str], target_layers: int, n_layers: int) -
 
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     """Return the activations that are stored as these fields; raises OptionInvalid for any other field."""
-    names = [name for name in fields if name not in TEXT_FIELDS]
-    layers = [_FIELD_LAYER.fullmatch(name) for name in names]
-    unknown = [n for n, layer in zip(names, layers, strict=True) if not layer and n not in ("kv", "hidden/last")]
-    if unknown:
-        raise OptionInvalid(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
-    return ActivationSpec("kv" in names, "hidden/last" in names, tuple(sorted(int(m[1]) for m in layers if m)))
+    return parse_activations((activation_name(name) for name in fields if name not in TEXT_FIELDS), 0, 1 << 30)

@@ -56,34 +56,21 @@ _READ_ROWS = 1024
 _CHAT_COLUMNS = ("messages", "conversations", "tools", "functions")
 
 
-@dataclass(frozen=True)
-class ChosenFiles:
-    """The files of a dataset in the order in which they are read, their split if one is known, and how many are not."""
-
-    files: tuple[Path, ...]
-    split: str | None = None
-    n_others: int = 0
-
-    def describe(self) -> str:
-        """Say which split and how many files are read; empty where no split is known."""
-        if self.split is None:
-            return ""
-        n_all = len(self.files) + self.n_others
-        return f", split {self.split}" + (f" ({len(self.files)} of {n_all} files)" if self.n_others else "")
-
-
-def choose_files(path: Path, split: str | None) -> ChosenFiles:
+def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None, int]:
     """Find the files of a dataset: the file itself, or those of one split of a folder, or all where none has a split.
 
     Args:
         split: the split to read; None for DEFAULT_SPLIT where the folder has it, else for the only one it has.
+
+    Returns:
+        The files in the order in which they are read, their split if one is known, and how many others there are.
     """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise DatasetError(
                 f"{path} has the suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}. Convert it to jsonl."
             )
-        return ChosenFiles((path,))
+        return [path], None, 0
     found = _files_by_split(path)
     if not found:
         raise DatasetError(
@@ -94,12 +81,10 @@ def choose_files(path: Path, split: str | None) -> ChosenFiles:
     named = [file for file, name in found.items() if name == wanted]
     named = named or [file for file in found if _is_named(file.relative_to(path), wanted)]
     if named and len({found[file] for file in named} - {None}) < 2:
-        return ChosenFiles(tuple(named), wanted, len(found) - len(named))
-    if not splits:
-        return ChosenFiles(tuple(found))
+        return named, wanted, len(found) - len(named)
     n_without = len(found) - splits.total()
-    if split is None and len(splits) == 1 and not n_without:
-        return ChosenFiles(tuple(found), next(iter(splits)))
+    if not splits or (split is None and len(splits) == 1 and not n_without):
+        return list(found), next(iter(splits), None), 0
     shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items()))
     beside = f", beside {counted(n_without, 'file')} of no split" if n_without else ""
     example = min(splits, key=lambda name: ("train" not in name, name))
@@ -171,10 +156,10 @@ class ChatSource:
         if path.exists():
             if config_name or revision:
                 raise DatasetError(f"{dataset} is local. Leave out --dataset-config and --dataset-revision.")
-            self.chosen = choose_files(path, split)
+            self._files, self._split, self._n_others = choose_files(path, split)
         else:
-            self.chosen = ChosenFiles((), split or DEFAULT_SPLIT)
-            self._hub_rows = _load_hub(dataset, config_name, split or DEFAULT_SPLIT, revision)
+            self._files, self._split, self._n_others = [], split or DEFAULT_SPLIT, 0
+            self._hub_rows = _load_hub(dataset, config_name, self._split, revision)
             self.commit = _commit_of(self._hub_rows)
             if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
                 raise DatasetError(
@@ -184,13 +169,15 @@ class ChatSource:
 
     def describe(self) -> str:
         """Return the dataset's name and the split and files that are read, for people."""
-        return self.name + self.chosen.describe()
+        n_files = len(self._files)
+        others = f" ({n_files} of {n_files + self._n_others} files)" if self._n_others else ""
+        return self.name if self._split is None else f"{self.name}, split {self._split}{others}"
 
     def count_rows(self) -> int:
         """Estimate how many rows there are, for progress; 0 for formats that do not say."""
         if self._hub_rows is not None:
             return len(self._hub_rows)
-        return sum(map(_count_rows, self.chosen.files))
+        return sum(map(_count_rows, self._files))
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (row number from 0 over all files, row); a row that cannot be read comes as an UnreadableRow."""
@@ -200,7 +187,7 @@ class ChatSource:
                 yield number, _without_nulls(row)
             return
         number = 0
-        for file in self.chosen.files:
+        for file in self._files:
             for row in _read_file(file):
                 yield number, row
                 number += 1
@@ -214,7 +201,7 @@ class ChatSource:
         """Return what identifies the dataset without reading its rows; None where nothing does."""
         if self._hub_rows is None:
             return {"sha256": self._files_sha256}
-        named = {"id": self.name, "config": self.config_name or "", "split": str(self.chosen.split)}
+        named = {"id": self.name, "config": self.config_name or "", "split": str(self._split)}
         return None if self.commit is None else named | {"commit": self.commit}
 
     def identity(self) -> str:
@@ -224,9 +211,9 @@ class ChatSource:
     @cached_property
     def _files_sha256(self) -> str:
         digest = hashlib.sha256()
-        for file in self.chosen.files:
+        for file in self._files:
             # A lone file may be renamed or moved; in a folder the names fix the order.
-            name = str(file.relative_to(self._root)) if len(self.chosen.files) > 1 else ""
+            name = str(file.relative_to(self._root)) if len(self._files) > 1 else ""
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
                 while block := stream.read(_HASH_BYTES):

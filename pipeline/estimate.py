@@ -1,14 +1,18 @@
-"""Time three batches of a plan on this machine, and say how long all of it takes.
+"""How the target will be run, and what that takes: memory, disk and hours.
 
-The batches run through a target with the real one's widths and random weights, so that only its config.json has to be
-there, and through the loop of the extraction into a temporary store on the disk of the output.
+For the hours three batches of the plan run through a target with the real one's widths and random weights, so that
+only its config.json has to be there, and the loop of the extraction writes to a temporary store on the output's disk.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import shutil
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +20,27 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from ..errors import NotEnoughMemory, StorageUnavailable
+from ..machine import free_memory
 from ..moa.targets.bundle import target_sizes
 from ..moa.targets.live import Target
+from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
+from ..storage.paths import RemotePath, StorePath
 from ..storage.plan import plan_parts
-from ..storage.schema import ALIGNMENT_TOKENS, StoreManifest
+from ..storage.schema import (
+    ALIGNMENT_TOKENS,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
 from ..storage.write.store import StoreWriter
-from ..text import format_hours
-from .forwards.parts import Forwards, batches, run_parts
-from .plan import ForwardPlan, field_specs
+from ..text import Progress, format_bytes, format_hours
+from .config import ActivationSpec
+from .forwards.parts import N_HOST_SLOTS, Forwards, batches, load_target, run_parts
 from .report import Timings
 
 _N_BATCHES = 3
@@ -34,72 +50,262 @@ _MAX_PRODUCTS = 1e11
 """Multiplications of one timed forward on a CPU: about two seconds of slow cores."""
 
 
-def estimate(plan: ForwardPlan) -> Timings:
+def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:
+    """Return the store's fields for a specification of activations."""
+    fields = [tokens_field(), response_mask_field()]
+    if spec.kv:
+        fields.append(kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype))
+    for name in spec.hidden_fields:
+        fields.append(hidden_field(name.removeprefix("hidden/"), sizes["hidden_size"], dtype))
+    return tuple(fields)
+
+
+def has_device(device: str) -> bool:
+    """Whether this machine has a device; the workers of a cluster may have what it lacks."""
+    return torch.device(device).type != "cuda" or torch.cuda.is_available()
+
+
+def free_device_memory(device: str) -> int | None:
+    """Return the free bytes of a CUDA device; None for any other device."""
+    return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.device(device).type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """How the target will be run, and which activations are kept.
+
+    Attributes:
+        folder, model_config: of the target.
+        spec, codec: of the fields to write; a codec that learns has not learned yet.
+        dtype: dtype in which activations are kept.
+        batch_tokens: tokens per forward, padding included.
+        longest_tokens: tokens of the longest sequence; one longer than ``batch_tokens`` makes a batch of its own.
+        uses_cache: whether the forwards fill a key/value cache.
+        n_workers: processes of this machine that run them at once.
+    """
+
+    folder: Path
+    model_config: Any = field(repr=False)
+    spec: ActivationSpec
+    codec: StoreCodec = field(repr=False)
+    device: str
+    dtype: str
+    compute_dtype: str
+    batch_tokens: int
+    longest_tokens: int
+    uses_cache: bool
+    n_encode_threads: int
+    n_workers: int = 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the target's weights, but for biases."""
+        config = self.model_config
+        embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+        n_weights = embeddings + config.num_hidden_layers * _layer_weights(config) + config.hidden_size
+        return int(n_weights * getattr(torch, self.compute_dtype).itemsize)
+
+    @property
+    def memory_bytes(self) -> tuple[int, int]:
+        """An upper estimate of the memory, from sizes alone: in the host for all workers, on the device of each."""
+        config, itemsize = self.model_config, getattr(torch, self.compute_dtype).itemsize
+        sizes = target_sizes(config)
+        kept_bytes = sum(codec.spec.token_bytes for codec in self.codec.fields.values())
+        n_tokens = max(self.batch_tokens, self.longest_tokens)
+        # The cache that the forward fills, and the intermediate values of one layer.
+        cache = 2 * sizes["n_layers"] * sizes["n_kv_heads"] * sizes["head_dim"]
+        layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * config.intermediate_size
+        # While gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
+        forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
+        waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
+        # Weights are loaded in host memory before they move to a device.
+        host_bytes, device_bytes = self.weight_bytes + forward_bytes + waiting_bytes, 0
+        if torch.device(self.device).type == "cuda":
+            host_bytes = max(self.weight_bytes, waiting_bytes)
+            # With the values of the batch before, until they are copied.
+            device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
+        return host_bytes * self.n_workers, device_bytes
+
+    def describe_memory(self) -> str:
+        """Return the memory that forwards need, as text."""
+        host_bytes, device_bytes = self.memory_bytes
+        each = f" for {self.n_workers} workers" if self.n_workers > 1 else ""
+        on_device = f" and {format_bytes(device_bytes)} on {self.device}" if device_bytes else ""
+        return (
+            f"{format_bytes(host_bytes)} of host memory{each}{on_device}: weights {format_bytes(self.weight_bytes)} in "
+            f"{self.compute_dtype}, batches of {max(self.batch_tokens, self.longest_tokens):,} tokens"
+        )
+
+    def check_memory(self) -> None:
+        """Refuse forwards that do not fit in free memory; where it cannot be told, nothing is refused."""
+        free = (free_memory(), "host memory"), (free_device_memory(self.device), self.device)
+        for n_bytes, (n_free, place) in zip(self.memory_bytes, free, strict=True):
+            if n_free is not None and n_bytes > n_free:
+                raise NotEnoughMemory(
+                    f"The target's forwards need {self.describe_memory()}. Free in {place} are {format_bytes(n_free)}.",
+                    "Free some, take a larger machine, or extract in bfloat16, with smaller batches or fewer workers.",
+                )
+
+    def load_target(self, progress: Progress | None = None) -> Target:
+        """Load the target."""
+        return load_target(self.folder, self.compute_dtype, self.device, self.weight_bytes, progress)
+
+    def forwards(
+        self, target: Target, codec: StoreCodec, text: Callable[[str], tuple[np.ndarray, np.ndarray]]
+    ) -> Forwards:
+        """Return what runs the loaded target; ``text`` gives tokens and response mask of a sequence id."""
+        return Forwards(
+            target=target,
+            spec=self.spec,
+            codec=codec,
+            dtype=getattr(torch, self.dtype),
+            batch_tokens=self.batch_tokens,
+            uses_cache=self.uses_cache,
+            text=text,
+            n_encode_threads=self.n_encode_threads,
+        )
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What forwards will write to a store, and what that takes on disk.
+
+    Attributes:
+        table: rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
+        bundle_layers: decoder layers in target/ if it is to be written, else None.
+        present_bytes: bytes of ``stored_bytes`` that are there already.
+    """
+
+    store: StorePath
+    forward: ForwardPlan
+    table: pa.Table = field(repr=False)
+    bundle_layers: int | None
+    present_bytes: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens to run, without alignment padding."""
+        return int(self.table["n_tokens"].to_numpy().sum(dtype=np.int64))
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all fields before compression."""
+        return self.n_tokens * sum(codec.spec.token_bytes for codec in self.forward.codec.fields.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Expected bytes on disk: parts, the features of tokens in half precision, and target/."""
+        config, fields = self.forward.model_config, self.forward.codec.fields.values()
+        bits = sum(codec.expected_bits * math.prod(codec.spec.token_shape) for codec in fields)
+        n_bytes = int(1.03 * bits / 8 * self.n_tokens)  # with 3 % for alignment padding, indexes and metadata
+        if any(codec.needs_tokens for codec in fields):
+            n_bytes += 2 * config.vocab_size * min(config.hidden_size, MAX_FEATURES)
+        if self.bundle_layers is not None:
+            frozen = 2 * config.vocab_size * config.hidden_size + config.hidden_size
+            dtype = getattr(config, "dtype", None)
+            itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 4
+            n_bytes += itemsize * (frozen + self.bundle_layers * _layer_weights(config))
+        return n_bytes
+
+    @property
+    def disk(self) -> Path:
+        """A folder on the disk that is written to."""
+        return existing_parent(self.store)
+
+    @property
+    def free_bytes(self) -> int:
+        """Free bytes of that disk."""
+        return shutil.disk_usage(self.disk).free
+
+    def check_disk(self) -> None:
+        """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
+        needed, n_free = max(0, self.stored_bytes - self.present_bytes), self.free_bytes
+        is_remote = isinstance(self.store, RemotePath)
+        if is_remote:  # only shards on their way to the bucket lie on the disk
+            needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
+        if needed > n_free:
+            # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
+            less = ", or set TMPDIR to another disk" if is_remote else ""
+            raise StorageUnavailable(
+                f"This needs about {format_bytes(needed)}, but {self.disk} has {format_bytes(n_free)} free. Free some "
+                f"space{less}."
+            )
+
+    def room(self) -> list[str]:
+        """Return lines about disk and memory."""
+        return [
+            f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
+            + (", for shards on their way to the bucket" if isinstance(self.store, RemotePath) else "")
+            + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
+            f"memory       {self.forward.describe_memory()}; free {format_bytes(free_memory() or 0)}",
+        ]
+
+
+def existing_parent(path: StorePath) -> Path:
+    """Return the path, or the nearest folder above it that exists; where it is remote, the one for temporary files."""
+    if isinstance(path, RemotePath):
+        return Path(tempfile.gettempdir())
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def estimate(plan: WritePlan) -> Timings:
     """Run three batches of a plan, which takes some seconds, and return what all of them are estimated to take."""
-    lengths = batch_lengths(plan.table, plan.batch_tokens)
-    chosen = np.linspace(0, len(lengths) - 1, min(_N_BATCHES, len(lengths))).round().astype(int).tolist()
-    model = _random_target(plan, max(int(batch.sum()) for batch in lengths) + 1)
+    forward, batched = plan.forward, batches_of(plan.table, plan.forward.batch_tokens)
+    lengths = [batch["n_tokens"].to_numpy() for batch in batched]
+    model = _random_target(forward, max(int(batch.sum()) for batch in lengths) + 1)
     n_layers = int(model.config.num_hidden_layers)
-    layers = tuple(sorted({min(layer, n_layers - 1) for layer in plan.spec.layers}))
-    fields = field_specs(replace(plan.spec, layers=layers), target_sizes(model.config), plan.dtype)
-    timed = np.concatenate([_cut(lengths[index], model.config, plan.device) for index in chosen])
+    forward = replace(
+        forward,
+        spec=replace(forward.spec, layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers}))),
+    )
+    chosen = np.linspace(0, len(batched) - 1, min(_N_BATCHES, len(batched))).round().astype(int).tolist()
+    table = pa.concat_tables(_cut(batched[index], model.config, forward.device) for index in chosen)
+    timed = table["n_tokens"].to_numpy()
     ends = np.cumsum(timed) % (int(model.config.vocab_size) - int(timed.max()) + 1) + timed
     texts = {
-        f"{row:064x}": (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
-        for row, (n, end) in enumerate(zip(timed.tolist(), ends.tolist(), strict=True))
+        key: (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
+        for key, n, end in zip(table["sequence_id"].to_pylist(), timed.tolist(), ends.tolist(), strict=True)
     }
-    forwards = Forwards(
-        target=Target(model),
-        spec=replace(plan.spec, layers=layers),
-        # A codec that learns cannot encode before it has learned; lossless takes about as long.
-        codec=StoreCodec(LOSSLESS if plan.codec.learned else plan.codec.name, fields),
-        dtype=getattr(torch, plan.dtype),
-        batch_tokens=plan.batch_tokens,
-        uses_cache=plan.uses_cache,
-        text=texts.__getitem__,
-        n_encode_threads=plan.n_encode_threads,
-    )
-    forwards.capture([texts[f"{0:064x}"][0]])  # the first forward warms up
-    found = _run(forwards, timed, plan.disk)
+    # A codec that learns cannot encode before it has learned; lossless takes about as long.
+    name = LOSSLESS if forward.codec.learned else forward.codec.name
+    codec = StoreCodec(name, field_specs(forward.spec, target_sizes(model.config), forward.dtype))
+    forwards = forward.forwards(Target(model), codec, texts.__getitem__)
+    forwards.capture([next(iter(texts.values()))[0]])  # the first forward warms up
+    found = _run(forwards, table, plan.disk)
     n_padded = sum(len(batch) * int(batch.max()) for batch in lengths)
-    scale = n_padded / found.n_padded_tokens * plan.model_config.num_hidden_layers / n_layers
-    return Timings(forward_s=scale * found.forward_s, wait_s=scale * found.wait_s, extract_s=scale * found.extract_s)
+    scale = n_padded / found.n_padded_tokens * plan.forward.model_config.num_hidden_layers / n_layers
+    return Timings(forward_s=scale * found.forward_s, extract_s=scale * found.extract_s)
 
 
 def describe_estimate(found: Timings, n_workers: int = 1) -> str:
-    """Return an estimate as text.
-
-    Args:
-        n_workers: workers that share the parts, each with a device or machine of its own.
-    """
-    waiting = format_hours(found.extract_s - found.forward_s)
-    line = f"time         about {format_hours(found.extract_s)}: forwards {format_hours(found.forward_s)}, waiting for "
-    line += f"encoding and writing {waiting}"
+    """Return an estimate as text; workers share the parts, each with a device or machine of its own."""
+    lines = [
+        f"time         about {format_hours(found.extract_s)}: forwards {format_hours(found.forward_s)}, waiting for "
+        f"encoding and writing {format_hours(found.extract_s - found.forward_s)}"
+    ]
     if n_workers > 1:
-        line += (
-            f"\nworkers      {n_workers} take about {format_hours(found.extract_s / n_workers)} if the disk keeps up"
+        lines.append(
+            f"workers      {n_workers} take about {format_hours(found.extract_s / n_workers)} if the disk keeps up"
         )
-    return line
+    return "\n".join(lines)
 
 
-def batch_lengths(table: pa.Table, batch_tokens: int) -> list[np.ndarray]:
-    """Return the lengths of the sequences of every batch of a plan, in the order in which they are computed."""
-    parts = table["part"].to_numpy()
-    bounds = np.flatnonzero(np.diff(parts, prepend=-1, append=-1))
-    found = []
-    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        rows = table.select(["n_tokens"]).slice(start, stop - start)
-        found += [batch["n_tokens"].to_numpy() for batch in batches(rows, batch_tokens)]
-    return found
+def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
+    """Return every batch of a plan, in the order in which they are computed."""
+    bounds = np.flatnonzero(np.diff(table["part"].to_numpy(), prepend=-1, append=-1)).tolist()
+    parts = [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
+    return [batch for part in parts for batch in batches(part, batch_tokens)]
 
 
 def _layer_weights(config: Any) -> int:
+    """Count the weights of a decoder layer: projections of attention and MLP, two norms."""
     sizes = target_sizes(config)
     heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"])
-    return int(sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size))
+    return int(sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size + 2))
 
 
-def _random_target(plan: ForwardPlan, n_tokens: int) -> Any:
+def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     """Make a model of the target's widths with random weights, on a CPU of fewer layers.
 
     Args:
@@ -108,50 +314,44 @@ def _random_target(plan: ForwardPlan, n_tokens: int) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(plan.model_config)
+    config = copy.deepcopy(forward.model_config)
     config.vocab_size, config.pad_token_id = n_tokens, None
-    if torch.device(plan.device).type == "cpu":
+    if torch.device(forward.device).type == "cpu":
         config.num_hidden_layers = max(1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config)))
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", trust_remote_code=False, dtype=getattr(torch, plan.compute_dtype)
+            config, attn_implementation="sdpa", trust_remote_code=False, dtype=getattr(torch, forward.compute_dtype)
         )
-    model = model.to_empty(device=plan.device).eval().requires_grad_(False)
+    model = model.to_empty(device=forward.device).eval().requires_grad_(False)
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
     # Buffers must not be random: those of the rotation are computed from the config, as on loading.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(plan.device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(forward.device)
     return model
 
 
-def _cut(lengths: np.ndarray, config: Any, device: str) -> np.ndarray:
-    """Return the lengths of a batch, on a CPU cut to what it computes in a moment."""
+def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
+    """Return a batch, on a CPU cut to what it computes in a moment."""
     if torch.device(device).type != "cpu":
-        return lengths
+        return batch
     most = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))
-    cut: np.ndarray = np.minimum(lengths[: max(1, most // int(lengths.max()))], most)
-    return cut
+    lengths = batch["n_tokens"].to_numpy()
+    batch = batch.slice(0, max(1, most // int(lengths.max())))
+    at = batch.schema.get_field_index("n_tokens")
+    return batch.set_column(at, "n_tokens", pa.array(np.minimum(lengths[: len(batch)], most), pa.int32()))
 
 
-def _run(forwards: Forwards, lengths: np.ndarray, disk: Path) -> Timings:
-    """Extract sequences of these lengths, named by their numbers, to a temporary store."""
-    n_tokens, rows = int(lengths.sum()), range(len(lengths))
-    sequences = pa.table(
-        {
-            "sequence_id": [f"{row:064x}" for row in rows],
-            "source_row": pa.array(rows, pa.int64()),
-            "n_tokens": pa.array(lengths, pa.int32()),
-            "n_response_tokens": pa.array([0] * len(rows), pa.int32()),
-        }
-    )
+def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:
+    """Extract sequences to a temporary store of one part."""
+    n_tokens = int(sequences["n_tokens"].to_numpy().sum())
     table = plan_parts(sequences, 2 * ALIGNMENT_TOKENS * n_tokens, ALIGNMENT_TOKENS)
-    fields = tuple(field.spec for field in forwards.codec.fields.values())
-    manifest = StoreManifest(fields, {}, {}, {}, len(rows), 1, n_tokens, forwards.codec.describe())
+    fields = tuple(codec.spec for codec in forwards.codec.fields.values())
+    manifest = StoreManifest(fields, {}, {}, {}, len(table), 1, n_tokens, forwards.codec.describe())
     timings = Timings()
     with (
         tempfile.TemporaryDirectory(prefix=".moa-data-speed-", dir=disk) as folder,

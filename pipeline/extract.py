@@ -18,10 +18,10 @@ Which parts are still to be done, in this process or in several, is decided in w
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
 from ..storage.backend import open_path
+from ..storage.codecs.registry import StoreCodec
 from ..storage.schema import CODEC_NAME, TARGET_NAME, TEXTS_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.repair import RepairPlan, retract_damage
@@ -37,15 +38,13 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes
 from .add import refuse_addition
 from .card import CardOrigin, write_card
-from .config import ExtractConfig, ScaleSettings, core_share, resolve_encode_threads
+from .config import ExtractConfig, ScaleSettings, core_share
 from .forwards.calibrate import learn_from_target, learned_before, learning_on
-from .forwards.parts import load_target
 from .forwards.vllm_source import VllmSource
-from .plan import ExtractPlan, build_plan, interruptible
+from .plan import ExtractPlan, build_plan, interruptible, recorded_config
 from .report import PartProgress, Timings, WriteReport
-from .sources import recorded_config
-from .texts import keep_texts, write_texts
-from .workers import WorkOrder, device_orders, forwards_of, is_done, run_on_ray, run_processes, work_until_done
+from .sequences import keep_texts, write_texts
+from .workers import WorkOrder, device_orders, is_done, run_on_ray, run_processes, work_until_done
 
 
 def extract(
@@ -75,9 +74,11 @@ def extract(
     plan.check_disk()
     refuse_addition(plan)
     with interruptible("while the codec learned; nothing was written"):
-        plan, target = _learn_codec(plan, progress)
-    with _open_store(plan, shares=redo is None) as store:
-        plan = _with_texts(dataclasses.replace(plan, codec=store.codec), store)  # what another run learned first
+        codec, target = _learn_codec(plan, progress)
+    with _open_store(plan, codec, shares=redo is None) as store:
+        if not plan.keeps_texts:  # mapped from the store's own file they take no memory of this process
+            with store.publishing(TEXTS_BYTE):
+                plan = replace(plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin))
         if redo is not None:
             store.replace_parts(retract_damage(store, redo).parts)
         target = target if config.scale.is_alone else None  # else its memory is the workers'
@@ -107,16 +108,52 @@ def extract(
     return report
 
 
+def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCodec, Target | None]:
+    """Let the codec learn from forwards over a sample of the plan, unless an earlier run did; return the target too."""
+    codec, forward = plan.forward.codec, plan.forward
+    if not codec.learned:
+        return codec, None
+    if (before := learned_before(codec, plan.store)) is not None:
+        return before, None
+    target = forward.load_target(progress)
+    ids = plan.table["sequence_id"].to_pylist()
+    learn_from_target(
+        codec,
+        plan.table["n_tokens"].to_numpy(),
+        lambda row: plan.sequences.text(ids[row])[0],
+        target,
+        forward.spec,
+        forward.dtype,
+        learning_on(forward.device, plan.disk, progress),
+    )
+    return codec, target
+
+
+def _open_store(plan: ExtractPlan, codec: StoreCodec, shares: bool) -> StoreWriter:
+    """Begin or join the store; where another run was first to learn the codec, with what that one learned."""
+    manifest = replace(plan.manifest, codec=codec.describe())
+    try:
+        return StoreWriter.create_or_resume(plan.store, manifest, plan.table, codec.files(), shares)
+    except StoreMismatch as error:
+        is_basis = set(error.changes) == {"codec.basis_sha256"} and shares
+        learned = learned_before(codec, plan.store) if is_basis else None
+        if learned is None:
+            raise
+        manifest = replace(manifest, codec=learned.describe())
+        return StoreWriter.create_or_resume(plan.store, manifest, plan.table, learned.files(), shares)
+
+
 def _work(
     plan: ExtractPlan, store: StoreWriter, target: Target | None, counter: PartProgress, progress: Progress | None
 ) -> tuple[Timings, list[str]]:
     """Write what is pending, in this process or in workers; returns what was spent, and how workers were lost."""
-    timings, lost = Timings(), list[str]()
+    timings = Timings()
     try:
-        if not is_done(store) and plan.config.scale.is_alone:
-            _work_alone(plan, store, target or _load_target(plan, progress), timings, counter)
-        elif not is_done(store):
-            timings, lost = _run_workers(plan, store, counter)
+        if not is_done(store):
+            if not plan.config.scale.is_alone:
+                return _run_workers(plan, store, counter)
+            _work_alone(plan, store, target or plan.forward.load_target(progress), timings, counter)
+        return timings, []
     except KeyboardInterrupt as error:
         n_done = len(store.committed_parts())
         store.sweep()
@@ -124,12 +161,62 @@ def _work(
             f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
             f"{store.path}. Run the same command again to continue."
         ) from error
-    return timings, lost
+
+
+def _work_alone(plan: ExtractPlan, store: StoreWriter, target: Target, timings: Timings, counter: PartProgress) -> None:
+    forwards = plan.forward.forwards(target, store.codec, plan.sequences.text)
+    with ExitStack() as stack:
+        if plan.config.forward.source == "vllm":
+            longest = int(plan.table["n_tokens"].to_numpy().max())
+            engine = VllmSource(plan.forward.folder, target, forwards.spec, forwards.dtype, longest)
+            forwards = replace(forwards, engine=stack.enter_context(engine).capture)
+        work_until_done(store, forwards, plan.forward.folder, timings, counter.tell)
+
+
+def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> tuple[Timings, list[str]]:
+    """Run worker processes until all is done; raises OptionInvalid where they cannot share the store."""
+    config, scale, folder = plan.config, plan.config.scale, plan.forward.folder
+    if not store.is_shared:
+        raise OptionInvalid(
+            f"The file system of {store.path} has no locks of byte ranges, so only one process can write to it. Leave "
+            "out --workers and --engine."
+        )
+    is_ray = scale.engine == "ray"
+    is_local = not is_ray or Path(config.model).expanduser().is_dir()  # else each machine finds it in its own cache
+    order = WorkOrder(
+        store=str(store.path.absolute() if isinstance(store.path, Path) else store.path),
+        texts=_texts_for_workers(plan, store),
+        model=str(folder.absolute()) if is_local else config.model,
+        revision=None if is_local else folder.name,
+        device=plan.forward.device,
+        n_threads=core_share(scale.n_local_workers),
+        n_encode_threads=plan.forward.n_encode_threads,
+        attempt=store.attempt,
+    )
+    if is_ray:
+        return run_on_ray(order, store, scale, config.forward.encode_threads, counter)
+    return run_processes(device_orders(order, plan.forward.device, scale.workers), store, counter)
+
+
+def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> str | None:
+    """Return the Arrow file of the sequences, None for the store's; raises OptionInvalid where workers find none."""
+    is_ray = plan.config.scale.engine == "ray"
+    if plan.texts_origin is not None and (is_ray or isinstance(store.path, Path)):
+        return None
+    if is_ray and not isinstance(store.path, Path):
+        raise OptionInvalid(
+            f"{plan.config.dataset} has no commit that would name its rows, so {store.path} keeps no texts for workers "
+            "of other machines. Give a file, a folder, or a dataset of the Hub with a revision."
+        )
+    # Of a bucket they map a copy; and without an origin no later start could tell whose texts they are.
+    texts = store.scratch_path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
+    write_texts(texts, plan.sequences, plan.texts_origin)
+    return str(texts.absolute())
 
 
 def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]) -> WriteReport:
     report = WriteReport.of(store, timings)
-    report.compared = f", {report.stored_bytes / plan.n_raw_bytes:.3f} of {format_bytes(plan.n_raw_bytes)} raw"
+    report.compared = f", {report.stored_bytes / plan.raw_bytes:.3f} of {format_bytes(plan.raw_bytes)} raw"
     report.lines = plan.rows_read()
     n_workers = plan.config.scale.workers
     if n_workers > 1:
@@ -192,102 +279,3 @@ def repair(
             f"or number of threads is enough for ({error.changes['codec.basis_sha256'][0]} is recorded). Repair it "
             f"where it was extracted, restore {CODEC_NAME}/ from a copy, or extract to another folder."
         ) from error
-
-
-def _open_store(plan: ExtractPlan, shares: bool) -> StoreWriter:
-    """Begin or join the store; where another run was first to learn the codec, with what that one learned."""
-    try:
-        return StoreWriter.create_or_resume(plan.store, plan.manifest, plan.table, plan.codec.files(), shares)
-    except StoreMismatch as error:
-        is_basis = set(error.changes) == {"codec.basis_sha256"} and shares
-        learned = learned_before(plan.codec, plan.store) if is_basis else None
-        if learned is None:
-            raise
-        manifest = dataclasses.replace(plan.manifest, codec=learned.describe())
-        return StoreWriter.create_or_resume(plan.store, manifest, plan.table, learned.files(), shares)
-
-
-def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractPlan, Target | None]:
-    """Let the codec learn from forwards over a sample of the plan, unless an earlier run did; return the target."""
-    if not plan.codec.learned:
-        return plan, None
-    target = None
-    codec = learned_before(plan.codec, plan.store)
-    if codec is None:
-        codec, target = plan.codec, _load_target(plan, progress)
-        ids = plan.table["sequence_id"].to_pylist()
-        learn_from_target(
-            codec,
-            plan.table["n_tokens"].to_numpy(),
-            lambda row: plan.sequences.text(ids[row])[0],
-            target,
-            plan.spec,
-            plan.dtype,
-            learning_on(plan.device, plan.disk, progress),
-        )
-    manifest = dataclasses.replace(plan.manifest, codec=codec.describe())
-    return dataclasses.replace(plan, codec=codec, manifest=manifest), target
-
-
-def _load_target(plan: ExtractPlan, progress: Progress | None) -> Target:
-    return load_target(plan.folder, plan.compute_dtype, plan.device, plan.memory.weight_bytes, progress)
-
-
-def _with_texts(plan: ExtractPlan, store: StoreWriter) -> ExtractPlan:
-    """Return the plan with its sequences mapped from the store's own file, which frees this process's memory."""
-    if plan.keeps_texts:
-        return plan
-    with store.publishing(TEXTS_BYTE):
-        sequences = keep_texts(store.path, plan.sequences, plan.texts_origin)
-    return dataclasses.replace(plan, sequences=sequences)
-
-
-def _work_alone(plan: ExtractPlan, store: StoreWriter, target: Target, timings: Timings, counter: PartProgress) -> None:
-    forwards = forwards_of(store.manifest, target, store.codec, plan.sequences, plan.n_encode_threads)
-    with ExitStack() as stack:
-        if plan.config.forward.source == "vllm":
-            longest = int(plan.table["n_tokens"].to_numpy().max())
-            engine = VllmSource(plan.folder, target, forwards.spec, forwards.dtype, longest)
-            forwards = dataclasses.replace(forwards, engine=stack.enter_context(engine).capture)
-        work_until_done(store, forwards, plan.folder, timings, counter.tell)
-
-
-def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> tuple[Timings, list[str]]:
-    """Run worker processes until all is done; raises OptionInvalid where they cannot share the store."""
-    config, scale = plan.config, plan.config.scale
-    if not store.is_shared:
-        raise OptionInvalid(
-            f"The file system of {store.path} has no locks of byte ranges, so only one process can write to it. Leave "
-            "out --workers and --engine."
-        )
-    is_ray = scale.engine == "ray"
-    is_local = Path(config.model).expanduser().is_dir()  # else each machine finds the commit in its own cache
-    order = WorkOrder(
-        store=str(store.path.absolute() if isinstance(store.path, Path) else store.path),
-        texts=_texts_for_workers(plan, store),
-        model=str(plan.folder.absolute()) if is_local or not is_ray else config.model,
-        revision=None if is_local or not is_ray else plan.folder.name,
-        device=plan.device,
-        n_threads=core_share(scale.n_local_workers),
-        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, scale.n_local_workers),
-        attempt=store.attempt,
-    )
-    if is_ray:
-        return run_on_ray(order, store, scale, config.forward.encode_threads, counter)
-    return run_processes(device_orders(order, plan.device, scale.workers), store, counter)
-
-
-def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> str | None:
-    """Return the Arrow file of the sequences, None for the store's; raises OptionInvalid where workers find none."""
-    is_ray = plan.config.scale.engine == "ray"
-    if plan.texts_origin is not None and (is_ray or isinstance(store.path, Path)):
-        return None
-    if is_ray and not isinstance(store.path, Path):
-        raise OptionInvalid(
-            f"{plan.config.dataset} has no commit that would name its rows, so {store.path} keeps no texts for workers "
-            "of other machines. Give a file, a folder, or a dataset of the Hub with a revision."
-        )
-    # Of a bucket they map a copy; and without an origin no later start could tell whose texts they are.
-    texts = store.scratch_path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
-    write_texts(texts, plan.sequences, plan.texts_origin)
-    return str(texts.absolute())

@@ -1,200 +1,75 @@
-"""The plan of an extraction, made before the first forward: what will be written, where, and what it costs."""
+"""The plan of an extraction, made before the first forward: what will be written, where, and from which inputs.
+
+``store.json`` records what a store was made from: content hashes of target and dataset, and commits of the Hub as
+``extraction.sources``, so that later starts take those and no newer ones; of local folders and files no commit::
+
+    "sources": {
+      "model": {"id": "Qwen/Qwen3-8B", "revision": "main", "commit": "b968826d..."},
+      "dataset": {"id": "HuggingFaceH4/ultrachat_200k", "revision": "main", "commit": "8049631c..."}
+    }
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
 import math
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from ..errors import CodecUnknown, Interrupted, NotEnoughMemory, OptionInvalid, StorageUnavailable
-from ..machine import free_memory
-from ..moa.targets.bundle import load_target_config, target_sizes
+from ..errors import (
+    CodecUnknown,
+    Interrupted,
+    OptionInvalid,
+    StorageUnavailable,
+    StoreError,
+    StoreMismatch,
+    TargetError,
+    WorkerError,
+)
+from ..files import parse_object
+from ..moa.targets.bundle import hash_target, load_target_config, target_sizes, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
-from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments
-from ..storage.backend import open_path
-from ..storage.codecs.calibration import MAX_FEATURES
+from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
+from ..storage.backend import names_in, open_path, read_file
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import committed_bytes
-from ..storage.paths import RemotePath, StorePath
+from ..storage.paths import StorePath
 from ..storage.plan import plan_counts, plan_parts
-from ..storage.schema import (
-    ALIGNMENT_TOKENS,
-    FieldSpec,
-    StoreManifest,
-    hidden_field,
-    kv_field,
-    response_mask_field,
-    tokens_field,
-)
+from ..storage.read.store import read_manifest
+from ..storage.schema import ALIGNMENT_TOKENS, RUNS_NAME, StoreManifest
 from ..text import Progress, counted, format_bytes
-from .config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations, resolve_encode_threads
+from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
+from .estimate import ForwardPlan, WritePlan, field_specs, has_device
 from .forwards.calibrate import SAMPLE_TOKENS
-from .forwards.parts import N_HOST_SLOTS
 from .forwards.vllm_source import check_vllm
-from .sequences import Sequences, check_counts, read_sequences
-from .sources import (
-    check_weights,
-    pinned_revision,
-    sources_record,
-    stored_sources,
-    tokenizer_identities,
-    weight_identities,
-)
-from .texts import read_texts, texts_origin
-from .workers import require_ray
+from .sequences import Sequences, check_counts, read_sequences, read_texts, texts_origin
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt",
+)  # fmt: skip
+
+Sources = Mapping[str, Mapping[str, str]]
+_MAIN = "main"
 
 
 @dataclass(frozen=True)
-class ForwardMemory:
-    """An upper estimate of the memory of forwards: in the host for all workers, on a device of its own for each."""
-
-    host_bytes: int
-    device_bytes: int
-    weight_bytes: int
-    device: str
-    text: str
-
-    def check(self) -> None:
-        """Refuse forwards that do not fit in free memory; where it cannot be told, nothing is refused."""
-        host = free_memory(), self.host_bytes, "host memory"
-        for n_free, n_bytes, place in (host, (free_device_memory(self.device), self.device_bytes, self.device)):
-            if n_free is not None and n_bytes > n_free:
-                raise NotEnoughMemory(
-                    f"The target's forwards need {self.text}. Free in {place} are {format_bytes(n_free)}.",
-                    "Free some, take a larger machine, or extract in bfloat16, with smaller batches or fewer workers.",
-                )
-
-
-def forward_memory(
-    model_config: Any,
-    fields: Sequence[FieldSpec],
-    compute_dtype: str,
-    batch_tokens: int,
-    longest_tokens: int,
-    device: str,
-    n_workers: int = 1,
-) -> ForwardMemory:
-    """Compute the memory of a target's forwards from its sizes alone.
-
-    Args:
-        fields: what is kept of each token, before compression.
-        longest_tokens: tokens of the longest sequence; one longer than ``batch_tokens`` makes a batch of its own.
-    """
-    sizes, itemsize = target_sizes(model_config), getattr(torch, compute_dtype).itemsize
-    kept_bytes = sum(spec.token_bytes for spec in fields)
-    n_tokens = max(batch_tokens, longest_tokens)
-    weight_bytes = _count_weights(model_config)[1] * itemsize
-    # The cache that the forward fills, and the intermediate values of one layer.
-    cache = 2 * sizes["n_layers"] * sizes["n_kv_heads"] * sizes["head_dim"]
-    layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * model_config.intermediate_size
-    # While they are gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
-    forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
-    waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
-    # Weights are loaded in host memory before they move to a device.
-    host_bytes, device_bytes, text = weight_bytes + forward_bytes + waiting_bytes, 0, ""
-    if torch.device(device).type == "cuda":
-        host_bytes = max(weight_bytes, waiting_bytes)
-        device_bytes = weight_bytes + forward_bytes + n_tokens * kept_bytes  # of the batch before, until it is copied
-        text = f" and {format_bytes(device_bytes)} on {device}"
-    host_bytes *= n_workers
-    each = f" for {n_workers} workers" if n_workers > 1 else ""
-    text = f"{format_bytes(host_bytes)} of host memory{each}{text}: weights {format_bytes(weight_bytes)} in "
-    text += f"{compute_dtype}, batches of {n_tokens:,} tokens"
-    return ForwardMemory(host_bytes, device_bytes, weight_bytes, device, text)
-
-
-def free_device_memory(device: str) -> int | None:
-    """Return the free bytes of a CUDA device; None for any other device."""
-    return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.device(device).type == "cuda" else None
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    """Which forwards will run, what they give, and what that takes.
-
-    Attributes:
-        spec, codec: of the fields to write; a codec that learns has not learned yet.
-        table: rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
-        folder, model_config: of the target.
-        dtype: dtype in which activations are kept.
-        batch_tokens: tokens per forward, padding included.
-        uses_cache: whether the forwards fill a key/value cache.
-        raw_bytes: field -> bytes before compression.
-        stored_bytes: expected bytes on disk, those of target/ included.
-        present_bytes: those of ``stored_bytes`` that are there already.
-        free_bytes: free bytes on the disk that is written to.
-    """
-
-    store: StorePath
-    spec: ActivationSpec
-    codec: StoreCodec = field(repr=False)
-    table: pa.Table = field(repr=False)
-    folder: Path
-    model_config: Any = field(repr=False)
-    device: str
-    dtype: str
-    compute_dtype: str
-    batch_tokens: int
-    uses_cache: bool
-    n_encode_threads: int
-    raw_bytes: Mapping[str, int]
-    stored_bytes: int
-    free_bytes: int
-    present_bytes: int
-    memory: ForwardMemory
-
-    @property
-    def n_raw_bytes(self) -> int:
-        """Bytes of all fields before compression."""
-        return sum(self.raw_bytes.values())
-
-    @property
-    def disk(self) -> Path:
-        """A folder on the disk that is written to."""
-        return existing_parent(self.store)
-
-    def check_disk(self) -> None:
-        """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
-        needed = max(0, self.stored_bytes - self.present_bytes)
-        is_remote = isinstance(self.store, RemotePath)
-        if is_remote:  # only shards on their way to the bucket lie on the disk
-            needed = min(needed, 2 * self.stored_bytes // max(1, len(set(self.table["part"].to_pylist()))))
-        if needed > self.free_bytes:
-            # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
-            less = ", or set TMPDIR to another disk" if is_remote else ""
-            raise StorageUnavailable(
-                f"This needs about {format_bytes(needed)}, but {self.disk} has {format_bytes(self.free_bytes)} free. "
-                f"Free some space{less}."
-            )
-
-    def room(self) -> list[str]:
-        """Return lines about disk and memory."""
-        return [
-            f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
-            + (", for shards on their way to the bucket" if isinstance(self.store, RemotePath) else "")
-            + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
-            f"memory       {self.memory.text}; free {format_bytes(free_memory() or 0)}",
-        ]
-
-
-@dataclass(frozen=True)
-class ExtractPlan(ForwardPlan):
+class ExtractPlan(WritePlan):
     """What an extraction will do.
 
     Attributes:
         manifest: content of store.json; of a codec that learns, without what it will learn.
         sequences: the tokens and masks.
-        texts_origin: their origin (``texts``); None where only reading all rows tells it.
+        texts_origin: their origin (``texts_origin``); None where only reading all rows tells it.
         keeps_texts: whether the output folder holds them.
         dataset: the dataset, and which split and files of it were read, as text.
     """
@@ -205,11 +80,6 @@ class ExtractPlan(ForwardPlan):
     texts_origin: Mapping[str, Any] | None = field(repr=False)
     keeps_texts: bool
     dataset: str
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens to be stored, without alignment padding."""
-        return self.manifest.n_tokens
 
     def rows_read(self) -> list[str]:
         """Return lines about the rows of the dataset."""
@@ -223,10 +93,10 @@ class ExtractPlan(ForwardPlan):
 
     def describe(self) -> str:
         """Return the plan as text."""
-        storage, target = self.config.storage, self.manifest.target
+        storage, target, codec = self.config.storage, self.manifest.target, self.forward.codec
         n_response = int(self.table["n_response_tokens"].to_numpy().sum())
         lengths = np.sort(self.table["n_tokens"].to_numpy())
-        bits = {name: codec.expected_bits for name, codec in self.codec.fields.items() if codec.spec.token_shape}
+        bits = {name: own.expected_bits for name, own in codec.fields.items() if own.spec.token_shape}
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, "
             f"{target['n_kv_heads']} KV heads of {target['head_dim']}, width {target['hidden_size']})",
@@ -235,17 +105,17 @@ class ExtractPlan(ForwardPlan):
             f"{self.config.data.max_length:,} tokens)",
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
-            f"fields       {', '.join(self.raw_bytes)} in {storage.dtype}, codec {storage.codec}",
-            f"raw          {format_bytes(self.n_raw_bytes)} ({self.n_raw_bytes / self.n_tokens:,.0f} bytes per token)",
+            f"fields       {', '.join(codec.fields)} in {storage.dtype}, codec {storage.codec}",
+            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} bytes per token)",
             f"on disk      about {format_bytes(self.stored_bytes)} "
             f"({', '.join(f'{name} {own:.1f} bits per value' for name, own in bits.items())})",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
             *self.room(),
         ]
-        if self.codec.learned:
+        if codec.learned:
             n_sample = min(self.n_tokens, SAMPLE_TOKENS)
             # Float32 values of the sample, and what they become along the axes that were learned.
-            values = sum(math.prod(codec.spec.token_shape) for codec in self.codec.learned.values())
+            values = sum(math.prod(own.spec.token_shape) for own in codec.learned.values())
             lines.append(
                 f"learn        the forwards of {n_sample:,} tokens before the first part; about "
                 f"{format_bytes(6 * n_sample * values)} of disk at {self.disk} meanwhile"
@@ -266,65 +136,50 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     Raises:
         MoaDataError: the input cannot be used, or does not fit in memory.
     """
-    chat_settings = _chat_settings(config)  # refuses what makes no sense before anything is downloaded
-    if config.scale.engine == "ray":
-        require_ray()
+    texts = {  # refuses what makes no sense before anything is downloaded
+        "columns": Columns.parse(config.data.columns).describe(),
+        "template_kwargs": parse_template_arguments(config.data.template_kwargs),
+    }
     out = open_path(config.out)
     sources = stored_sources(out)
-    revision = pinned_revision(sources, "model", config.model, config.revision)
-    folder = resolve_model_folder(config.model, with_weights=False, revision=revision)
-    model_config = load_target_config(folder)
-    check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
-    config, how = _resolve(config, model_config)
+    folder = find_target(config.model, sources, config.revision, with_weights=False)
+    config, forward, engine = _plan_forwards(config, folder)
     if with_weights:
-        folder = resolve_model_folder(config.model, revision=revision)
-    tokenizer, sizes = load_target_tokenizer(folder), target_sizes(model_config)
-    template = ChatTemplate(tokenizer, chat_settings.get("template_kwargs"), config.model)
+        folder = find_target(config.model, sources, config.revision)
+        forward = replace(forward, folder=folder)
+    tokenizer, sizes = load_target_tokenizer(folder), target_sizes(forward.model_config)
+    template = ChatTemplate(tokenizer, texts["template_kwargs"], config.model)
     revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
     source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
     identities = tokenizer_identities(folder, tokenizer)
-    origin = texts_origin(source, identities, config, sizes)
+    origin = texts_origin(source, identities, config, texts, sizes)
     kept = read_texts(out, origin)
     sequences = kept or read_sequences(source, template, config, sizes, progress)
     check_counts(sequences, source, config)
     table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
     counts = plan_counts(table)
-    weights = weight_identities(folder, progress) if with_weights else {}
+    if with_weights:
+        identities |= weight_identities(folder, progress)
+    extraction = _extraction(config, forward, engine) | {name: given for name, given in texts.items() if given}
+    if sequences.asked_the_time:
+        extraction["template_time"] = TEMPLATE_TIME.isoformat()
     manifest = StoreManifest(
-        fields=how.fields,
+        fields=tuple(codec.spec for codec in forward.codec.fields.values()),
         target=sizes,
-        identities={**identities, **weights, "dataset.sha256": sequences.dataset_sha256},
-        extraction={
-            **_extraction(config, how),
-            **chat_settings,
-            **({"template_time": TEMPLATE_TIME.isoformat()} if sequences.asked_the_time else {}),
-            **sources_record(config, folder, source, sources),
-        },
-        codec=how.codec.describe(),
+        identities={**identities, "dataset.sha256": sequences.dataset_sha256},
+        extraction=extraction | sources_record(config, folder, source, sources),
+        codec=forward.codec.describe(),
         alignment_tokens=ALIGNMENT_TOKENS,
         n_sequences=counts["n_sequences"],
         n_parts=counts["n_parts"],
         n_tokens=counts["n_tokens"],
     )
-    n_tokens, features = counts["n_tokens"], _feature_bytes(how.codec, sizes)
     return ExtractPlan(
         store=out,
-        spec=how.spec,
-        codec=how.codec,
+        forward=forward,
         table=table,
-        folder=folder,
-        model_config=model_config,
-        device=how.device,
-        dtype=config.storage.dtype,
-        compute_dtype=how.compute_dtype,
-        batch_tokens=how.batch_tokens,
-        uses_cache=how.spec.kv,
-        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, config.scale.n_local_workers),
-        raw_bytes={item.name: item.token_bytes * n_tokens for item in how.fields},
-        stored_bytes=expected_bytes(how.codec, n_tokens) + features + bundle_bytes(model_config, config.target_layers),
-        free_bytes=shutil.disk_usage(existing_parent(out)).free,
+        bundle_layers=config.target_layers,
         present_bytes=committed_bytes(out),
-        memory=how.memory,
         config=config,
         manifest=manifest,
         sequences=sequences,
@@ -334,22 +189,13 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     )
 
 
-@dataclass(frozen=True)
-class _Resolved:
-    """Settings of a plan with what they leave open decided by target and machine; ``engine`` is None for our own."""
+def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
+    """Decide what settings leave open, and refuse what cannot run, before weights are downloaded and chats are read.
 
-    spec: ActivationSpec
-    fields: tuple[FieldSpec, ...]
-    codec: StoreCodec
-    device: str
-    compute_dtype: str
-    batch_tokens: int
-    engine: Mapping[str, str] | None
-    memory: ForwardMemory
-
-
-def _resolve(config: ExtractConfig, model_config: Any) -> tuple[ExtractConfig, _Resolved]:
-    """Decide what is left open, and refuse what cannot run here before weights are downloaded and chats are read."""
+    Returns:
+        The settings, the forwards, and the engine that runs them, None for our own.
+    """
+    model_config = load_target_config(folder)
     sizes, uses_vllm = target_sizes(model_config), config.forward.source == "vllm"
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
     n_positions = sizes["max_position_embeddings"]
@@ -363,10 +209,8 @@ def _resolve(config: ExtractConfig, model_config: Any) -> tuple[ExtractConfig, _
     compute_dtype = config.forward.compute_dtype
     if compute_dtype == "auto":
         compute_dtype = "float32" if is_cpu and not uses_vllm else config.storage.dtype
-    batch_tokens = config.forward.batch_tokens or (65_536 if uses_vllm else 2048 if is_cpu else 16_384)
-    fields = field_specs(spec, sizes, config.storage.dtype)
     try:
-        codec = StoreCodec(config.storage.codec, fields)
+        codec = StoreCodec(config.storage.codec, field_specs(spec, sizes, config.storage.dtype))
     except CodecUnknown as error:
         raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):
@@ -374,11 +218,54 @@ def _resolve(config: ExtractConfig, model_config: Any) -> tuple[ExtractConfig, _
             f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
             "GPU. Start the command on a machine of the cluster that has one, or choose another --codec."
         )
-    n_workers = config.scale.n_local_workers
-    memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device, n_workers)
+    forward = ForwardPlan(
+        folder=folder,
+        model_config=model_config,
+        spec=spec,
+        codec=codec,
+        device=device,
+        dtype=config.storage.dtype,
+        compute_dtype=compute_dtype,
+        batch_tokens=config.forward.batch_tokens or (65_536 if uses_vllm else 2048 if is_cpu else 16_384),
+        longest_tokens=longest,
+        uses_cache=spec.kv,
+        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, config.scale.n_local_workers),
+        n_workers=config.scale.n_local_workers,
+    )
     if has_device(device):
-        memory.check()
-    return config, _Resolved(spec, fields, codec, device, compute_dtype, batch_tokens, engine, memory)
+        forward.check_memory()
+    return config, forward, engine
+
+
+def _pick_device(config: ExtractConfig) -> str:
+    """Return the device of the forward; the GPUs of Ray's workers may be on other machines than this one."""
+    wanted, n_gpus = config.forward.device, config.scale.gpus_per_worker
+    if config.scale.engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise OptionInvalid("--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'.")
+    if config.scale.engine == "ray" and n_gpus is not None:
+        if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
+            raise OptionInvalid(f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them.")
+        return "cuda" if n_gpus else "cpu"
+    return pick_device(wanted)
+
+
+def _extraction(config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the settings that shape the data; batches change the last bits of a forward, so they are among them."""
+    of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
+    return {
+        "activations": list(forward.spec.fields),
+        "attention": "sdpa",
+        "batch_tokens": forward.batch_tokens,
+        "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
+        "compute_dtype": forward.compute_dtype,
+        "device": torch.device(forward.device).type,
+        "dtype": forward.dtype,
+        "max_length": config.data.max_length,
+        "max_sequences": config.data.max_sequences,
+        "part_tokens": config.storage.part_tokens,
+        "target_layers": config.target_layers,
+        "truncation": "right, tokens and mask together",
+    } | of_engine
 
 
 @contextmanager
@@ -390,95 +277,101 @@ def interruptible(what: str) -> Iterator[None]:
         raise Interrupted(f"Interrupted {what}. Run the same command again to continue.") from error
 
 
-def _pick_device(config: ExtractConfig) -> str:
-    """Return the device of the forward; the GPUs of Ray's workers may be on other machines than this one."""
-    wanted, n_gpus = config.forward.device, config.scale.gpus_per_worker
-    if config.scale.engine == "ray" and n_gpus is not None:
-        if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
-            raise OptionInvalid(f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them.")
-        return "cuda" if n_gpus else "cpu"
-    return pick_device(wanted)
-
-
-def has_device(device: str) -> bool:
-    """Whether this machine has a device; the workers of a cluster may have what it lacks."""
-    return torch.device(device).type != "cuda" or torch.cuda.is_available()
-
-
-def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:
-    """Return the store's fields for a specification of activations."""
-    fields = [tokens_field(), response_mask_field()]
-    if spec.kv:
-        fields.append(kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype))
-    for name in spec.hidden_fields:
-        fields.append(hidden_field(name.removeprefix("hidden/"), sizes["hidden_size"], dtype))
-    return tuple(fields)
-
-
-def _extraction(config: ExtractConfig, how: _Resolved) -> dict[str, Any]:
-    """Return the settings that shape the data; batches change the last bits of a forward, so they are among them."""
-    engine = {"engine": how.engine, "attention": "paged", "device": "cuda"} if how.engine else {}
+def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
+    """Return the sources that a manifest's ``extraction`` records; malformed ones are left out."""
+    found = extraction.get("sources")
+    entries = found.items() if isinstance(found, Mapping) else ()
     return {
-        "activations": list(how.spec.fields),
-        "attention": "sdpa",
-        "batch_tokens": how.batch_tokens,
-        "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
-        "compute_dtype": how.compute_dtype,
-        "device": torch.device(how.device).type,
-        "dtype": config.storage.dtype,
-        "max_length": config.data.max_length,
-        "max_sequences": config.data.max_sequences,
-        "part_tokens": config.storage.part_tokens,
-        "target_layers": config.target_layers,
-        "truncation": "right, tokens and mask together",
-    } | engine
-
-
-def _chat_settings(config: ExtractConfig) -> dict[str, Any]:
-    """Return the settings that shape the texts, where they are given: columns, arguments of the template."""
-    settings = {
-        "columns": Columns.parse(config.data.columns).describe(),
-        "template_kwargs": parse_template_arguments(config.data.template_kwargs),
+        kind: entry
+        for kind, entry in entries
+        if isinstance(entry, Mapping) and all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
     }
-    return {name: value for name, value in settings.items() if value}
 
 
-def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:
-    """Return the expected bytes of parts, with 3 % for alignment padding, indexes and metadata."""
-    bits = sum(field.expected_bits * math.prod(field.spec.token_shape) for field in codec.fields.values())
-    return int(1.03 * bits / 8 * n_tokens)
+def stored_sources(store: StorePath) -> Sources | None:
+    """Return the sources of a store; None where there is no store yet."""
+    try:
+        return recorded_sources(read_manifest(store).extraction)
+    except StorageUnavailable:
+        raise
+    except (StoreError, OSError):
+        return None
 
 
-def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
-    """Return the bytes of the token features in half precision, where keys and values are predicted from them."""
-    if not any(field.needs_tokens for field in codec.fields.values()):
-        return 0
-    return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
+def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str | None) -> str | None:
+    """Return the recorded commit of a model or dataset that is asked for, else the revision that is asked for."""
+    entry = (sources or {}).get(kind)
+    if entry and entry["id"] == name and (revision or _MAIN) in (entry["revision"], entry["commit"]):
+        return entry["commit"]
+    return revision
 
 
-def _count_weights(model_config: Any) -> tuple[int, int]:
-    """Count the weights of all decoder layers, and of the whole target; shared ones count once."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa", trust_remote_code=False)
-    layers = sum(weight.numel() for weight in model.model.layers.parameters())
-    return layers, sum(weight.numel() for weight in model.parameters())
+def find_target(model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True) -> Path:
+    """Return the folder of a target, a Hub model at the commit that a store records; refuse one without weights."""
+    folder = resolve_model_folder(model, with_weights, pinned_revision(sources, "model", model, revision))
+    if Path(model).expanduser().is_dir() and not weight_files(folder):
+        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
+    return folder
 
 
-def bundle_bytes(model_config: Any, target_layers: int) -> int:
-    """Return the bytes of the target bundle that keeps this many decoder layers."""
-    frozen = 2 * model_config.vocab_size * model_config.hidden_size + model_config.hidden_size
-    layers = _count_weights(model_config)[0] * target_layers // model_config.num_hidden_layers
-    dtype = getattr(model_config, "dtype", None)
-    return int(frozen + layers) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
+def sources_record(config: ExtractConfig, folder: Path, dataset: ChatSource, before: Sources | None) -> dict[str, Any]:
+    """Return the record of the sources for ``extraction``.
+
+    Args:
+        folder: folder of the model, as it was found.
+        before: the store's own record. An entry stays where the commits are equal, or where one of the two is unknown:
+            content hashes then tell whether the data are the same.
+    """
+    now: dict[str, dict[str, str]] = {}
+    if not Path(config.model).expanduser().is_dir():
+        now["model"] = {"id": config.model, "revision": config.revision or _MAIN, "commit": folder.name}
+    if dataset.commit:
+        revision = config.data.dataset_revision or _MAIN
+        now["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
+    if before is None:
+        return {"sources": now} if now else {}
+    kept = {kind: dict(entry) for kind, entry in before.items()}
+    changed = {kind: new for kind, new in now.items() if kind in kept and kept[kind]["commit"] != new["commit"]}
+    return {"sources": kept | changed} if kept else {}
 
 
-def existing_parent(path: StorePath) -> Path:
-    """Return the path, or the nearest folder above it that exists; where it is remote, the one for temporary files."""
-    if isinstance(path, RemotePath):
-        return Path(tempfile.gettempdir())
-    path = path.expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:
+    """Hash a target's weights and config: target.weights_sha256 and target.config_sha256."""
+    return {f"target.{key}": value for key, value in hash_target(folder, progress).items()}
+
+
+def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
+    """Hash what tokens depend on of a target: tokenizer.sha256 and template.sha256."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(f"{name}\0".encode())
+            digest.update(hashlib.sha256((folder / name).read_bytes()).digest())
+    template = hashlib.sha256(template_text(tokenizer).encode()).hexdigest()
+    return {"tokenizer.sha256": digest.hexdigest(), "template.sha256": template}
+
+
+def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Refuse inputs whose identities are not those of a store; what its manifest lacks is not compared."""
+    changes = {
+        f"identities.{key}": (stored[key], value) for key, value in found.items() if stored.get(key, value) != value
+    }
+    if changes:
+        raise StoreMismatch(str(store), changes, "Give the --model that it was made with.")
+
+
+def recorded_config(store: StorePath) -> ExtractConfig:
+    """Return the settings of the store's last finished extraction; raises WorkerError where none can be used."""
+    runs = store / RUNS_NAME
+    names = {setting.name for setting in ExtractConfig.settings()}
+    records = [name for name in names_in(runs) if name.endswith(".json")]
+    for path in (runs / name for name in sorted(records, reverse=True)):
+        try:
+            settings = parse_object(read_file(path))["config"]
+            return ExtractConfig.of(**{name: value for name, value in settings.items() if name in names})
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    raise WorkerError(
+        f"{runs} records no finished extraction, so its settings are not known. Run the command that made the store: "
+        f"it writes what is missing, after `moa-data repair {json.dumps(str(store))} --drop` also what is damaged."
+    )

@@ -24,8 +24,8 @@ from ..storage.read.store import ActivationStore
 from ..storage.schema import SCHEMA_VERSION, TARGET_NAME, TOKENS, to_float32
 from ..storage.write.store import StoreWriter
 from ..text import Progress
+from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
-from .plan import existing_parent
 from .report import Timings, WriteReport
 
 # Tokens of the sequences on which metrics of keys and values are measured, roughly.

@@ -1,4 +1,9 @@
-"""All sequences of a dataset: tokenised, without duplicates, and with counts of the rows that were rejected."""
+"""All sequences of a dataset: tokenised, without duplicates, with counts of rejected rows, and kept in the store.
+
+``texts.arrow`` has a row for each sequence, so that chats are tokenised once and not at every start; readers map it
+into memory. Its metadata holds the origin of the tokens, the counts, and a sha256 of all of it. A file of another
+origin, or a damaged one, is made again.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +12,29 @@ import hashlib
 import json
 import os
 import signal
+import tempfile
 import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
 from ..errors import DatasetError, WorkerError
+from ..files import replacing
 from ..machine import usable_cores
 from ..moa.targets.chat import Rejection, RejectReason, parse_chat
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.template import ChatTemplate, texts
-from ..storage.plan import TEXTS_COLUMNS, texts_sha256
+from ..storage.paths import StorePath
+from ..storage.plan import TEXTS_SHA256, map_texts, texts_sha256
+from ..storage.schema import TEXTS_NAME
 from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
@@ -40,7 +49,9 @@ Tokenised = tuple[TokenizedChat | Rejection, bool]
 Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
 _COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
-_COUNTS_KEY = b"counts"
+_COUNTS_KEY, _ORIGIN_KEY = b"counts", b"origin"
+_ORIGIN_VERSION = 1
+"""Part of the origin; raise it when a change of the code makes equal chats give other tokens."""
 
 
 @dataclass
@@ -51,12 +62,9 @@ class Sequences:
         ids: sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
         source_rows: row in the dataset of each sequence.
         offsets: n_sequences + 1 positions on the flat axis.
-        n_duplicates: rows whose sequence was already there.
         n_truncated: sequences that were cut.
-        asked_the_time: whether the chat template asked for the time.
         dataset_sha256: hash of what was read of the dataset (``ChatSource.identity``).
-        rejections: reason -> rows.
-        examples: reason -> the first row that had it, with details.
+        rejections, examples: reason -> rows, and the first row that had it, with details.
     """
 
     ids: dict[str, int] = field(default_factory=dict)
@@ -73,7 +81,7 @@ class Sequences:
     _mask: Any = field(default_factory=bytearray, repr=False)
 
     def __len__(self) -> int:
-        """Return the number of sequences so far."""
+        """The number of sequences so far."""
         return len(self.source_rows)
 
     @property
@@ -110,19 +118,18 @@ class Sequences:
 
     def rejection_lines(self) -> list[str]:
         """Return one line for each reason, the most frequent first, with an example."""
-        counted = self.rejections.most_common()
-        return [f"               {count:,}  {reason} (first: {self.examples[reason]})" for reason, count in counted]
+        found = self.rejections.most_common()
+        return [f"               {count:,}  {reason} (first: {self.examples[reason]})" for reason, count in found]
 
     def table(self) -> pa.Table:
         """Return the table for the storage plan: sequence_id, source_row, n_tokens, n_response_tokens."""
-        mask = np.frombuffer(self._mask, np.uint8)  # its running sum would take 16 bytes a token
-        marked = [np.count_nonzero(mask[start:end]) for start, end in pairwise(self.offsets)]
+        mask, offsets = np.frombuffer(self._mask, np.uint8), np.frombuffer(self.offsets, np.int64)
         return pa.table(
             {
                 "sequence_id": pa.array(list(self.ids), pa.string()),
                 "source_row": pa.array(np.frombuffer(self.source_rows, np.int64)),
-                "n_tokens": pa.array(np.diff(self.offsets), pa.int32()),
-                "n_response_tokens": pa.array(marked, pa.int32()),
+                "n_tokens": pa.array(np.diff(offsets), pa.int32()),
+                "n_response_tokens": pa.array(np.add.reduceat(mask, offsets[:-1], dtype=np.int32)),
             }
         )
 
@@ -138,28 +145,20 @@ class Sequences:
         counts = {name: getattr(self, name) for name in _COUNTS}
         return pa.table(columns).replace_schema_metadata({_COUNTS_KEY: json.dumps(counts)})
 
-    def sha256(self) -> str:
-        """Return a hash of everything here, in hex."""
-        return texts_sha256(self.to_arrow()).decode()
-
     @classmethod
     def from_arrow(cls, table: pa.Table) -> Sequences:
-        """Undo :meth:`to_arrow`; tokens and masks are views of the table. Raises ValueError for another table."""
-        counts = json.loads((table.schema.metadata or {}).get(_COUNTS_KEY, b"null"))
-        if not isinstance(counts, dict) or counts.keys() != set(_COUNTS) or table.column_names != TEXTS_COLUMNS:
-            raise ValueError(f"expected the columns {TEXTS_COLUMNS} and the counts {_COUNTS}")
-        # One chunk is what `to_arrow` makes; combining even one would copy it.
-        tokens, mask = (table[name].chunk(0) for name in TEXTS_COLUMNS[2:])
-        if table["tokens"].num_chunks != 1 or not tokens.offsets.equals(mask.offsets):
+        """Undo :meth:`to_arrow`; tokens and masks are views of the table, whose columns have one chunk each."""
+        counts = json.loads(table.schema.metadata[_COUNTS_KEY])
+        tokens, mask = table["tokens"].chunk(0), table["response_mask"].chunk(0)
+        if not tokens.offsets.equals(mask.offsets):
             raise ValueError("tokens and masks differ in length")
-        counts["rejections"] = Counter(counts["rejections"])
         return cls(
             ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
             source_rows=array("q", table["source_row"].to_numpy().tobytes()),
             offsets=array("q", tokens.offsets.to_numpy().tobytes()),
             _tokens=tokens.values.to_numpy(),
             _mask=mask.values.to_numpy(),
-            **counts,
+            **counts | {"rejections": Counter(counts["rejections"])},
         )
 
 
@@ -345,3 +344,69 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
             f"than --max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Correct it or raise the "
             "limit."
         )
+
+
+def texts_origin(
+    source: ChatSource,
+    identities: Mapping[str, str],
+    config: ExtractConfig,
+    rendering: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Return everything that decides the tokens of a dataset; None where only its rows tell."""
+    dataset = source.origin()
+    if dataset is None:
+        return None
+    return {
+        "version": _ORIGIN_VERSION,
+        "dataset": dataset,
+        "tokenizer": identities["tokenizer.sha256"],
+        "template": identities["template.sha256"],
+        **rendering,
+        "max_length": config.data.max_length,
+        "max_sequences": config.data.max_sequences,
+        "max_position_embeddings": sizes["max_position_embeddings"],
+        "vocab_size": sizes["vocab_size"],
+    }
+
+
+def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
+    """Return the sequences that a store keeps; None where there are none, or not those of this origin."""
+    path = store / TEXTS_NAME
+    if origin is None or (isinstance(path, Path) and (path.is_symlink() or not path.is_file())):
+        return None
+    try:
+        table = map_texts(path)
+        metadata = table.schema.metadata
+        if json.loads(metadata[_ORIGIN_KEY]) != origin:
+            return None
+        table.validate(full=True)
+        return Sequences.from_arrow(table) if texts_sha256(table) == metadata[TEXTS_SHA256] else None
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
+    """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory."""
+    if origin is None:
+        return sequences
+    path = store / TEXTS_NAME
+    if isinstance(path, Path):
+        return write_texts(path, sequences, origin)
+    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
+        kept = write_texts(Path(folder) / TEXTS_NAME, sequences, origin)
+        path.backend.put(path.key, Path(folder) / TEXTS_NAME)
+    return kept
+
+
+def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
+    """Write sequences to an Arrow file; returns them mapped from it."""
+    table = sequences.to_arrow()
+    added = {_ORIGIN_KEY: json.dumps(origin, sort_keys=True), TEXTS_SHA256: texts_sha256(table)}
+    table = table.replace_schema_metadata({**table.schema.metadata, **added})
+    with replacing(path) as partial:
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        with open(partial, "rb") as written:
+            os.fsync(written.fileno())
+    return Sequences.from_arrow(map_texts(path))

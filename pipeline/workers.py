@@ -10,7 +10,6 @@ of a Ray cluster that share a disk or a bucket.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -42,9 +41,9 @@ from ..storage.write.store import StoreWriter
 from ..text import first_line
 from .config import ScaleSettings, core_share, parse_fields, resolve_encode_threads
 from .forwards.parts import Forwards, load_target, run_parts, save_bundle
+from .plan import check_identities, weight_identities
 from .report import PartProgress, Timings
 from .sequences import Sequences
-from .sources import check_identities, weight_identities
 
 _LOOK_EVERY_S, _DIRECT_EVERY_S, _RAY_LOOK_EVERY_S, _SIGNAL_EVERY_S = 1.0, 0.05, 0.5, 1.0
 _PATIENCE_S = 600.0
@@ -102,12 +101,6 @@ class WorkOrder:
         """Return the order for one of several workers; ``attempt`` is then the command's own."""
         attempt = f"{self.attempt}-{index}-{secrets.token_hex(2)}"
         return replace(self, attempt=attempt, index=index, n_workers=n_workers)
-
-
-def require_ray() -> None:
-    """Refuse the engine where Ray is not installed; raises OptionInvalid."""
-    if importlib.util.find_spec("ray") is None:
-        raise OptionInvalid("--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'.")
 
 
 def is_done(store: StoreWriter) -> bool:

@@ -38,7 +38,7 @@ def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
     """The token ids [B, T] of every batch that extraction runs, padded on the right."""
     padded = []
     for part in range(plan.manifest.n_parts):
-        for rows in batches(plan.table.filter(pc.field("part") == part), plan.batch_tokens):
+        for rows in batches(plan.table.filter(pc.field("part") == part), plan.forward.batch_tokens):
             texts = [torch.from_numpy(plan.sequences.text(key)[0]).long() for key in rows["sequence_id"].to_pylist()]
             padded.append(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
     return padded
@@ -72,7 +72,7 @@ def make_input(folder: Path, options: argparse.Namespace) -> tuple[str, str]:
 def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Alternate the bare forwards and the extraction."""
     plan = build_plan(config.replaced(out=str(folder / "plan")))
-    target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
+    target = plan.forward.load_target()
     padded = padded_batches(plan)
     forward_seconds(target, padded[:2])
     forward_s: list[float] = []
@@ -86,7 +86,7 @@ def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) ->
     flops = body_flops(target.config, plan.table["n_tokens"].to_pylist())
     peak = peak_flops(target.device, options.peak_tflops)
     return figures_of(plan.n_tokens, forward_s, timings) | {
-        "stored_over_raw": report.stored_bytes / plan.n_raw_bytes,
+        "stored_over_raw": report.stored_bytes / plan.raw_bytes,
         "n_threads": torch.get_num_threads(),
         "flops": flops,
         "peak_flops_per_s": peak,

@@ -7,7 +7,7 @@ import pytest
 from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.estimate import batch_lengths, estimate
+from moa_data.pipeline.estimate import batches_of, estimate
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.tests.kit.command import run
@@ -16,7 +16,7 @@ from moa_data.tests.kit.command import run
 def test_batches_are_those_of_the_extraction(config: ExtractConfig) -> None:
     plan = build_plan(config)
     report = extract(config)
-    lengths = batch_lengths(plan.table, plan.batch_tokens)
+    lengths = [batch["n_tokens"].to_numpy() for batch in batches_of(plan.table, plan.forward.batch_tokens)]
     assert sum(int(batch.sum()) for batch in lengths) == plan.n_tokens
     assert sum(len(batch) * int(batch.max()) for batch in lengths) == report.timings.n_padded_tokens
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from moa_data.errors import (
     TargetError,
 )
 from moa_data.moa.targets.bundle import parse_target_config
+from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline import plan as plan_module
 from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations
+from moa_data.pipeline.estimate import ForwardPlan, field_specs
 from moa_data.pipeline.extract import extract
-from moa_data.pipeline.plan import ForwardMemory, build_plan, field_specs, forward_memory
+from moa_data.pipeline.plan import build_plan
 from moa_data.storage.codecs import transform as codec_module
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import build_text_model
@@ -43,8 +47,7 @@ def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_
     assert plan.sequences.rejections == {"the chat has no assistant message": 1, "the row is no JSON object": 1}
     n_tokens = sum(len(plan.sequences.text(key)[0]) for key in plan.table["sequence_id"].to_pylist())
     assert plan.n_tokens == n_tokens
-    assert plan.raw_bytes["kv"] == n_tokens * 3 * 2 * 2 * 8 * 2
-    assert plan.raw_bytes["hidden/last"] == n_tokens * 32 * 2
+    assert plan.raw_bytes == n_tokens * (3 * 2 * 2 * 8 * 2 + 32 * 2 + 4 + 1)
     assert not (tmp_path / "store").exists()
     text = plan.describe()
     for part in (
@@ -172,13 +175,16 @@ def test_a_codec_that_is_too_wide_is_refused_before_chats_are_read(
         build_plan(config)
 
 
-def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lacks(config: ExtractConfig) -> None:
+def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lacks(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = build_plan(config)
     plan.check_disk()
+    monkeypatch.setattr(estimate_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(StorageUnavailable, match="has 10 B free") as caught:
-        dataclasses.replace(plan, free_bytes=10).check_disk()
+        plan.check_disk()
     assert "--" not in str(caught.value)  # `add` and `repair` check it too, and have no --out
-    dataclasses.replace(plan, free_bytes=10, present_bytes=plan.stored_bytes).check_disk()
+    dataclasses.replace(plan, present_bytes=plan.stored_bytes).check_disk()
 
 
 def test_features_of_tokens_count_as_stored(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
@@ -197,13 +203,25 @@ LLAMA_3_8B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def memory_of(
+def forwards_of(
     compute_dtype: str = "float32", batch_tokens: int = 2048, device: str = "cpu", n_workers: int = 1
-) -> ForwardMemory:
-    config = parse_target_config(LLAMA_3_8B, "test")
+) -> ForwardPlan:
     spec = parse_activations(("kv", "hidden:last"), 0, 32)
-    fields = field_specs(spec, {"n_layers": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_size": 4096}, "bfloat16")
-    return forward_memory(config, fields, compute_dtype, batch_tokens, 2048, device, n_workers)
+    sizes = {"n_layers": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_size": 4096}
+    return ForwardPlan(
+        folder=Path("target"),
+        model_config=parse_target_config(LLAMA_3_8B, "test"),
+        spec=spec,
+        codec=StoreCodec("lossless", field_specs(spec, sizes, "bfloat16")),
+        device=device,
+        dtype="bfloat16",
+        compute_dtype=compute_dtype,
+        batch_tokens=batch_tokens,
+        longest_tokens=2048,
+        uses_cache=True,
+        n_encode_threads=1,
+        n_workers=n_workers,
+    )
 
 
 @pytest.fixture
@@ -211,8 +229,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what is free: (host bytes, device bytes or None)."""
 
     def set_free(host: int | None, device: int | None = None) -> None:
-        monkeypatch.setattr(plan_module, "free_memory", lambda: host)
-        monkeypatch.setattr(plan_module, "free_device_memory", lambda _: device)
+        monkeypatch.setattr(estimate_module, "free_memory", lambda: host)
+        monkeypatch.setattr(estimate_module, "free_device_memory", lambda _: device)
 
     return set_free
 
@@ -233,26 +251,26 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_cannot_fit_is_refused(
     free: Any, host: int | None, device: int | None, need: dict[str, Any], refused_by: str | None
 ) -> None:
-    memory = memory_of(**need)
+    forwards = forwards_of(**need)
     free(host and host * GB, device and device * GB)
     if refused_by is None:
-        memory.check()
+        forwards.check_memory()
         return
     with pytest.raises(NotEnoughMemory, match=f"Free in {refused_by}") as error:
-        memory.check()
+        forwards.check_memory()
     assert "--" not in str(error.value)  # `add` and `repair` have fewer options than `extract`
 
 
 def test_memory_is_that_of_weights_batches_and_workers() -> None:
-    one = memory_of()
+    one = forwards_of()
     assert one.weight_bytes == 4 * 8_030_261_248
-    assert memory_of(n_workers=3).host_bytes == 3 * one.host_bytes
-    assert memory_of(batch_tokens=256) == one  # the longest sequence makes a batch of its own
-    kept_bytes = 2 * (32 * 2 * 8 * 128 + 4096)
-    on_device = memory_of("bfloat16", 16_384, "cuda")
+    assert forwards_of(n_workers=3).memory_bytes[0] == 3 * one.memory_bytes[0]
+    assert forwards_of(batch_tokens=256).memory_bytes == one.memory_bytes  # the longest makes a batch of its own
+    kept_bytes = 2 * (32 * 2 * 8 * 128 + 4096) + 4 + 1
+    host_bytes, device_bytes = forwards_of("bfloat16", 16_384, "cuda").memory_bytes
     # Weights of 16.1 GB, and 2.1 GB of kept values in each of five copies, of which one lies in a cache.
-    assert 26 * GB < on_device.device_bytes < 34 * GB
-    assert on_device.host_bytes == max(on_device.weight_bytes, 4 * 16_384 * kept_bytes)
+    assert 26 * GB < device_bytes < 34 * GB
+    assert host_bytes == max(2 * 8_030_261_248, 4 * 16_384 * kept_bytes)
 
 
 def test_plan_extract_and_add_refuse_before_they_read_or_load(

@@ -13,7 +13,7 @@ from moa_data.errors import StorageUnavailable, StoreDamaged, StoreMismatch, Wor
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
-from moa_data.pipeline.sources import recorded_config
+from moa_data.pipeline.plan import recorded_config
 from moa_data.storage import shard
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.repair import drop_damage, plan_repair

@@ -17,8 +17,7 @@ from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.extract import extract, repair
-from moa_data.pipeline.plan import build_plan
-from moa_data.pipeline.sources import pinned_revision, recorded_sources
+from moa_data.pipeline.plan import build_plan, pinned_revision, recorded_sources
 from moa_data.storage.read.store import read_manifest
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import TEXTS_NAME, commit_path
@@ -89,7 +88,7 @@ def test_later_starts_take_the_recorded_commits(hub: Hub, config: ExtractConfig,
     report = audit(store, MODEL, samples=2, device="cpu")
     assert report.ok
     assert not report.notes
-    assert plan_addition(AddConfig(store=str(store), model=MODEL, activations=("hidden:layer:0",))).n_left_tokens
+    assert plan_addition(AddConfig(store=str(store), model=MODEL, activations=("hidden:layer:0",))).n_tokens
     by_commit = config.replaced(revision=sources["model"]["commit"], dataset_revision=sources["dataset"]["commit"])
     assert extract(by_commit).n_parts_done == 0
 

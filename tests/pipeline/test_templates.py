@@ -21,8 +21,7 @@ from moa_data.moa.targets.template import (
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
-from moa_data.pipeline.plan import ExtractPlan, build_plan
-from moa_data.pipeline.sources import recorded_config
+from moa_data.pipeline.plan import ExtractPlan, build_plan, recorded_config
 from moa_data.storage.read.store import read_manifest
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer

@@ -23,7 +23,7 @@ from moa_data.pipeline.config import ExtractConfig, ScaleSettings, core_share
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.report import PartProgress, Timings
-from moa_data.pipeline.texts import keep_texts
+from moa_data.pipeline.sequences import keep_texts
 from moa_data.pipeline.workers import (
     WorkOrder,
     device_orders,
@@ -399,8 +399,12 @@ def test_gpus_of_workers_need_not_be_on_this_machine(config: ExtractConfig, monk
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     on_gpus = config.replaced(engine="ray", device="auto", gpus_per_worker=1)
     plan = build_plan(on_gpus)
-    assert (plan.device, plan.compute_dtype, plan.manifest.extraction["device"]) == ("cuda", "bfloat16", "cuda")
-    assert build_plan(on_gpus.replaced(gpus_per_worker=0)).device == "cpu"
+    assert (plan.forward.device, plan.forward.compute_dtype, plan.manifest.extraction["device"]) == (
+        "cuda",
+        "bfloat16",
+        "cuda",
+    )
+    assert build_plan(on_gpus.replaced(gpus_per_worker=0)).forward.device == "cpu"
     with pytest.raises(OptionInvalid, match="disagree"):
         build_plan(on_gpus.replaced(device="cpu"))
     with pytest.raises(OptionInvalid, match="learns from forwards on this machine"):

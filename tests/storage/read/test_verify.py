@@ -10,8 +10,7 @@ import pytest
 
 from moa_data.errors import SchemaVersionError, StoreNotFound
 from moa_data.moa.targets.chat_tokens import TokenizedChat
-from moa_data.pipeline.sequences import Sequences
-from moa_data.pipeline.texts import write_texts
+from moa_data.pipeline.sequences import Sequences, write_texts
 from moa_data.storage.read.summary import summarize_store
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import StoreManifest
