@@ -10,8 +10,8 @@ import torch
 
 from moa_data.moa.targets.bundle import save_target_bundle, target_sizes
 from moa_data.pipeline.config import parse_activations
+from moa_data.pipeline.estimate import field_specs
 from moa_data.pipeline.forwards.capture import capture
-from moa_data.pipeline.plan import field_specs
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.schema import StoreManifest

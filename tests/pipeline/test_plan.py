@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,7 +181,7 @@ def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lack
 ) -> None:
     plan = build_plan(config)
     plan.check_disk()
-    monkeypatch.setattr(estimate_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(StorageUnavailable, match="has 10 B free") as caught:
         plan.check_disk()
     assert "--" not in str(caught.value)  # `add` and `repair` check it too, and have no --out
