@@ -1,240 +1,332 @@
-"""Bad input through the command line: one line that says what and what to do, exit code 2, nothing left behind."""
+"""Bad and hostile input on the command line: exit code 2, one line, nothing left or changed, no foreign code run."""
 
+import ast
 import builtins
 import errno
+import gzip
 import json
 import os
+import shlex
 import shutil
-import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.live import Target
+from moa_data.storage.commit import write_manifest_commit
+from moa_data.storage.schema import StoreManifest
 from moa_data.tests.kit.chats import chat, write_jsonl
-from moa_data.tests.kit.command import TRAIN, copied, refused, run
+from moa_data.tests.kit.command import TRAIN, refused, run
 from moa_data.tests.kit.disks import tmpfs
+from moa_data.tests.kit.hostile import bounded_memory, change_json, commit_target, endless
+from moa_data.tests.kit.stores import flip
+
+ROOT = Path(__file__).resolve().parent.parent
+# Commands in a folder with model/, drafter/, chats.jsonl and store/.
+EXTRACT = "extract --model model --dataset chats.jsonl --out out --part-tokens 256 --device cpu"
+PLAN = "plan --model model --dataset chats.jsonl --out out --device cpu"
+TRAINING = f"train store --out out {shlex.join(TRAIN)}"
+AUDIT = "audit store --model model --device cpu"
+DECODE = "--model model --device cpu --drafter drafter"
+GENERATE = f"generate {DECODE} --prompt Hi"
+EVAL = f"eval {DECODE} --prompts prompts.jsonl --out report.json"
+BARE = "generate --model absent --drafter absent --prompt Hi"
+STORE = {
+    "inspect": "inspect store --sample 0", "verify": "verify store", "audit": AUDIT, "train": TRAINING,
+    "recode": "recode store --codec int8 --out ../recoded", "export": "export store --format eagle --out ../exported",
+    "add": "add store --model model --activations hidden:layer:0",
+}  # fmt: skip
 
 
-def extract(room: Path, out: Path, *options: str, model: Path | None = None) -> Any:
-    arguments: list[str | Path] = ["--model", model or room / "model", "--dataset", room / "chats.jsonl", "--out", out]
-    return run("extract", *arguments, "--part-tokens", "256", "--device", "cpu", *options)
+def nothing(room: Path) -> None:
+    """Change nothing."""
 
 
-def halve(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+def halve(name: str) -> Callable[[Path], None]:
+    return lambda room: os.truncate(room / name, (room / name).stat().st_size // 2)
 
 
-def test_weights_that_are_cut_short_are_named_and_leave_no_store(room: Path, tmp_path: Path) -> None:
-    model = copied(room, "model", tmp_path)
-    halve(model / "model.safetensors")
-    refused(extract(room, tmp_path / "out", model=model), "model.safetensors is damaged or cut short", "Restore")
-    assert not (tmp_path / "out").exists()
-    refused(run("generate", "--model", model, "--drafter", tmp_path, "--prompt", "Hi"), "damaged or cut short")
+def changed(name: str, **values: Any) -> Callable[[Path], None]:
+    """Change values in a JSON file, and what a bundle's commit says of it."""
+
+    def change(room: Path) -> None:
+        change_json(room / name, **values)
+        commit_target(room / "store")
+
+    return change
 
 
-def test_model_without_tokenizer(room: Path, tmp_path: Path) -> None:
-    model = copied(room, "model", tmp_path)
-    (model / "tokenizer.json").unlink()
-    refused(extract(room, tmp_path / "out", model=model), "has no tokenizer; put the model's tokenizer.json")
+def put_nan(room: Path) -> None:
+    file = room / "model/model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.mlp.down_proj.weight"][3, 4] = float("nan")
+    save_file(weights, file, {"format": "pt"})
 
 
-def test_nan_weights_are_named_by_sequence_and_layer(room: Path, tmp_path: Path) -> None:
-    model = copied(room, "model", tmp_path)
-    network = LlamaForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        network.model.layers[0].mlp.down_proj.weight[3, 4] = float("nan")
-    network.save_pretrained(model)
-    refused(extract(room, tmp_path / "out", model=model), "row ", "layer 1", "NaN or infinity")
+def raise_version(room: Path) -> None:
+    change_json(room / "store/store.json", schema_version=99)
+    (room / "store/commits/store.json").unlink()  # its own release would have sealed it
 
 
-@pytest.mark.parametrize("command", ["train", "audit"])
-def test_bundle_that_is_cut_short(room: Path, tmp_path: Path, command: str) -> None:
-    store = copied(room, "store", tmp_path)
-    halve(store / "target" / "frozen.safetensors")
-    options: list[str | Path] = (
-        ["--out", tmp_path / "run", *TRAIN] if command == "train" else ["--model", room / "model"]
-    )
-    refused(run(command, store, *options), "frozen.safetensors is damaged or cut short")
-    assert not (tmp_path / "run").exists()
-
-
-def test_bundle_with_a_flipped_bit(room: Path, tmp_path: Path) -> None:
-    store = copied(room, "store", tmp_path)
-    weights = store / "target" / "frozen.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
-    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), "frozen.safetensors is not the file that")
-    assert not (tmp_path / "run").exists()
-    refused(run("repair", store), "is damaged. Repair it with --model MODEL", exit_code=1)
-    refused(run("repair", store, "--drop", "--model", "m"), "not both")
-    repaired = run("repair", store, "--model", room / "model")
-    assert repaired.exit_code == 0, repaired.output
-    assert weights.read_bytes() == (room / "store" / "target" / "frozen.safetensors").read_bytes()
-    assert "is whole" in run("repair", store).stdout
-
-
-def test_store_of_another_schema_version(room: Path, tmp_path: Path) -> None:
-    store = copied(room, "store", tmp_path)
-    manifest = json.loads((store / "store.json").read_text())
-    (store / "store.json").write_text(json.dumps(manifest | {"schema_version": 99}))
-    (store / "commits" / "store.json").unlink()  # its own release would have sealed it
-    for command in (["inspect"], ["verify"], ["audit", "--model", room / "model"], ["train", "--out", tmp_path / "r"]):
-        refused(run(*command, store), "schema version 99; this release reads version 2")
-
-
-def test_truncated_shard_and_missing_commit_are_made_again(room: Path, tmp_path: Path) -> None:
-    store = copied(room, "store", tmp_path)
-    files = list((store / "parts" / "kv").glob("c.0.*"))
-    shard = max(files, key=lambda file: file.stat().st_size)
-    whole = shard.read_bytes()
-    halve(shard)
-    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), "Run extract again")
-    refused(run("verify", store), "damaged", exit_code=1)
-    (store / "commits" / "part-00001.json").unlink()
-    assert extract(room, store).exit_code == 0
-    assert shard.read_bytes() == whole
-    assert run("verify", store).exit_code == 0
-
-
-def test_store_without_a_committed_part(room: Path, tmp_path: Path) -> None:
-    store = copied(room, "store", tmp_path)
-    for commit in (store / "commits").glob("part-*.json"):
+def drop_parts(room: Path) -> None:
+    for commit in (room / "store/commits").glob("part-*.json"):
         commit.unlink()
-    refused(run("audit", store, "--model", room / "model"), "no committed part")
-    refused(run("inspect", store, "--sample", "0"), "--sample is 0, the store has 0 sequences")
-    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), "0 committed training sequences")
 
 
-def test_unknown_device(room: Path, tmp_path: Path) -> None:
-    refused(run("audit", room / "store", "--model", room / "model", "--device", "quantum"), "'quantum'", "--device cpu")
-    refused(extract(room, tmp_path / "out", "--device", "quantum"), "'quantum'", "--device cpu")
+def put_stranger(room: Path) -> None:
+    config = Target.load(str(room / "model"), torch.float32, "cpu").config
+    save_drafter(MoADrafter(MoASizes.from_target(config, {"weights_sha256": "0" * 64})), room / "strange")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "text"),
-    [
-        ("--max-steps", "0", "--max-steps is '0', expected at least 1"),
-        ("--micro-batch-size", "0", "--micro-batch-size is '0', expected at least 1"),
-        ("--learning-rate", "nan", "--learning-rate is 'nan', expected a finite number"),
-        ("--set", "optimizer.gradient_clip=-1", "--set: gradient_clip is '-1', expected at least 0"),
-        ("--precision", "int1", "precision is 'int1', expected one of auto, bf16-mixed"),
-        ("--devices", "banana", "devices is 'banana', expected auto or a number"),
-        ("--accelerator", "abacus", "accelerator is 'abacus', expected one of auto, cpu"),
-        ("--set", "drafter.layer_attention_heads=0", "layer_attention_heads is '0', expected at least 1"),
-        ("--set", "data.prefetch_batches", "expected KEY=VALUE"),
-        ("--set", "prefetch_batch=0", "unknown setting 'prefetch_batch' (did you mean 'prefetch_batches'?)"),
-        ("--set", "drafter.medusa_heads=2", "medusa_heads is a setting of medusa, moa has none; leave it out"),
-        ("--drafter", "condor", f"drafter is 'condor', expected one of {', '.join(DRAFTERS)}"),
-        ("--learning-rat", "1", "No such option"),
-    ],
-)
-def test_training_options_are_checked_first(room: Path, tmp_path: Path, option: str, value: str, text: str) -> None:
-    refused(run("train", room / "store", "--out", tmp_path / "run", *TRAIN, option, value), text)
-    assert not (tmp_path / "run").exists()
+def ask_much(room: Path) -> None:
+    write_jsonl(room / "prompts.jsonl", [chat("word " * 512)])
 
 
-def test_outputs_that_hold_something_else(room: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    for out in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
-        refused(extract(room, out), str(out), "hoose another")
-        refused(run("train", room / "store", "--out", out, *TRAIN), str(out), "hoose another")
-        refused(run("demo", "--out", out), str(out), "hoose another")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("given", "standard_input"), [("-", "Un café".encode("latin-1")), ("Un caf\udce9", b""), ("-", b"\xff\xfeH\0i\0")]
-)
-def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
-    result = run("generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input)
-    refused(result, "the prompt is no UTF-8 text", "convert it")
-    refused(run("generate", "--model", "m", "--drafter", "d", "--prompt", " "), "the prompt is empty")
-
-
-def test_control_tokens_in_prompts(room: Path, tmp_path: Path) -> None:
+def ask_for_control(room: Path) -> None:
     token = AutoTokenizer.from_pretrained(room / "model").all_special_tokens[0]
-    model = ("--model", room / "model", "--device", "cpu", "--drafter", room / "drafter")
-    refused(run("generate", *model, "--prompt", f"Hi {token}"), f"message 0 contains '{token}'", "Correct the text")
-    questions = [["Hi?", "Why?"], ["Hi?", f"Why?{token}"]]
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"turns": turns} for turns in questions])
-    for options in ((), ("--disconnect", "4")):
-        result = run("eval", *model, *options, "--prompts", prompts, "--out", tmp_path / "report.json")
-        refused(result, f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT}: message 1 contains '{token}'")
-        assert not (tmp_path / "report.json").exists()
+    write_jsonl(room / "prompts.jsonl", [{"turns": turns} for turns in (["Hi?", "Why?"], ["Hi?", f"Why?{token}"])])
 
 
-def test_a_folder_of_several_splits_names_them(room: Path, tmp_path: Path) -> None:
-    for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
-        shutil.copy(room / "chats.jsonl", tmp_path / name)
-    arguments: list[str | Path] = [
-        "--model", room / "model", "--dataset", tmp_path, "--out", tmp_path / "out", "--device", "cpu",
-    ]  # fmt: skip
-    names = "splits test (1 file), train (1 file)"
-    refused(
-        run("extract", *arguments), names, "'train_sft' (the default). Choose one with --split, for example --split"
-    )
-    refused(run("plan", *arguments, "--split", "nope"), names, "none that is called 'nope'")
-    planned = run("plan", *arguments, "--split", "train")
-    assert planned.exit_code == 0, planned.output
-    assert f"{tmp_path}, split train (1 of 2 files): 12 rows read" in planned.stdout
-    assert not (tmp_path / "out").exists()
+def split(room: Path) -> None:
+    (room / "data").mkdir()
+    for name in ("train", "test"):
+        shutil.copy(room / "chats.jsonl", room / f"data/{name}-00000-of-00001.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "text"),
-    [
-        ("--temperature", "-0.5", "temperature is '-0.5', expected at least 0"),
-        ("--top-p", "0", "--top-p is '0', expected above 0"),
-        ("--top-k", "-3", "--top-k is '-3', expected at least 0"),
-        ("--tree", "big", "'big' is no shape of drafts; expected a chain's length such as 5"),
-        ("--tree", "6x8x4", "4 nodes cannot make a draft tree 6 levels deep"),
-        ("--seed", "99999999999999999999", "--seed is '99999999999999999999', expected"),
-        ("--tree", "-1", "'-1' is no shape of drafts"),
-    ],
-)
-def test_decoding_options_are_checked_before_the_target_is_loaded(option: str, value: str, text: str) -> None:
-    refused(run("generate", "--model", "absent", "--drafter", "absent", "--prompt", "Hi", option, value), text)
+def pickle_weights(room: Path) -> None:
+    model = room / "model"
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").rename(model / "other.safetensors")
 
 
-def test_prompts_and_drafters_that_do_not_fit_the_target(room: Path, tmp_path: Path) -> None:
-    target = Target.load(str(room / "model"), torch.float32, "cpu")
-    strange = MoADrafter(MoASizes.from_target(target.config, {"weights_sha256": "0" * 64}))
-    save_drafter(strange, tmp_path / "strange")
-    generate = ("generate", "--model", room / "model", "--device", "cpu", "--max-new-tokens", "4", "--prompt")
-    refused(run(*generate, "Hi", "--drafter", tmp_path / "strange"), "trained for a target with weights 0000")
-    long = "word " * target.max_positions
-    refused(run(*generate, long, "--drafter", room / "drafter"), f"the target has {target.max_positions} positions")
-    chats = write_jsonl(tmp_path / "long.jsonl", [chat(long)])
-    arguments = ("eval", "--model", room / "model", "--prompts", chats, "--out", tmp_path / "report.json")
-    refused(run(*arguments, "--drafter", room / "drafter"), "give shorter prompts")
-    assert not (tmp_path / "report.json").exists()
+def weights_at(place: str) -> Callable[[Path], None]:
+    def change(room: Path) -> None:
+        pickle_weights(room)
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": place}}
+        (room / "model/model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
 
 
-def test_usage_errors_are_one_line() -> None:
-    result = run("extract", "--max-length", "abc", "--model", "m")
-    refused(result, "--max-length is 'abc'", "--help")
-    assert len(result.stderr.strip().splitlines()) == 1
-    refused(run("extrakt"), "No such command 'extrakt'")
+def link_parts(room: Path) -> None:
+    halve("store/parts/hidden/last/c.0.0")(room)
+    (room / "store/parts").rename(room / "elsewhere")
+    (room / "store/parts").symlink_to(room / "elsewhere")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.usefixtures("heeded_signals")
-def test_ctrl_c_while_planning(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def struck(*args: Any, **options: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
+def link_output(room: Path) -> None:
+    assert run("export", "store", "--format", "eagle", "--out", "exported").exit_code == 0
+    (room / "out").mkdir()
+    (room / "out/store.lock").touch()
+    (room / "out/target").symlink_to(room / "exported")
 
-    monkeypatch.setattr("moa_data.pipeline.extract.build_plan", struck)
-    result = extract(room, tmp_path / "out")
-    refused(result, "nothing was written. Run the same command again", exit_code=130)
-    assert not (tmp_path / "out").exists()
+
+def shrink_vocabulary(room: Path) -> None:
+    """Let the tokens belong to a larger vocabulary than the target's, with checksums that hold."""
+    store = room / "store"
+    document = json.loads((store / "store.json").read_text())
+    document["target"]["vocab_size"] = 60
+    (store / "store.json").write_text(StoreManifest.from_json(json.dumps(document)).to_json())
+    write_manifest_commit(store)
+    weights = load_file(store / "target/frozen.safetensors")
+    weights |= {name: weights[name][:60].contiguous() for name in ("embed_tokens.weight", "lm_head.weight")}
+    save_file(weights, store / "target/frozen.safetensors")
+    changed("store/target/config.json", vocab_size=60)(room)
+
+
+def put_code(folder: str, native: bool) -> Callable[[Path], None]:
+    """Give a model folder Python code, and names that lead to it; damaged/ is a store to repair."""
+
+    def change(room: Path) -> None:
+        (room / folder / "custom_generate").mkdir()
+        for name in ("evil.py", "custom_generate/generate.py"):
+            (room / folder / name).write_text(CODE)
+        model_type = {} if native else {"model_type": "evil"}
+        changed(f"{folder}/tokenizer_config.json", auto_map=AUTO_MAP)(room)
+        changed(f"{folder}/config.json", auto_map=AUTO_MAP, **model_type)(room)
+        shutil.copytree(room / "store", room / "damaged")
+        (room / "damaged/commits/part-00000.json").write_text("{")
+
+    return change
+
+
+def put_code_elsewhere(room: Path) -> None:
+    (room / "evil/chats").mkdir(parents=True)
+    folder = room / "evil"
+    for name in ("evil.py", "chats/chats.py"):
+        (folder / name).write_text(CODE)
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": AUTO_MAP}))
+    save_file({"layer_self_attention.a": torch.zeros(2)}, folder / "model.safetensors")
+
+
+def put_bomb(room: Path) -> None:
+    (room / "bomb").mkdir()
+    (room / "bomb/data_0.ckpt.gz").write_bytes(gzip.compress(bytes(16 << 20)) * 512)  # 8 GB in 8 MB
+
+
+CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
+AUTO_MAP: dict[str, Any] = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil.Evil")
+AUTO_MAP |= {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+# Every command that takes --model, and every one that loads a store's target/.
+WITH_MODEL = (
+    EXTRACT, PLAN, STORE["add"], AUDIT, GENERATE, EVAL.replace("prompts.jsonl", "chats.jsonl"),
+    "import . --format eagle --model model --out out", "repair damaged --model model",
+    "export-drafter drafter --format moa --model model --out out",
+)  # fmt: skip
+WITH_STORE = (
+    TRAINING, STORE["inspect"], AUDIT, "recode store --codec transform:2.0 --out out",
+    "export-drafter drafter --format moa --model store --out out",
+)  # fmt: skip
+CONFIG = "model/config.json"
+BUNDLE = "store/target/config.json"
+SPLITS = "splits test (1 file), train (1 file)"
+IS_ZERO = "is '0', expected at least 1"
+# Name -> what is changed, and for commands the texts in what they say.
+INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] = {
+    "weights cut short": (
+        halve("model/model.safetensors"),
+        dict.fromkeys((EXTRACT, GENERATE), ("model.safetensors is damaged or cut short", "Restore")),
+    ),
+    "no tokenizer": (
+        lambda room: (room / "model/tokenizer.json").unlink(),
+        {EXTRACT: ("has no tokenizer; put the model's tokenizer.json",)},
+    ),
+    "no config": (
+        lambda room: (room / CONFIG).unlink(), dict.fromkeys((PLAN, EXTRACT), ("config.json",))
+    ),
+    "NaN in weights": (put_nan, {f"{EXTRACT} --out ../begun": ("row ", "layer 1", "NaN or infinity")}),
+    "bundle cut short": (
+        halve("store/target/frozen.safetensors"),
+        dict.fromkeys((TRAINING, AUDIT), ("frozen.safetensors is damaged or cut short",)),
+    ),
+    "a flipped bit": (
+        lambda room: flip(room / "store/target/frozen.safetensors", -1),
+        {TRAINING: ("frozen.safetensors is not the file that",), "repair store --drop --model m": ("not both",)},
+    ),
+    "another version": (
+        raise_version,
+        dict.fromkeys(
+            (STORE[name] for name in ("inspect", "verify", "audit", "train")),
+            ("schema version 99; this release reads version 2",),
+        ),
+    ),
+    "no part": (drop_parts, {
+        AUDIT: ("no committed part",),
+        STORE["inspect"]: ("--sample is 0, the store has 0 sequences",),
+        TRAINING: ("0 committed training sequences",),
+    }),
+    "tokens beyond the vocabulary": (
+        shrink_vocabulary,
+        {f"{TRAINING} --out ../run": ("lie outside the vocabulary of 60", "sequence ", "source row ")}
+        | dict.fromkeys(
+            (STORE[name] for name in ("inspect", "recode", "export", "audit", "add")),
+            ("lie outside the vocabulary of 60",),
+        ),
+    ),
+    "another target's drafter": (
+        put_stranger, {"generate --model model --drafter strange --prompt Hi": ("trained for a target with weights 0",)}
+    ),
+    "a link in the store": (link_parts, dict.fromkeys(
+        (EXTRACT.replace("--out out", "--out store"), "repair store --drop", "repair store --model model"),
+        ("store/parts is a symbolic link",),
+    )),
+    "a link in the output": (link_output, dict.fromkeys(
+        (EXTRACT, f"{STORE['recode']} --out out", "import exported --format eagle --model model --out out"),
+        ("out/target is a symbolic link",),
+    )),
+    "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("Run extract again",)}),
+    "long prompts": (ask_much, {
+        EVAL: ("give shorter prompts",),
+        f"generate {DECODE} --prompt '{'word ' * 512}'": ("the target has 512 positions",),
+    }),
+    "control tokens": (ask_for_control, dict.fromkeys(
+        (EVAL, f"{EVAL} --disconnect 4"),
+        (f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT}: message 1 contains '",),
+    ) | {f"generate {DECODE} --prompt 'Hi <|eot_id|>'": ("message 0 contains '<|eot_id|>'", "Correct the text")}),
+    "several splits": (split, {
+        EXTRACT.replace("chats.jsonl", "data"): (SPLITS, "'train_sft' (the default). Choose one with --split"),
+        f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "none that is called 'nope'"),
+    }),
+    **{f"code in {folder}, native {native}": (
+        put_code(folder, native), dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out"))
+    ) for folder, commands in {"model": WITH_MODEL, "store/target": WITH_STORE}.items() for native in (False, True)},
+    "code beside drafters and chats": (put_code_elsewhere, {
+        f"{GENERATE} --drafter evil": ("none of the formats",),
+        f"{PLAN} --dataset evil/chats": ("holds no .jsonl",),
+    }),
+    "a gzip bomb": (put_bomb, {
+        "import bomb --format specforge --layers 0,1 --model model --out out":
+            ("data_0.ckpt.gz", "it unpacks to more than"),
+    }),
+    "fewer weights than the config calls for": (
+        changed(CONFIG, hidden_size=1 << 14, intermediate_size=1 << 16, num_hidden_layers=1000),
+        {GENERATE: ("config.json calls for more than",)},
+    ),
+    "pickled weights": (pickle_weights, {GENERATE: ("no file named model.safetensors",)}),
+    "weights elsewhere": (weights_at("../model.safetensors"), {GENERATE: ("are said to lie in '../model",)}),
+    "weights in a pickle": (weights_at("pytorch_model.bin"), {GENERATE: ("are said to lie in 'pytorch_model.bin'",)}),
+    "an adapter": (
+        lambda room: (room / "model/adapter_config.json").write_text("{}"),
+        {GENERATE: ("adapter_config.json: an adapter would change the weights",)},
+    ),
+    # The attention of the file would win over the one that is asked for; one of the Hub is downloaded and run.
+    **{f"kernels of the Hub for {key}": (
+        changed(CONFIG, **{key: "kernels-community/flash-attn"}),
+        {PLAN: (f"config.json: {key} overrides the attention", f"Take {key} out")},
+    ) for key in ("_attn_implementation", "_experts_implementation", "experts_implementation")},
+    **{f"bundle with {changes}": (changed(BUNDLE, **changes), {TRAINING: (text,)}) for changes, text in (
+        ({"num_attention_heads": 0}, "num_attention_heads is '0', expected a whole number"),
+        ({"num_key_value_heads": 3}, "3 KV heads do not divide 2 heads"),
+        ({"head_dim": 6}, "is of another target than its store: it has head_dim 6 and not 8"),
+        ({"vocab_size": 1000}, "is of another target than its store: it has vocab_size 1000"),
+        ({"hidden_size": "16"}, "hidden_size is '16', expected a whole number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is '1000000000', expected a whole number"),
+        ({"rms_norm_eps": "big"}, "config.json"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta is 0, expected a number above 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 0}}, "config.json"),
+        ({"rope_parameters": 7}, "config.json"),
+        ({"dtype": "load"}, "config.json"),
+    )},
+    "options": (nothing, {
+        "train absent --out out": ("absent",),
+        "inspect absent": ("absent",),
+        "verify absent": ("absent",),
+        "inspect hf://me/store": ("hf://me/store cannot be opened as a store",),
+        "train hf://me/store --out out": ("hf://me/store cannot be opened as a store",),
+        f"{AUDIT} --device quantum": ("'quantum'", "--device cpu"),
+        f"{EXTRACT} --device quantum": ("'quantum'", "--device cpu"),
+        "extract --max-length abc --model m": ("--max-length is 'abc'", "--help"),
+        "extrakt": ("No such command 'extrakt'",),
+        "trainn": ("'train'",),
+        "options trainn": ("'train'",),
+        f"{TRAINING} --max-steps 0": (f"--max-steps {IS_ZERO}",),
+        f"{TRAINING} --learning-rate nan": ("--learning-rate is 'nan', expected a finite number",),
+        f"{TRAINING} --set optimizer.gradient_clip=-1": ("--set: gradient_clip is '-1', expected at least 0",),
+        f"{TRAINING} --devices banana": ("devices is 'banana', expected auto or a number",),
+        f"{TRAINING} --set drafter.layer_attention_heads=0": (f"layer_attention_heads {IS_ZERO}",),
+        f"{TRAINING} --set data.prefetch_batches": ("expected KEY=VALUE",),
+        f"{TRAINING} --set prefetch_batch=0": ("'prefetch_batch' (did you mean 'prefetch_batches'?)",),
+        f"{TRAINING} --set drafter.medusa_heads=2": ("medusa_heads is a setting of medusa, moa has none",),
+        f"{TRAINING} --drafter condor": (f"drafter is 'condor', expected one of {', '.join(DRAFTERS)}",),
+        f"{TRAINING} --learning-rat 1": ("No such option",),
+        f"{BARE} --temperature -0.5": ("temperature is '-0.5', expected at least 0",),
+        f"{BARE} --top-p 0": ("--top-p is '0', expected above 0",),
+        f"{BARE} --tree big": ("'big' is no shape of drafts; expected a chain's length such as 5",),
+        f"{BARE} --tree 6x8x4": ("4 nodes cannot make a draft tree 6 levels deep",),
+        f"{BARE} --tree -1": ("'-1' is no shape of drafts",),
+        f"{BARE} --seed 99999999999999999999": ("--seed is '99999999999999999999', expected",),
+        f"{BARE} --prompt ' '": ("the prompt is empty",),
+    }),
+}  # fmt: skip
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
@@ -246,86 +338,119 @@ def everything(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def test_writers_do_not_leave_a_store_through_a_link(room: Path, tmp_path: Path) -> None:
-    store = copied(room, "store", tmp_path)
-    halve(store / "parts/hidden/last/c.0.0")
-    shutil.move(store / "parts", tmp_path / "elsewhere")
-    (store / "parts").symlink_to(tmp_path / "elsewhere")
-    before = everything(tmp_path)
-    model = ("--model", room / "model")
-    refused(
-        extract(room, store), "store/parts is a symbolic link to", "nothing inside a store is written through a link"
-    )
-    refused(run("repair", store, "--drop"), "store/parts is a symbolic link")
-    refused(run("repair", store, *model), "store/parts is a symbolic link")
-    assert everything(tmp_path) == before
-
-    whole, out = room / "store", tmp_path / "out"
-    assert run("export", whole, "--format", "eagle", "--out", tmp_path / "exported").exit_code == 0
-    out.mkdir()
-    (out / "store.lock").touch()
-    (out / "target").symlink_to(tmp_path / "elsewhere")
-    before = everything(tmp_path)
-    refused(extract(room, out), "out/target is a symbolic link")
-    refused(run("recode", whole, "--codec", "int8", "--out", out), "out/target is a symbolic link")
-    refused(run("import", tmp_path / "exported", "--format", "eagle", *model, "--out", out), "out/target is a symbolic")
-    assert everything(tmp_path) == before
+@pytest.fixture
+def work(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the room, which is the working folder."""
+    monkeypatch.chdir(folder := Path(shutil.copytree(room, tmp_path / "room")))
+    return folder
 
 
-def test_what_cannot_be_read_is_no_damage(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = copied(room, "store", tmp_path)
-    halve(store / "target" / "frozen.safetensors")
-    shard = str(store / "parts/hidden/last/c.1.0")
-    before = everything(store)
+@pytest.mark.parametrize("name", INPUTS)
+def test_it_is_refused_in_one_line_and_nothing_is_left(work: Path, name: str) -> None:
+    change, commands = INPUTS[name]
+    change(work)
+    before = everything(work)
+    with bounded_memory():
+        for command, texts in commands.items():
+            refused(run(*shlex.split(command)), *texts)
+    assert everything(work) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "sparse"])
+def test_files_of_a_model_folder_that_never_end(work: Path, name: str, kind: str) -> None:
+    with bounded_memory(), endless(work / "model" / name, kind):
+        refused(run(*shlex.split(GENERATE)))
+
+
+def test_repair_says_what_it_needs_and_what_is_whole(work: Path) -> None:
+    flip(work / "store/target/frozen.safetensors")
+    refused(run("verify", "store"), "damaged", exit_code=1)
+    refused(run("repair", "store"), "is damaged. Repair it with --model MODEL", exit_code=1)
+    assert run("repair", "store", "--model", "model").exit_code == 0
+    assert "is whole" in run("repair", "store").stdout
+
+
+def test_outputs_that_hold_something_else(work: Path) -> None:
+    (work / "out").mkdir()
+    (work / "out/notes.txt").write_text("mine")
+    before = everything(work)
+    for out in ("out", "out/notes.txt", "out/notes.txt/below"):
+        for command in (EXTRACT, TRAINING, "demo --out out"):
+            refused(run(*shlex.split(command), "--out", out), out, "hoose another")
+    assert everything(work) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "standard_input"), [("-", "Un café".encode("latin-1")), ("Un caf\udce9", b""), ("-", b"\xff\xfeH\0i\0")]
+)
+def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
+    result = run("generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input)
+    refused(result, "the prompt is no UTF-8 text", "convert it")
+
+
+def test_what_cannot_be_read_is_no_damage(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    halve("store/target/frozen.safetensors")(work)
+    before = everything(work)
     for module in (os, builtins):
         real = module.open
 
         def refuse(path: Any, *rest: Any, real: Any = real, **options: Any) -> Any:
-            if str(path) == shard:
+            if str(path).endswith("last/c.1.0"):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)
             return real(path, *rest, **options)
 
         monkeypatch.setattr(module, "open", refuse)
     line = "parts/hidden/last/c.1.0 could not be checked (Input/output error)"
-    verified = run("verify", store)
-    refused(verified, line, "which says nothing about damage", "run the same command again")
-    assert "frozen.safetensors" in verified.stdout
-    for options in ((), ("--drop",), ("--model", room / "model")):
-        refused(run("repair", store, *options), line, "so nothing was deleted")
-    assert everything(store) == before
+    refused(run("verify", "store"), line, "which says nothing about damage", "run the same command again")
+    for options in ((), ("--drop",), ("--model", "model")):
+        refused(run("repair", "store", *options), line, "so nothing was deleted")
+    monkeypatch.undo()
+    assert everything(work) == before
 
 
-WRITERS = {
-    "extract": ("--model", "model", "--dataset", "chats.jsonl", "--device", "cpu"),
-    "recode": ("store", "--codec", "int8"),
-    "train": ("store", *TRAIN),
-}
-
-
-def test_a_read_only_output_is_refused_in_one_line(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(room)
+def test_a_read_only_output_is_refused_in_one_line(work: Path, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", "ro") as disk:
-        for command, options in WRITERS.items():
+        for command in (EXTRACT, STORE["recode"], TRAINING):
             line = f"{disk / 'out'} cannot be written (Read-only file system)"
-            refused(run(command, *options, "--out", disk / "out"), line)
+            refused(run(*shlex.split(command), "--out", disk / "out"), line)
 
 
-def test_training_asks_for_room_first(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
+def test_training_asks_for_room_first(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(work)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    refused(run("train", room / "store", "--out", tmp_path / "run", *TRAIN), f"{tmp_path / 'run'} needs about")
-    assert not (tmp_path / "run").exists()
+    refused(run(*shlex.split(TRAINING)), "out needs about")
+    assert not (work / "out").exists()
 
 
-def test_a_report_that_cannot_be_written_is_printed(
-    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_cannot_be_written_is_printed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("moa_data.evaluation.run.write_report", full)
-    options = ("--drafter", room / "drafter", "--prompts", room / "chats.jsonl", "--n-prompts", "1", "--device", "cpu")
-    out = tmp_path / "report.json"
-    done = run("eval", "--model", room / "model", *options, "--max-new-tokens", "4", "--out", out)
-    refused(done, f"{out} cannot be written (No space left on device)")
+    (work / "chats.jsonl").rename(work / "prompts.jsonl")
+    done = run(*shlex.split(EVAL), "--n-prompts", "1", "--max-new-tokens", "4")
+    refused(done, "report.json cannot be written (No space left on device)")
     assert "| plain |" in done.stdout
+
+
+def calls_that_load() -> Iterator[tuple[Path, ast.Call]]:
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).parts
+        if "tests" in parts or any(part.startswith(".") for part in parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = ast.unparse(node.func.value)
+                if node.func.attr in ("from_pretrained", "from_config", "load_dataset") and owner != "nn.Embedding":
+                    yield path, node
+
+
+def test_every_call_that_loads_refuses_foreign_code() -> None:
+    calls = list(calls_that_load())
+    assert len(calls) > 5
+    for path, call in calls:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert given.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+        if ast.unparse(call.func).endswith("ForCausalLM.from_pretrained"):
+            assert given.get("use_safetensors") == "True", f"{path}:{call.lineno}"

@@ -4,13 +4,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 import pytest
 from pydantic import Field
 
-from moa_data.config import Config, Count, Positive, resolve
+from moa_data.cli import COMMANDS, main
+from moa_data.commands.options import StageCommand
+from moa_data.config import Common, Config, Count, Positive, resolve
 from moa_data.errors import OptionInvalid
 from moa_data.moa.drafters.registry import DRAFTERS
-from moa_data.pipeline.config import ExtractConfig
 from moa_data.trainer.config import PRESETS, EagleSettings, TrainConfig
 
 
@@ -38,7 +40,7 @@ class Steps(Config):
     size: Positive = 3e-5
     """Size
     of a step."""
-    n_steps: Count | None = None
+    n_steps: Common[Count | None] = None
     """How many."""
 
 
@@ -47,8 +49,9 @@ class Stage(Config):
 
     store: Path
     """The store to read."""
-    names: tuple[str, ...] = ("kv", "hidden:last")
-    """What to store."""
+    names: Common[tuple[str, ...]] = ("kv", "hidden:last")
+    """What to
+    store."""
     layers: tuple[int, ...] = ()
     """Layers."""
     resume: bool = False
@@ -94,6 +97,8 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
     assert resolve(Stage, {"store": "s"}, config_file(tmp_path, "animal: fish"), ["animal.fins=6"]).animal.fins == 6
     assert resolve(Stage, {"store": "s"}, None, ["animal.wings=6"]).animal == Bird(wings=6)
     assert resolve(Stage, {"store": "s", "animal.kind": "fish"}, config_file(tmp_path, "animal: bird")).animal == Fish()
+    config = resolve(Stage, {"store": "s"}, config_file(tmp_path, "fins: 3\nanimal: fish\nsize: 2\n"), ["n-steps=5"])
+    assert config == Stage.of(store="s", animal=Fish(fins=3), size=2, n_steps=5)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +108,15 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
         ("sice: 3", "unknown setting 'sice' .did you mean 'size'"),
         ("steps: {limit: 3}", "unknown setting 'steps.limit' .did you mean 'limit'"),
         ("zzz: 3", "unknown setting 'zzz' .known settings: animal, fins, layers, "),
-        ("animal: {fins: 3}", "fins is a setting of fish, bird has none; leave it out"),
         ("fins: 3", "fins is a setting of fish, bird has none; leave it out"),
         ("animal: cat", "animal is 'cat', expected one of bird, fish"),
         ("limit: many", "limit is 'many', expected a whole number"),
-        ("limit: 1.5", "limit is 1.5, expected a whole number"),
         ("limit: true", "limit is 'true', expected a whole number"),
         ("store: false", "store is False, expected"),
-        ("steps: {size: [1]}", "size is .1., expected a number"),
         ("steps: {size: 0, n_steps: 0}", "size is 0, expected above 0; n_steps is 0, expected at least"),
         ("steps: {size: .inf}", "size is inf, expected a finite number"),
         ("steps: [3]", "steps is .3., expected a group of settings"),
         ("layers: [1, x]", "layers is 'x', expected a whole number"),
-        ("resume: 3", "resume is 3, expected true or false"),
-        ("steps: tree", "steps is 'tree', expected one of short, long"),
         ("names: [a, a]\nstore: s", "a is twice there; a is twice there"),
         ("- a", "holds a list, expected 'key: value'"),
         ("a: b: c", "is not YAML"),
@@ -139,14 +139,11 @@ def test_all_problems_are_named_at_once() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(OptionInvalid, match="--set 'resume': expected KEY=VALUE"):
         resolve(Stage, {}, None, ["resume"])
+    with pytest.raises(OptionInvalid, match=r"absent\.yaml: No such file"):
+        resolve(Stage, {}, Path("absent.yaml"))
     wrong: dict[str, Any] = {"steps": {"n_steps": 0}}
     with pytest.raises(OptionInvalid, match=r"^n_steps is 0, expected at least 1; missing: store.$"):
         Stage(**wrong)
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OptionInvalid, match=r"absent\.yaml: No such file"):
-        resolve(Stage, {}, tmp_path / "absent.yaml")
 
 
 def test_yaml_and_names_read_back_to_an_equal_configuration(tmp_path: Path) -> None:
@@ -170,17 +167,13 @@ def test_python_takes_names_and_groups() -> None:
     assert "--" not in str(error.value)
 
 
-def test_files_and_assignments_take_names_too(tmp_path: Path) -> None:
-    config = resolve(Stage, {"store": "s"}, config_file(tmp_path, "fins: 3\nanimal: fish\nsize: 2\n"), ["n-steps=5"])
-    assert config == Stage.of(store="s", animal=Fish(fins=3), size=2, n_steps=5)
-
-
-@pytest.mark.parametrize("config_class", [ExtractConfig, TrainConfig])
-def test_names_are_unique(config_class: type[Config]) -> None:
-    keys: dict[str, str] = {}
-    for setting in config_class.settings():
-        assert keys.setdefault(setting.name, setting.key) == setting.key
-        assert setting.field.description, setting.key
+def test_names_are_unique_and_explained() -> None:
+    commands = [main.get_command(click.Context(main), name) for name in COMMANDS]
+    for config_class in [command.config_class for command in commands if isinstance(command, StageCommand)]:
+        keys: dict[str, str] = {}
+        for setting in config_class.settings():
+            assert keys.setdefault(setting.name, setting.key) == setting.key
+            assert setting.field.description, setting.key
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -1,5 +1,6 @@
 """The base install reads stores: nothing there needs a package of an extra, and what does says so in one line."""
 
+import importlib
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import moa_data
 from moa_data.cli import COMMANDS
 from moa_data.tests.kit.stores import make_recipe
 
@@ -41,13 +43,24 @@ def run(program: str, folder: Path | None = None) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_all_of_storage_and_the_command_line_import_without_the_extras() -> None:
+def test_storage_the_command_line_and_settings_import_without_the_extras() -> None:
     done = run(
         "import moa_data.storage, moa_data.cli\n"
         "for item in pkgutil.walk_packages(moa_data.storage.__path__, 'moa_data.storage.'):\n"
         "    importlib.import_module(item.name)\n"
+        "for name in ('ActivationStore', 'MoaDataError', 'ExtractConfig', 'TrainConfig', 'EvalConfig'):\n"
+        "    getattr(moa_data, name)\n"
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_those_of_their_modules() -> None:
+    assert set(moa_data.__all__) == {*moa_data._HOMES, "__version__"} == set(dir(moa_data))
+    for name in moa_data._HOMES:
+        found = getattr(moa_data, name)
+        assert found is getattr(importlib.import_module(found.__module__), name)
+    with pytest.raises(AttributeError, match="has no attribute 'extrakt'"):
+        _ = moa_data.extrakt
 
 
 # What a command is called with; STORE is a store, and nothing else there exists.
@@ -120,15 +133,12 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
     copy = tmp_path / "moa_data"
     skipped = shutil.ignore_patterns(".*", "__pycache__", "site", "build", "runs", "demo-output", "tests", "*.egg-info")
     shutil.copytree(ROOT, copy, ignore=skipped)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "absent from the `packages`" not in done.stdout + done.stderr
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
-    of_package = [
-        path for path in copy.rglob("*") if path.suffix in (".py", ".proto", ".html", ".js", ".css", ".typed")
-    ]
-    wanted = {f"moa_data/{path.relative_to(copy)}" for path in of_package}
-    extra = ("moa_data/docs/", "moa_data/benchmarks/", "moa_data/build/")
-    assert {name for name in wanted if not name.startswith(extra)} <= held
+    kinds, others = (".py", ".proto", ".html", ".js", ".css", ".typed"), ("docs", "benchmarks", "build")
+    files = {path.relative_to(copy) for path in copy.rglob("*") if path.suffix in kinds}
+    assert {f"moa_data/{file}" for file in files if file.parts[0] not in others} <= held

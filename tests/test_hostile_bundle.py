@@ -4,7 +4,6 @@ Their checksums hold, as those of somebody who means it. Examples are the same i
 """
 
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,16 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target, load_target_tokenizer
 from moa_data.pipeline.audit import audit
-from moa_data.storage.commit import files_json
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import target_commit_path
-from moa_data.storage.shard import FileRecord
 from moa_data.tests.kit.command import copied
-from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, only_own_errors, replaced, try_examples
+from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, commit_target, only_own_errors, replaced, try_examples
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule
 from moa_data.trainer.fit import build_module
 
 BUNDLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def commit_of(folder: Path) -> bytes:
-    """What commits/target.json says of a folder as it is."""
-    contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*"))}
-    return files_json({name: FileRecord(len(data), zlib.crc32(data)) for name, data in contents.items()})
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +103,8 @@ def check_bundle(folders: Path, data: Any) -> None:
         content = data.draw(changed_tensors(path.read_bytes(), path))
     else:
         content = data.draw(changed(path.read_bytes()))
-    with replaced(path, content), replaced(target_commit_path(folders / "store"), commit_of(folder)):
+    with replaced(path, content), replaced(target_commit_path(folders / "store"), b""):
+        commit_target(folders / "store")
         use_bundle(folders)
 
 

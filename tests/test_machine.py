@@ -20,12 +20,17 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_group(folder: Path, version: int, limit: object, used: int, cached: int) -> None:
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    folder.mkdir(parents=True)
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{'file' if version == 2 else 'total_cache'} {cached}\n")
+NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    2: ("memory.max", "memory.current", "file"),
+}
+
+
+def write_group(folder: Path, version: int, limit: object, used: int, cached: int = 0) -> None:
+    limit_name, used_name, cache = NAMES[version]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in {limit_name: limit, used_name: used, "memory.stat": f"anon 5\n{cache} {cached}"}.items():
+        (folder / name).write_text(f"{text}\n")
 
 
 def test_without_limits_it_is_what_the_kernel_calls_available(proc: Path) -> None:
@@ -37,22 +42,12 @@ def test_without_limits_it_is_what_the_kernel_calls_available(proc: Path) -> Non
 @pytest.mark.parametrize(("version", "line"), [(2, "0::/job/step"), (1, "7:cpu,memory:/job/step")])
 def test_the_tightest_limit_counts_and_cached_files_are_free(proc: Path, version: int, line: str) -> None:
     (proc / "cgroup").write_text(f"3:cpuset:/elsewhere\n{line}\n")
-    root = proc / "sys" / ("memory" if version == 1 else "")
-    write_group(root / "job" / "step", version, "max" if version == 2 else 1 << 62, 3 * GIB, 0)
+    job = proc / "sys" / ("memory" if version == 1 else "") / "job"  # which limits nothing yet
+    write_group(job / "step", version, "max" if version == 2 else 1 << 62, 3 * GIB)
     assert machine.free_memory() == 20 * GIB
-    (root / "job" / "step" / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(str(8 * GIB))
+    write_group(job / "step", version, 8 * GIB, 3 * GIB)
     assert machine.free_memory() == 5 * GIB
-    for name in ("memory.max", "memory.current", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"):
-        (root / "job" / name).unlink(missing_ok=True)
-    (root / "job").joinpath("memory.stat").write_text("file 1\n")
-    assert machine.free_memory() == 5 * GIB  # a group without files of its own limits nothing
-
-
-def test_a_limit_of_a_group_around_it_counts(proc: Path) -> None:
-    (proc / "cgroup").write_text("0::/job/step\n")
-    write_group(proc / "sys" / "job" / "step", 2, 8 * GIB, GIB, 0)
-    for name, text in {"max": f"{4 * GIB}", "current": f"{3 * GIB}", "stat": f"file {GIB}\n"}.items():
-        (proc / "sys" / "job" / f"memory.{name}").write_text(text)
+    write_group(job, version, 4 * GIB, 3 * GIB, GIB)
     assert machine.free_memory() == 2 * GIB
 
 

@@ -1,13 +1,22 @@
-"""What README.md and docs/ tell users to type exists: commands, options, make targets, files and Python names."""
+"""What README.md and docs/ tell users to type or open exists, and `make docs` fails where it does not."""
 
 import ast
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
+import markdown
 import pytest
+import yaml
+from markdown.extensions.toc import slugify_unicode
 
 import moa_data
 from moa_data.cli import main
@@ -53,13 +62,13 @@ def test_the_readme_shows_a_whole_job_and_names_every_command() -> None:
     assert named == set(main.list_commands(click.Context(main)))
 
 
-@pytest.mark.parametrize("line", sorted({line for path in GUIDES for line in command_lines(path)}))
-def test_commands_and_options_exist(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    command = main.get_command(click.Context(main), words[1])
-    assert command is not None, f"no command {words[1]}"
-    # Parsing fails on an unknown option or a missing argument, and runs nothing.
-    command.make_context(words[1], words[2:])
+def test_commands_and_options_exist() -> None:
+    for line in {line for path in GUIDES for line in command_lines(path)}:
+        words = shlex.split(line, comments=True)
+        command = main.get_command(click.Context(main), words[1])
+        assert command is not None, line
+        # Parsing fails on an unknown option or a missing argument, and runs nothing.
+        command.make_context(words[1], words[2:])
 
 
 def form(line: str) -> str:
@@ -100,21 +109,29 @@ def test_make_targets_exist() -> None:
     assert {"demo", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_files(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not link.startswith("http") and not (path.parent / link).exists()] == []
+def anchors(page: Path) -> set[str]:
+    """The names of the headings of a page, as mkdocs makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {slugify_unicode(re.sub(r"<[^>]+>", "", heading.replace("`", "")), "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_examples_name_what_is_public(path: Path) -> None:
-    for block in code_blocks(path, "python"):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom):
-                assert node.module is not None
-                assert not node.module.startswith("moa_data."), f"{node.module} is not public"
-                module = import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names)
+def test_links_lead_to_files_and_headings() -> None:
+    for page in PAGES:
+        for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+            if not path.startswith("http"):
+                file = (page.parent / path).resolve() if path else page
+                assert file.exists(), f"{page}: {path}"
+                assert not anchor or anchor in anchors(file), f"{page}: {path}#{anchor}"
+
+
+def test_python_examples_name_what_is_public() -> None:
+    for node in ast.walk(ast.parse("\n".join(block for path in GUIDES for block in code_blocks(path, "python")))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            assert not node.module.startswith("moa_data."), f"{node.module} is not public"
+            module = import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names)
 
 
 def test_the_readmes_python_runs_on_a_few_chats(
@@ -141,14 +158,55 @@ def test_the_settings_of_the_readme_can_be_used() -> None:
     assert made == 3
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["training.md", "drafters.md", "interop.md", "results/training.md", "decisions/0004-two-passes-over-a-batch.md"],
-)
-def test_settings_of_training_that_are_named_exist(name: str) -> None:
+def test_settings_of_training_that_are_named_exist() -> None:
     known = {setting.key for setting in moa_data.TrainConfig.settings()}
-    groups = {key.split(".")[0] for key in known if "." in key}
-    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    named = set(re.findall(rf"(?:--set |`)((?:{'|'.join(sorted(groups))})\.\w+)(?==|`)", text))
-    assert named
-    assert named <= known
+    groups = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))
+    for page in ("training", "drafters", "interop", "results/training", "decisions/0004-two-passes-over-a-batch"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        named = set(re.findall(rf"(?:--set |`)((?:{groups})\.\w+)(?==|`)", text))
+        assert named, page
+        assert named <= known, page
+
+
+def pages_of(menu: Any) -> Iterator[str]:
+    """The pages of a menu of mkdocs.yml, in order."""
+    if isinstance(menu, str):
+        yield menu
+    else:
+        for entry in menu.values() if isinstance(menu, dict) else menu:
+            yield from pages_of(entry)
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(pages_of(menu)) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    )
+
+
+def test_the_commands_page_shows_what_the_help_shows() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    html = markdown.markdown(page, extensions=["mkdocs-click", "pymdownx.superfences"])
+    assert "Sentinel" not in html
+    assert "--checksums-only" in html
+
+
+@pytest.mark.slow
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    copy = tmp_path / "moa_data"
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "site", "runs", "demo-output", "tests", "benchmarks")
+    shutil.copytree(ROOT, copy, ignore=skipped)
+    venv = Path(sys.prefix)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    build = ["make", "-o", f"{venv}/.installed", f"VENV={venv}", "docs"]
+
+    def built() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(build, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+
+    assert (done := built()).returncode == 0, done.stderr
+    assert "Sentinel" not in (copy / "site" / "commands" / "index.html").read_text(encoding="utf-8")
+
+    with (copy / "docs" / "glossary.md").open("a", encoding="utf-8") as page:
+        page.write("\n[nowhere](not-there.md)\n")
+    assert (done := built()).returncode != 0
+    assert "not-there.md" in done.stderr

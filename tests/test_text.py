@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from moa_data.commands.console import StandardOutput
-from moa_data.commands.views import sample_view
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import build_room, run
 from moa_data.text import add_command, printable
@@ -60,8 +59,6 @@ def test_inspect_shows_a_sample_without_obeying_it(room: Path) -> None:
     assert not CONTROLS.search(result.output)
     assert result.output.count(SHOWN) == 2
     assert f"⟦{SHOWN}" in result.output.replace("⟦ ", "⟦")
-    view = sample_view({"sequence_id": ATTACK}, [1], [1], lambda ids: ATTACK)
-    assert view is not None
 
 
 def test_error_lines_quote_rows_and_names_without_obeying_them(room: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import SavedAnswer
+from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
@@ -58,9 +58,7 @@ def server(live: Target) -> Iterator[Server]:
 
 def answer(live: Target, *turns: str, n_new: int = N_NEW) -> str:
     """What the target says to the last of some turns."""
-    messages: list[Any] = [
-        {"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)
-    ]
+    messages = chat(*turns)["messages"]
     tokens = plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=n_new).tokens
     return str(live.tokenizer.decode(tokens, skip_special_tokens=True))
 
@@ -99,18 +97,19 @@ def test_a_conversation_is_read_line_by_line(live: Target, server: Server, folde
 
 def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n")
-    base = options(server.address, folder)
-    refused(run("chat", *base, "--prompt", "a", "--web", "0"), "--prompt answers one prompt")
-    refused(run("chat", *base, "--resume", str(tmp_path / "none")), "none cannot be read")
-    refused(run("chat", *base, "--token-file", str(tmp_path / "empty")), "holds no token")
-    refused(run("chat", *base, "--token-file", str(tmp_path / "none")), "cannot be read")
-    refused(run("chat", *base, "--mode", "fast"), "--mode is 'fast'")
-    refused(run("chat", *base, "--set", "offline_below=1"), "offline_below")
-    refused(run("chat", *base, "--prompt", "<|eot_id|>"), "<|eot_id|>")
-    refused(run("chat", *options("nowhere", folder), "--prompt", "a"), "is no address of a server")
-    refused(run("chat", *options(server.address, tmp_path), "--prompt", "a"), "drafter")
-    gone = options("127.0.0.1:1", folder, "--set", "connect_s=0.3", "--prompt", "a")
-    refused(run("chat", *gone), "127.0.0.1:1 cannot be reached")
+    for words, text in {
+        "--prompt a --web 0": "--prompt answers one prompt",
+        f"--resume {tmp_path}/none": "none cannot be read",
+        f"--token-file {tmp_path}/empty": "holds no token",
+        f"--token-file {tmp_path}/none": "cannot be read",
+        "--mode fast": "--mode is 'fast'",
+        "--set offline_below=1": "offline_below",
+        "--prompt <|eot_id|>": "<|eot_id|>",
+        "--server nowhere --prompt a": "is no address of a server",
+        f"--drafter {tmp_path} --prompt a": "drafter",
+        "--server 127.0.0.1:1 --set connect_s=0.3 --prompt a": "127.0.0.1:1 cannot be reached",
+    }.items():
+        refused(run("chat", *options(server.address, folder), *words.split()), text)
 
 
 @contextlib.contextmanager
@@ -167,13 +166,6 @@ def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
             assert process.wait(30) == 0
 
 
-def wait_for_tokens(file: Path, n_tokens: int) -> None:
-    stop = time.monotonic() + 60
-    while not file.exists() or len(json.loads(file.read_text())["tokens"]) < n_tokens:
-        assert time.monotonic() < stop
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.usefixtures("heeded_signals")
@@ -186,7 +178,10 @@ def test_another_process_goes_on(number: signal.Signals, live: Target, folder: P
             [sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION, "--session", str(file)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        wait_for_tokens(file, 40)
+        stop = time.monotonic() + 60
+        while not file.exists() or len(json.loads(file.read_text())["tokens"]) < 40:
+            assert time.monotonic() < stop
+            time.sleep(0.01)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == (-number if number is signal.SIGKILL else 128 + number)
@@ -194,10 +189,7 @@ def test_another_process_goes_on(number: signal.Signals, live: Target, folder: P
             assert "--resume FILE goes on with the answer" in stderr
         assert not SavedAnswer.load(file).finish
         done = run("chat", *arguments, "--resume", str(file), input="")
-    tokens = plain_generate(
-        live, prompt_tokens(live.template, [{"role": "user", "content": QUESTION}]), max_new_tokens=n_new
-    ).tokens
-    whole = shown(str(live.tokenizer.decode(tokens, skip_special_tokens=True)))
+    whole = shown(answer(live, QUESTION, n_new=n_new))
     assert done.exit_code == 0, done.output
     assert done.stdout.rstrip("\n").rstrip("\ufffd") == whole
     assert whole.startswith(stdout.rstrip("\n").rstrip("\ufffd")[:10])

@@ -1,4 +1,4 @@
-"""Progress: lines that a log can hold, one bar at a time on a terminal; output that is never cut; provenance."""
+"""Progress: lines that a log can hold, one bar at a time on a terminal; provenance."""
 
 import io
 import re
@@ -6,10 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rich.table import Table
 
 from moa_data.commands import console
-from moa_data.commands.console import ProgressLine, StandardOutput, collect_provenance
+from moa_data.commands.console import ProgressLine, collect_provenance
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,30 +47,15 @@ def test_named_phases_have_lines_and_units_of_their_own(capsys: pytest.CaptureFi
     ]
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_terminal_has_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
     with ProgressLine("step") as progress:
         progress(3, 3, "target")
         progress(1, 9, "train")
         assert terminal.getvalue().count("\n") == 1  # the first bar has got its last state, and its line has ended
     assert terminal.getvalue().splitlines()[-1].rpartition("\r")[2].startswith("train:  11%")
-
-
-def test_output_is_as_wide_as_it_must_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    table = Table()
-    table.add_column("a name of forty characters, or so, at least")
-    table.add_row("f" * 64)
-    StandardOutput().print(table)
-    assert "f" * 64 in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")

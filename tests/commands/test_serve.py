@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -34,26 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run the command; yields the process, the line that it says and the address in it."""
-    command = [
-        sys.executable,
-        "-m",
-        "moa_data",
-        "serve",
-        "--model",
-        str(model),
-        "--port",
-        "0",
-        "--grpc-port",
-        "0",
-        *options,
-    ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
+    words = f"-m moa_data serve --model {model} --port 0 --grpc-port 0".split()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, *words, *options], stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -64,10 +47,6 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
     finally:
         process.kill()
         process.communicate()
-
-
-def request_lines(stderr: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stderr.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
@@ -89,7 +68,7 @@ def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
     assert process.returncode == 128 + number
     assert stderr.rstrip().endswith("Error: stopped; all answers had ended.")
     assert "Traceback" not in stderr
-    (request,) = [line for line in request_lines(stderr) if "request" in line]
+    (request,) = [json.loads(line) for line in stderr.splitlines() if line.startswith("{") and '"request"' in line]
     assert (request["status"], request["new_tokens"], request["finish"]) == (200, 80, "length")
 
 
@@ -112,17 +91,17 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
 
 
 def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
-    def serve(*options: Any) -> Any:
-        return run("serve", "--model", model, "--port", "0", *options)
-
-    refused(serve("--tls-cert", "cert.pem"), "tls_cert and tls_key belong together")
-    refused(serve("--tls-cert", "cert.pem", "--tls-key", "key.pem"), "make no TLS server")
-    refused(serve("--token-file", tmp_path / "none"), "cannot be read")
-    refused(serve("--tree", "nonsense"), "is no shape of drafts")
-    refused(serve("--drafter", tmp_path), "drafter")
-    refused(run("serve", "--model", tmp_path / "none"), "neither a folder nor a Hub id")
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        refused(serve("--port", port), "cannot listen on 127.0.0.1", "Choose another")
-        refused(serve("--grpc-port", port), "cannot listen on 127.0.0.1", "Choose another")
+        for options, text in {
+            "--tls-cert cert.pem": "tls_cert and tls_key belong together",
+            "--tls-cert cert.pem --tls-key key.pem": "make no TLS server",
+            f"--token-file {tmp_path / 'none'}": "cannot be read",
+            "--tree nonsense": "is no shape of drafts",
+            f"--drafter {tmp_path}": "drafter",
+            f"--model {tmp_path / 'none'}": "neither a folder nor a Hub id",
+            f"--port {port}": "cannot listen on 127.0.0.1",
+            f"--grpc-port {port}": "cannot listen on 127.0.0.1",
+        }.items():
+            refused(run("serve", "--model", model, "--port", "0", *options.split()), text)

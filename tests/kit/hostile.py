@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import resource
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moa_data.errors import MoaDataError, StorageUnavailable
+from moa_data.storage.commit import files_json
+from moa_data.storage.schema import target_commit_path
+from moa_data.storage.shard import FileRecord
 
 HEADROOM_BYTES = 3 << 29
 _UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -62,6 +66,19 @@ def only_own_errors(*doors: Callable[[], object]) -> None:
                 raise  # a check that ran out of memory ends in it
             except MoaDataError:
                 continue
+
+
+def change_json(file: Path, **values: Any) -> None:
+    """Change values of a JSON object."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def commit_target(store: Path) -> None:
+    """Let commits/target.json agree with the files, as who can write to the folder does."""
+    folder = store / "target"
+    contents = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    records = {path.relative_to(folder).as_posix(): FileRecord(len(c), zlib.crc32(c)) for path, c in contents.items()}
+    target_commit_path(store).write_bytes(files_json(records))
 
 
 @contextmanager
