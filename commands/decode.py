@@ -95,8 +95,7 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
             out.print(f"[{number}]", style="bold")
             out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
     if shape is None:
-        calls = [(one.stats.n_drafted_calls, one.stats.n_target_calls) for one in drafted]
-        tell(f"auto: {auto.describe(*map(sum, zip(*calls, strict=True)))}")
+        tell(f"auto: {auto.describe([one.stats for one in drafted])}")
     reference = None
     if config.compare:
         reference = generate_batch(

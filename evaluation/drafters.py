@@ -15,37 +15,26 @@ from ..moa.formats.checkpoint import load_drafters
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.live import Target
 
-_RUN_FILES = ("run.yaml", "report.json")
-"""Files that ``moa-data train`` leaves beside a drafter."""
-_MAY_DIFFER = frozenset(
-    {
-        "store", "out", "drafter", "preset", "resume", "stop_after_steps", "max_steps", "epochs", "micro_batch_size",
-        "devices", "accelerator", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every", "checkpoint_every",
-        "dry_run", "compile",
-    }
-)  # fmt: skip
-"""Settings that change no result, or are compared otherwise: stores by their identity, steps as they were taken."""
+_RUN_FILES = ("run.yaml", "report.json")  # that `moa-data train` leaves beside a drafter
+# Settings that change no result, or are compared otherwise: stores by their identity, steps as they were taken.
+_MAY_DIFFER = {
+    "store", "out", "drafter", "preset", "resume", "stop_after_steps", "max_steps", "epochs", "micro_batch_size",
+    "devices", "accelerator", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every", "checkpoint_every",
+    "dry_run", "compile",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """What a drafter is, and how it was trained; what its folder does not say is None or empty.
-
-    Attributes:
-        n_parameters: trained weights.
-        n_steps: optimizer steps of its run.
-        n_tokens: tokens that its run trained on; of a run that recorded no total, those of its last invocation.
-        n_bytes_read: bytes of the store that its run read for these tokens.
-        store: identity of the store: sequences, tokens, hashes, codec.
-    """
+    """The facts of a drafter and its training run; what its folder does not say is None or empty."""
 
     folder: str
     kind: str
-    n_parameters: int
+    n_parameters: int  # trained weights
     n_steps: int | None = None
-    n_tokens: int | None = None
-    n_bytes_read: int | None = None
-    store: dict[str, Any] = field(default_factory=dict)
+    n_tokens: int | None = None  # that it was trained on; of a run that recorded no total, by its last invocation
+    n_bytes_read: int | None = None  # of the store, for these tokens
+    store: dict[str, Any] = field(default_factory=dict)  # identity of the store: sequences, tokens, hashes, codec
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,24 +63,16 @@ def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
     if run is None:
         return DrafterFacts(str(folder), drafter.kind, n_parameters)
     report, store = _read(run / "report.json"), run / "store.json"
+    n_tokens, n_bytes = report.get("n_tokens_total") or report.get("n_tokens"), report.get("n_bytes_read") or None
+    identity = _read(store) if store.is_file() else {}
+    settings = _read(run / "run.yaml")
     return DrafterFacts(
-        str(folder),
-        drafter.kind,
-        n_parameters,
-        n_steps=report.get("n_steps"),
-        n_tokens=report.get("n_tokens_total") or report.get("n_tokens"),
-        n_bytes_read=report.get("n_bytes_read") or None,
-        store=_read(store) if store.is_file() else {},
-        settings=_read(run / "run.yaml"),
+        str(folder), drafter.kind, n_parameters, report.get("n_steps"), n_tokens, n_bytes, identity, settings
     )
 
 
 def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Say why drafters are not comparable as drafters, one line each: what differed in their training.
-
-    Args:
-        drafters: name -> the fields of its :class:`DrafterFacts`.
-    """
+    """Say what differed in the training of drafters, by name and the fields of their facts, a line each."""
     if len(drafters) < 2:
         return []
     found = [
@@ -109,7 +90,7 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what two trainings must share, by how a line about a difference begins."""
+    """List what two trainings must share, by how a line about a difference begins."""
     recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
     recorded |= {f"stores differ in {key}": value for key, value in facts["store"].items()}
     found = {key: value for key, value in recorded.items() if value is not None}

@@ -34,41 +34,27 @@ from ..text import Progress
 from .drafters import LoadedDrafter
 from .prompts import Prompt
 
+# A method: (prompts as token ids, a seed for each) -> a generation for each.
 Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
-"""A method: (prompts as token ids, a seed for each) -> a generation for each."""
+# (the prompt's messages as text, the answer's text) -> a number; greater is better.
 Scorer = Callable[[str, str], float]
-"""(the prompt's messages as text, the answer's text) -> a number; greater is better."""
-TARGET = "target"
-"""Name of the target among the writers: what it writes after the cut is the reference."""
-_BATCH = 8
-"""Cuts that are continued together; no figure depends on it."""
+TARGET = "target"  # among the writers: what it writes after the cut is the reference
+_BATCH = 8  # cuts that are continued together; no figure depends on it
 
 
 @dataclass(frozen=True)
 class MethodRun:
-    """The figures of one method on one prompt.
-
-    Attributes:
-        n_tokens: generated tokens, the one of the prefill included.
-        committed_per_call: tokens committed by each target call after the prefill, bonus token included.
-        seconds: of the whole generation, prefill included. Of several repeats the one of median length counts; of a
-            batch, the row's equal share.
-        verify_s: seconds of target calls after the prefill.
-        first_divergence: index of the first generated token that differs from the baseline's; None where none does.
-        top2_gap: difference of the two highest target logits there, after the repetition penalty; tiny values mean a
-            tie that rounding decided.
-        n_drafted_calls: target calls that verified drafts.
-    """
+    """The figures of one method on one prompt, as in :class:`.DecodeStats`; of several repeats the median counts."""
 
     n_tokens: int
     n_drafted: int
     committed_per_call: tuple[int, ...]
-    seconds: float
+    seconds: float  # of the whole generation, prefill included; of a batch, the row's equal share
     prefill_s: float
     draft_s: float
     verify_s: float
-    first_divergence: int | None = None
-    top2_gap: float | None = None
+    first_divergence: int | None = None  # index of the first generated token that differs from the baseline's
+    top2_gap: float | None = None  # difference of the two highest target logits there, after the repetition penalty
     repeats_s: tuple[float, ...] = ()
     n_drafted_calls: int = 0
 
@@ -107,15 +93,11 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn without an answer, since it or a turn before it leaves no position to generate into.
-
-    Attributes:
-        n_prompt_tokens: tokens of the prompt that was too long; 0 where the answer before it spells a control token.
-    """
+    """A turn without an answer, since it or a turn before it leaves no position to generate into."""
 
     prompt_id: str
     turn: int
-    n_prompt_tokens: int
+    n_prompt_tokens: int  # 0 where the answer before it spells a control token
 
 
 @dataclass
@@ -146,9 +128,7 @@ def measure(
         warmup: prompts that each method decodes first, unmeasured.
         repeats: times that each method decodes each batch, in alternation.
         seed: prompt i draws from seed + i.
-        progress: called with (done, total, message) per batch.
-        sampling: of the methods. Unless it draws tokens, the gap of the two highest logits is measured where answers
-            first differ.
+        sampling: of the methods.
     """
     first = opening_tokens(target, prompts)[:warmup]
     result = Measurement()
@@ -173,7 +153,7 @@ def measure(
 
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the token ids of the first turns of prompts that leave a position to generate into."""
+    """Encode the first turns of prompts, of those that leave a position to generate into."""
     for prompt in prompts:  # the texts of all turns, so that none is refused after others were decoded
         try:
             target.template.check_prompt([message for turn in prompt.turns for message in turn], prompt.tools)
@@ -193,7 +173,7 @@ class _Chat:
         self._ended = False
 
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
-        """Return whether there is such a turn with room for an answer; one without is skipped with all after it."""
+        """Encode a turn; False where there is none with room for an answer, which is skipped with all after it."""
         if self._ended or turn >= len(self.prompt.turns):
             return False
         self.history += self.prompt.turns[turn]
@@ -239,14 +219,14 @@ def _measure_batch(
 
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first difference: the shorter length where one is a prefix, None where both are equal."""
+    """Find the first difference: the shorter length where one is a prefix, None where both are equal."""
     pairs = enumerate(zip_longest(baseline, other))
     return next((index for index, (left, right) in pairs if left != right), None)
 
 
 @torch.inference_mode()
 def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 1.0) -> float:
-    """Return the difference of the two highest logits of the next token, by one forward without a cache."""
+    """Compute the difference of the two highest logits of the next token, by one forward without a cache."""
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
     highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
@@ -264,7 +244,7 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
 def _compare(
     target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], sampling: SamplingConfig
 ) -> MethodRun:
-    """Return a method's median repeat. Greedy and seeded repeats give equal tokens."""
+    """Take a method's median repeat; greedy and seeded repeats give equal tokens."""
     # The median, and of an even number the faster one of the two, so that it is a run that took place.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
@@ -290,17 +270,11 @@ def _compare(
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens that the target or a drafter wrote after a cut.
+    """The tokens that the target or a drafter wrote after a cut."""
 
-    Attributes:
-        tokens: up to the first end of sequence, included.
-        log_probs: the target's log-probability of each token, given all before it, in nats.
-        agrees: for each token of the reference, whether this writer has the same at that place.
-    """
-
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    agrees: tuple[bool, ...]
+    tokens: tuple[int, ...]  # up to the first end of sequence, included
+    log_probs: tuple[float, ...]  # the target's of each token, given all before it, in nats
+    agrees: tuple[bool, ...]  # for each token of the reference, whether this writer has the same at that place
     score: float | None = None
 
     @property
@@ -332,7 +306,7 @@ class _Cut:
 
 
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
-    """Return after how many of its tokens an answer is cut: evenly spaced, fewer than ``n_cuts`` where it is short."""
+    """Choose after how many of its tokens an answer is cut: evenly spaced, fewer than ``n_cuts`` if it is short."""
     points = {round(n_answer_tokens * (number + 1) / (n_cuts + 1)) for number in range(n_cuts)}
     return sorted(point for point in points if 0 < point < n_answer_tokens)
 
@@ -355,7 +329,6 @@ def measure_disconnections(
         prompts: of which the first turns are answered; one without room for an answer is left out.
         n_tokens: that are written after each cut, at most; fewer where the target's positions or the text end.
         max_new_tokens: cuts lie within this many tokens of an answer.
-        progress: called with (done, total, message) per batch.
     """
     usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
     cuts: list[_Cut] = []
@@ -416,11 +389,10 @@ def _draft(
 def continuation_log_probs(
     target: Target, cache: TargetCache, roots: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Return the target's log-probability of each token of a continuation, given everything before it, in nats.
+    """Compute the target's log-probability of each token of continuations, given everything before it, in nats.
 
     Args:
-        cache: with everything before the roots committed; it is left so.
-        roots: the token before each continuation.
+        cache: with everything before the roots, the tokens before the continuations, committed; it is left so.
     """
     # The last token of a continuation predicts what nobody wrote.
     fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]
@@ -437,26 +409,29 @@ def load_scorer(name: str) -> Scorer:
     """Find a user's function by ``module:function`` or ``file.py:function``."""
     where, _, function = name.rpartition(":")
     try:
-        scorer: Scorer
         if where.endswith(".py"):
-            scorer = runpy.run_path(str(Path(where).expanduser()))[function]
+            scorer: Scorer = runpy.run_path(str(Path(where).expanduser()))[function]
         else:
             scorer = getattr(importlib.import_module(where), function)
     except Exception as error:  # the user's module may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise OptionInvalid(f"--scorer {name}: no such function ({reason}); check the name.") from error
+        raise OptionInvalid(f"--scorer {name}: no such function ({_in_a_line(error)}); check the name.") from error
     return scorer
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> float:
     prompt = "\n".join(str(message["content"]) for message in cut.prompt.turns[0])
     answer = target.tokenizer.decode([*cut.committed[cut.row.n_prompt_tokens :], *tokens], skip_special_tokens=True)
-    where = f"the scorer, called with an answer to prompt {cut.row.prompt_id},"
     try:
         score = scorer(prompt, answer)
         if not math.isfinite(score):
             raise ValueError(f"{score} is no finite number")
     except Exception as error:  # the user's function may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise OptionInvalid(f"{where} failed ({reason}); correct the function.") from error
+        raise OptionInvalid(
+            f"the scorer, called with an answer to prompt {cut.row.prompt_id}, failed ({_in_a_line(error)}); correct "
+            "the function."
+        ) from error
     return float(score)

@@ -25,19 +25,13 @@ CHATS, SPEC_BENCH = "chats", "spec-bench"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered, turn by turn.
-
-    Attributes:
-        turns: for each answer, the messages that come before it and after the answer before.
-        tools: JSON schemas of the tools that the target may call, None where there are none.
-        system: text of the system column, which the chat template has to show; else empty.
-    """
+    """One conversation to be answered, turn by turn."""
 
     prompt_id: str
     category: str
-    turns: tuple[tuple[Message, ...], ...]
-    tools: tuple[dict[str, Any], ...] | None = None
-    system: str = ""
+    turns: tuple[tuple[Message, ...], ...]  # for each answer, the messages after the answer before
+    tools: tuple[dict[str, Any], ...] | None = None  # JSON schemas of those that the target may call
+    system: str = ""  # text of the system column, which the chat template has to show
 
 
 @dataclass(frozen=True)
@@ -52,11 +46,8 @@ class PromptFile:
 def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
     """Read a file of prompts, one JSON object per line; a row that is no prompt is named.
 
-    Every prompt has an id of its own, by which figures are summed: one that occurs again gets a number, ``id#2``.
-
     Args:
-        n_prompts: use this many: of chats the first ones, of Spec-Bench questions in turn from each category, so that
-            every category is there; None uses all.
+        n_prompts: use this many: of chats the first ones, of Spec-Bench questions in turn from each category.
     """
     path, found = Path(path).expanduser(), list[tuple[str, Prompt]]()
     try:
@@ -66,8 +57,9 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
             if found[-1][0] != found[0][0]:
                 raise DatasetError(f"{where} is no prompt of {found[0][0]} as those before; put them into two files.")
     except OSError as error:
-        reason = error.strerror or error
-        raise DatasetError(f"{path}: {reason}; give a jsonl file of chats or of Spec-Bench questions.") from error
+        raise DatasetError(
+            f"{path}: {error.strerror or error}; give a jsonl file of chats or of Spec-Bench questions."
+        ) from error
     if not found:
         raise DatasetError(f"{path} holds no prompt; expected one JSON object per line.")
     kind, prompts = found[0][0], _with_own_ids([prompt for _, prompt in found])
@@ -75,6 +67,7 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
+    # Figures are summed by id: one that occurs again gets a number, ``id#2``.
     given, n_seen, found = {prompt.prompt_id for prompt in prompts}, Counter[str](), []
     for prompt in prompts:
         name = prompt.prompt_id
@@ -86,7 +79,6 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
-    """Return the kind of a prompt, and the prompt."""
     if isinstance(row, UnreadableRow):
         raise DatasetError(f"{where} is {row.detail}; expected one JSON object per line.")
     if not isinstance(row, dict):

@@ -1,7 +1,7 @@
 """Sums up an evaluation: counts and ratios over the measured rows.
 
 Acceptance length = tokens committed per target call, bonus token included, prefill not counted. Intervals are bootstrap
-over prompts: calls, turns and cuts of one prompt are not independent, so that the prompt is what is resampled.
+over prompts: calls, turns and cuts of one prompt are not independent.
 """
 
 import dataclasses
@@ -23,8 +23,7 @@ from .measure import CutRow, Measurement, MethodRun, PromptRow
 
 KIND = "moa-data evaluation report"
 SCHEMA_VERSION = 3
-_PROBE_BYTES = 256 << 10
-"""About what a report and its figures take; that there is room is checked before everything is measured."""
+_PROBE_BYTES = 256 << 10  # about what a report and its figures take
 _N_RESAMPLES, _CONFIDENCE = 2000, 0.95
 
 Interval = tuple[float, float] | None
@@ -52,12 +51,7 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The figures of one method over some rows; ``CONVENTIONS`` says what is counted.
-
-    Attributes:
-        acceptance_length: None without a target call.
-        acceptance_length_interval: None for fewer than two prompts with a call, as ``ratio_interval``.
-    """
+    """The figures of one method over some rows; ``CONVENTIONS`` says what is counted."""
 
     method: str
     n_answers: int
@@ -69,8 +63,8 @@ class MethodSummary:
     draft_s: float
     verify_s: float
     tokens_per_s: float
-    acceptance_length: float | None
-    acceptance_length_interval: Interval
+    acceptance_length: float | None  # None without a target call
+    acceptance_length_interval: Interval  # None for fewer than two prompts with a call, as ratio_interval
     accepted_drafts: tuple[int, ...]
     accepted_by_position: tuple[float, ...]
     n_exact: int
@@ -79,7 +73,7 @@ class MethodSummary:
     ratio_interval: Interval
 
     def call_ms(self, part: str) -> float:
-        """Return the milliseconds per target call of ``draft``, ``verify``, or ``rest``: neither, nor the prefill."""
+        """Compute the milliseconds per target call of ``draft``, ``verify``, or ``rest``: neither, nor the prefill."""
         rest = self.seconds - self.prefill_s - self.draft_s - self.verify_s
         seconds = {"draft": self.draft_s, "verify": self.verify_s, "rest": rest}[part]
         return 1e3 * seconds / max(1, self.n_target_calls)
@@ -123,17 +117,12 @@ class WriterSummary:
 
 @dataclass(frozen=True)
 class Disconnection:
-    """What was written after cuts of answers.
-
-    Attributes:
-        n_skipped: prompts without a cut: no position to generate into, or an answer of one token.
-        writers: a summary of each writer, the target first; empty without a cut.
-    """
+    """The figures and rows of what was written after cuts of answers."""
 
     n_cuts: int
     n_cut_prompts: int
-    n_skipped: int
-    writers: list[WriterSummary]
+    n_skipped: int  # prompts without a cut: no position to generate into, or an answer of one token
+    writers: list[WriterSummary]  # the target first; empty without a cut
     rows: list[CutRow]
 
     @classmethod
@@ -150,22 +139,15 @@ class Disconnection:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The report of an evaluation.
-
-    Attributes:
-        prompts: kind, file, and how many were there and used.
-        auto: method named auto -> how often it drafted.
-        drafters: name -> what a drafter is and how it was trained, see ``DrafterFacts``.
-        disconnection: what drafters wrote without the target; None where that was not measured.
-    """
+    """The report of an evaluation."""
 
     measurement: Measurement
     config: dict[str, Any]
     environment: dict[str, Any]
     provenance: dict[str, Any]
-    prompts: dict[str, Any]
-    auto: dict[str, str] = field(default_factory=dict)
-    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prompts: dict[str, Any]  # kind, file, and how many were there and used
+    auto: dict[str, str] = field(default_factory=dict)  # method named auto -> how often it drafted
+    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> the fields of its DrafterFacts
     disconnection: Disconnection | None = None
 
     @cached_property
@@ -182,7 +164,7 @@ class EvaluationReport:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Why the drafters are not comparable, one line each; empty where they were trained alike."""
+        """Why the drafters are not comparable, a line each; empty where they were trained alike."""
         return training_differences(self.drafters)
 
     @cached_property
@@ -293,7 +275,7 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
 
 
 def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> tuple[float | None, Interval]:
-    """Return the ratio of two sums over prompts, or that ratio over a baseline's on the same prompts.
+    """Compute the ratio of two sums over prompts, or that ratio over a baseline's on the same prompts.
 
     Args:
         prompt_ids: the prompt of each row.
@@ -329,7 +311,7 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """Return the share of target calls that accepted the draft at each position, given what each of them committed."""
+    """Compute the share of target calls that accepted the draft at each position from what each of them committed."""
     if not committed_per_call:
         return ()
     accepted = np.asarray(committed_per_call) - 1
@@ -356,8 +338,7 @@ def check_output(path: str | Path) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise OptionInvalid(f"--out {path} cannot be written ({reason}); choose another --out.") from error
+        raise OptionInvalid(f"--out {path} cannot be written ({error.strerror}); choose another --out.") from error
     return path
 
 

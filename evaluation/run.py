@@ -19,9 +19,9 @@ from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate, choose_template_arguments
 from ..text import Progress
-from .config import EvalConfig
+from .config import DRAFTING, EvalConfig
 from .drafters import LoadedDrafter, load_with_facts
-from .measure import Generate, Measurement, load_scorer, measure, measure_disconnections
+from .measure import Generate, load_scorer, measure, measure_disconnections
 from .prompts import load_prompts
 from .report import Disconnection, EvaluationReport, check_output, write_report
 
@@ -30,9 +30,6 @@ def evaluate(
     config: EvalConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> EvaluationReport:
     """Measure ways of decoding beside plain decoding of the same prompts.
-
-    Args:
-        progress: called with (done, total, message) per batch.
 
     Returns:
         The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
@@ -78,7 +75,7 @@ def evaluate(
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
         prompts={"file": config.prompts, "kind": file.kind} | counts | {"n_skipped_turns": len(measurement.skipped)},
-        auto={name: policy.describe(*_drafted_calls(measurement, name)) for name, policy in policies.items()},
+        auto={name: auto.describe([row.runs[name] for row in measurement.rows]) for name, auto in policies.items()},
         drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
         disconnection=disconnection,
     )
@@ -95,16 +92,13 @@ def evaluate(
 def build_methods(
     config: EvalConfig, target: Target, drafters: Mapping[str, LoadedDrafter]
 ) -> tuple[dict[str, Generate], dict[str, AutoPolicy]]:
-    """Build the methods of an evaluation by name, the baseline first, and the policies of those named auto.
-
-    With several drafters their names are part of the methods' names; a name that occurs again gets a number.
-    """
+    """Build the methods of an evaluation by name, the baseline first, and the policies of those named auto."""
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
     sampling, chain = SamplingConfig(**config.sampling.arguments()), TreeShape(config.draft_length)
     decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=sampling)
 
-    def add(name: str, proposer: Proposer | None, shape: TreeShape | ShapePolicy | None) -> None:
+    def add(name: str, proposer: Proposer | None = None, shape: TreeShape | ShapePolicy | None = None) -> None:
         number = 1 + sum(known.split("#")[0] == name for known in methods)
         name = name if number == 1 else f"{name}#{number}"
         methods[name] = lambda prompts, seeds: decode(prompts, proposer=proposer, tree=shape, seed=seeds)
@@ -113,24 +107,16 @@ def build_methods(
 
     for method in config.method:
         if method == "plain":
-            add(method, None, None)
-            continue
-        if method == "prompt-lookup":
+            add(method)
+        elif method == "prompt-lookup":
             add(method, PromptLookupProposer(target.device), chain)
-            continue
-        for drafter, loaded in drafters.items():
+        for drafter, loaded in drafters.items() if method in DRAFTING else ():
             proposer = DrafterProposer(target, loaded.drafter, loaded.frozen, sampling)
             shape: TreeShape | ShapePolicy | None = config.tree_shape() if method == "tree" else chain
             if method == "auto":
                 shape = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
             add(f"{method} {drafter}" if len(drafters) > 1 else method, proposer, shape)
     return methods, policies
-
-
-def _drafted_calls(measurement: Measurement, method: str) -> tuple[int, int]:
-    """Count the measured target calls of a method that verified drafts, and all of them."""
-    runs = [row.runs[method] for row in measurement.rows]
-    return sum(run.n_drafted_calls for run in runs), sum(run.n_target_calls for run in runs)
 
 
 def _environment(target: Target, dtype: str) -> dict[str, Any]:
@@ -172,8 +158,7 @@ def generate(
 
     Raises:
         TemplateError: the target's chat template refuses the prompt.
-        DrafterError: the prompt is empty, longer than the target's positions or not of its vocabulary, or the drafter
-            is none.
+        DrafterError: the drafter is none, or the prompt is empty, too long or not of the target's vocabulary.
     """
     if not isinstance(drafter, Drafter):
         raise DrafterError(f"the drafter is {drafter!r:.60}, expected what load_drafter gives.")

@@ -44,7 +44,7 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 
 @dataclass
 class DecodeStats:
-    """The cost of a generation, counted alike in plain and speculative decoding."""
+    """The cost of a generation."""
 
     committed_per_call: list[int] = field(default_factory=list)  # tokens of each target call after the prefill
     n_tokens: int = 0  # generated, the one from the prefill included
@@ -80,19 +80,9 @@ class Generation:
         return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
 
 
-def plain_generate(
-    target: Target,
-    prompt_tokens: list[int],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingConfig = GREEDY,
-    seed: int = 0,
-    on_tokens: OnTokens | None = None,
-) -> Generation:
-    """Decode a prompt with the target alone, one call per token; see :func:`generate_batch`."""
-    return generate_batch(
-        target, [prompt_tokens], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, on_tokens=on_tokens
-    )[0]
+def plain_generate(target: Target, prompt_tokens: list[int], **settings: Any) -> Generation:
+    """Decode a prompt with the target alone, one call per token; see :func:`generate_batch` for the settings."""
+    return generate_batch(target, [prompt_tokens], **settings)[0]
 
 
 def generate_batch(
@@ -114,19 +104,14 @@ def generate_batch(
 
     Args:
         prompts: token ids, each at least one.
-        max_new_tokens: bound on generated tokens of each; also bounded by the target's positions.
-        proposer: proposes the drafts; None for plain decoding.
-        tree: shape of the drafts, or a policy that chooses it; needed with a proposer.
-        seed: random seed; row r uses ``seed + r``, or ``seed[r]`` of a sequence.
+        max_new_tokens: limit of each answer; the target's positions are another.
+        tree: shape of the proposer's drafts, or a policy that chooses it; None for plain decoding.
+        seed: row r uses ``seed + r``, or ``seed[r]`` of a sequence.
         on_tokens: called at each commit; for a single prompt only.
 
     Raises:
         DrafterError: a prompt that is empty, too long or not of the vocabulary, or settings that make no sense.
     """
-    if on_tokens is not None and len(prompts) > 1:
-        raise DrafterError("on_tokens serves a single prompt.")
-    if proposer is not None and tree is None:
-        raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
     if not prompts:
         return []
     started, clock = time.perf_counter(), DeviceClock(target.device)
@@ -142,11 +127,7 @@ def generate_batch(
     prefill_s = (time.perf_counter() - prefill_began) / len(rows)
     while active := _drop_finished(active, cache, proposer):
         began = clock.mark()
-        shape = _useful(target, policy.next_shape(), active, sampling) if proposer is not None else None
-        if proposer is None or shape is None:
-            drafts = DraftTree.empty(len(active), target.device)
-        else:
-            drafts = proposer.propose([row.committed for row in active], shape)
+        drafts = _propose(target, proposer, policy.next_shape(), active, sampling)
         drafted_at = clock.mark()
         accepted = _verify(target, cache, active, proposer, drafts, sampling)
         verified_at = clock.mark()
@@ -196,15 +177,19 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer | 
     return [rows[index] for index in unfinished]
 
 
-def _useful(target: Target, shape: TreeShape | None, rows: list["_Row"], sampling: SamplingConfig) -> TreeShape | None:
-    """Cut greedy drafts to the positions that are left and the tokens that any row still needs; None if none are."""
+def _propose(
+    target: Target, proposer: Proposer | None, shape: TreeShape | None, rows: list["_Row"], sampling: SamplingConfig
+) -> DraftTree:
+    """Propose drafts; greedy ones are cut to the positions that are left and the tokens that any row still needs."""
     # Sampled drafts keep their shape: each level uses random numbers, and an answer must not depend on the rest of its
     # batch. Tokens beyond the last position are cut when they are committed.
-    if shape is None or not sampling.is_argmax:
-        return shape
-    wanted = max(row.n_remaining for row in rows) - 1
-    depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
-    return shape.cut(depth) if depth >= 1 else None
+    if shape is not None and sampling.is_argmax:
+        wanted = max(row.n_remaining for row in rows) - 1
+        depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
+        shape = shape.cut(depth) if depth >= 1 else None
+    if proposer is None or shape is None:
+        return DraftTree.empty(len(rows), target.device)
+    return proposer.propose([row.committed for row in rows], shape)
 
 
 def _verify(
@@ -242,7 +227,7 @@ def _commit(cache: TargetCache, proposer: Proposer | None, hidden: Tensor, kept:
 
 
 class _Row:
-    """One prompt and its answer so far: what is committed, and when to stop."""
+    """One prompt and its answer so far."""
 
     def __init__(
         self, target: Target, prompt_tokens: list[int], max_new_tokens: int, seed: int, on_tokens: OnTokens | None

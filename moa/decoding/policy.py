@@ -19,22 +19,22 @@ drafts while they are above 0, so that drafts which always fail cost no more tha
 """
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 from typing_extensions import override
 
 from .tree import TreeShape
 
+# The fastest of all chains and trees on one CPU core, where a draft costs a fifth to a third of a target call.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-"""The chain of ``auto``: the fastest of all chains and trees on one CPU core, where a draft costs a fifth to a third of
-a target call. ``eval --method plain,tree --tree 10@P`` with P from 0.05 to 0.3 measures others."""
+# Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's rounds scatter by 2
+# steps about a mean of 1 or more: a smaller number gives up good drafters, a larger one loses more where drafts fail.
 PATIENCE = 12.0
-"""Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's rounds scatter by 2
-steps about a mean of 1 or more: a smaller number gives up good drafters by chance, a larger one loses more where drafts
-fail."""
+# A plain step is timed after this many rounds with drafts, and this many plain steps pay back the loss of one step.
+# Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become slower.
 MEASURE_EVERY = 128
-"""A plain step is timed after this many rounds with drafts, and this many plain steps pay back the loss of one step.
-Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become slower."""
 
 
 class ShapePolicy:
@@ -51,13 +51,7 @@ class ShapePolicy:
         return self._shape
 
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        """Learn from the round that has just ended.
-
-        Args:
-            n_drafts: drafts of each row; 0 after a plain step.
-            n_committed: tokens that the round committed, the mean of the rows.
-            round_s: seconds of drafting and verifying.
-        """
+        """Learn from a round: drafts of each row, the mean of the tokens that rows committed, and its seconds."""
 
 
 class AutoPolicy(ShapePolicy):
@@ -100,6 +94,7 @@ class AutoPolicy(ShapePolicy):
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
 
-    def describe(self, n_drafted_calls: int, n_calls: int) -> str:
-        """Say how many of some target calls verified its drafts."""
-        return f"chains {self._shape} in {n_drafted_calls:,} of {n_calls:,} target calls, else plain steps"
+    def describe(self, runs: Sequence[Any]) -> str:
+        """Say how many target calls of generations, which count them as ``DecodeStats``, verified its drafts."""
+        n_drafted, n_calls = sum(run.n_drafted_calls for run in runs), sum(run.n_target_calls for run in runs)
+        return f"chains {self._shape} in {n_drafted:,} of {n_calls:,} target calls, else plain steps"

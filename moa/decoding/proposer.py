@@ -23,31 +23,18 @@ Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts, for one generation after the other, and keeps its caches in step with what is committed.
+    """Proposes drafts, for one generation after the other, and keeps its caches in step with what is committed."""
 
-    Attributes:
-        max_depth: most levels of drafts that it can propose; None for any number.
-    """
-
-    max_depth: int | None = None
+    max_depth: int | None = None  # most levels of drafts that it can propose; None for any number
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts; each row has a random generator of its own."""
 
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Receive the results of a target call, the prefill included.
-
-        Args:
-            hidden: [B, n, E], the target's hidden states after its final norm.
-            kept: per row which of the n tokens were committed, in order.
-        """
+        """Receive the final hidden states [B, n, E] of a target call, and which of the n tokens each row committed."""
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
-        """Propose the next tokens of each row, in the given shape.
-
-        Args:
-            committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
-        """
+        """Propose what follows the prompt and tokens of each row, of which all but the last one have target KV."""
         raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -63,14 +50,12 @@ class Chain:
         fed            root  the  mat  .          go back to "the", feed "rug"
         path           root  the       rug
         "rug" sees       x    x         x         at the position of "mat"
-
-    Args:
-        features: [B, 1, E] of the root, from ``Drafter.draft_root``.
     """
 
     def __init__(
         self, drafter: Drafter, frozen: FrozenTarget, state: object, cache: KVSource, features: Tensor
     ) -> None:
+        # The features are the root's, [B, 1, E], from ``Drafter.draft_root``.
         self._drafter, self._frozen, self._state, self._cache = drafter, frozen, state, cache
         self._path = [(0, features)]  # of the root and each level: its place among what was fed, and its features
         self._n_fed = 1
@@ -113,12 +98,9 @@ class Chain:
 
 
 class DrafterProposer(Proposer):
-    """Drafts with a trained drafter.
+    """Drafts with a trained drafter, and the target's weights that it needs; None takes them from the live target.
 
-    Args:
-        target: the live target; None where there are frozen weights.
-        frozen: target weights for the drafter, with the N layers that it needs; None takes them from the live target.
-        sampling: with a temperature above 0, chains are sampled from the drafter's distribution under it.
+    With a temperature above 0, chains are sampled from the drafter's distribution under it.
     """
 
     def __init__(
@@ -151,11 +133,7 @@ class DrafterProposer(Proposer):
         self._choose = None
 
     def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
-        """Continue with caches and a drafter's state that the caller keeps in step with what is committed.
-
-        Args:
-            choose: chooses the tokens of chains; None for those of the sampling settings.
-        """
+        """Continue with caches, and a choice of the tokens of chains, that the caller keeps in step."""
         self.cache, self.state, self._choose = cache, state, choose
 
     @override

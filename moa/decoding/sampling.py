@@ -5,19 +5,17 @@ Shapes: B rows, N nodes, V vocabulary.
 Drafts are verified in one of three ways; all give each token the target's distribution, whatever the drafter proposes.
 
 - Greedily: a draft is accepted if it is the target's argmax.
-- By rejection (:func:`accept_sampled`), where a generator gives the random numbers. It follows Leviathan et al. (2023,
-  Algorithm 1) where drafts were drawn from a known distribution q: a draft x is accepted with probability
-  min(1, p(x) / q(x)), else the next token comes from max(0, p - q), normalised. Drafts that were picked (the most
-  likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with probability p(x), else p(x)
-  becomes 0 and the next child is tried on the normalised rest.
-- By the target's own choice (:func:`accept_chosen`), which seed and position alone decide: the token at a position is
-  the one with the largest log p + g, where g is Gumbel noise keyed by (seed, position). Over seeds it has exactly the
-  distribution p (the Gumbel-max trick); for a given seed it is a function. So a text is the same whatever drafts it,
-  how often a call is repeated, and which sequences share it. A drafter that adds the same noise to its own
-  log-probabilities draws the target's token wherever the two are close, more often than by independent draws.
+- By rejection (:func:`accept_sampled`; Leviathan et al. 2023, Algorithm 1): a draft x that was drawn from q is accepted
+  with probability min(1, p(x) / q(x)), else the next token comes from max(0, p - q), normalised. Drafts that were
+  picked (the most likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with probability
+  p(x), else p(x) becomes 0 and the next child is tried on the normalised rest.
+- By the target's own choice (:func:`accept_chosen`): the token at a position is the one with the largest log p + g,
+  where g is Gumbel noise keyed by (seed, position). Over seeds it has the distribution p (the Gumbel-max trick); for a
+  given seed the text is the same whatever drafts it and which sequences share a call. A drafter that adds the same
+  noise to its own log-probabilities draws the target's token more often than by independent draws.
 
-Distributions stay on the device of the logits: a round copies to the host one number for each draft that it tries, and
-the token. Uniform numbers are made on the host, so that a seed means the same on every device.
+Distributions stay on the device of the logits; uniform numbers are made on the host, so that a seed means the same on
+every device.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +28,8 @@ from torch import Tensor
 from ...errors import DrafterError
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
+# Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small.
 _N_LIKELY = 1024
-"""Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small."""
 _UINT64 = (1 << 64) - 1
 
 
@@ -39,17 +37,12 @@ _UINT64 = (1 << 64) - 1
 class SamplingConfig:
     """Settings of sampling, applied in the order of transformers: repetition penalty, temperature, top-k, top-p.
 
-    Attributes:
-        temperature: 0 for greedy decoding.
-        top_p: keep the most likely tokens up to this cumulative probability, at least one.
-        top_k: keep this many tokens; 0 keeps all.
-        repetition_penalty: logits of tokens that occurred, in the prompt too, are divided by it (multiplied where
-            negative).
+    The penalty divides the logits of tokens that occurred, in the prompt too, or multiplies them where negative.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = 0.0  # 0 for greedy decoding
+    top_p: float = 1.0  # keep the most likely tokens up to this cumulative probability, at least one
+    top_k: int = 0  # keep this many tokens; 0 keeps all
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
@@ -81,11 +74,7 @@ GREEDY = SamplingConfig()
 
 
 def cut_answer(tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]) -> tuple[list[int], str]:
-    """Cut new tokens of an answer at a length and after the first end of sequence.
-
-    Returns:
-        The tokens that are kept, and why the answer ends with them: ``stop``, ``length``, or empty if it continues.
-    """
+    """Cut new tokens of an answer; also return why it ends: ``stop``, ``length``, or empty if it continues."""
     kept = tokens[:max_tokens]
     for index, token in enumerate(kept):
         if token in eos_token_ids:
@@ -100,14 +89,9 @@ def check_seed(seed: int) -> None:
 
 
 def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig) -> Tensor:
-    """The distribution of the next token; with temperature 0 all mass is on the most likely one.
+    """The distribution of the next token, given logits [V], prompt and all tokens so far: [V] float64 on their device.
 
-    Args:
-        logits: [V].
-        previous: prompt and all tokens so far.
-
-    Returns:
-        [V] float64 on the logits' device, sums to 1.
+    With temperature 0 all mass is on the most likely token.
     """
     scores = penalised(logits, previous, config.repetition_penalty)
     if config.temperature == 0:
@@ -148,11 +132,8 @@ def draw(probability: Tensor, generator: torch.Generator | None) -> int:
 
 
 def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64.
-
-    The drawn token is the first at which the cumulative sum exceeds u times the total, for a uniform u of its row's
-    generator.
-    """
+    """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64."""
+    # The first at which the cumulative sum exceeds u times the total, for a uniform u of its row's generator;
     # torch.multinomial takes 20 times as long at a vocabulary of 128,256.
     cumulative = probabilities.cumsum(dim=-1)
     uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]
@@ -163,14 +144,8 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
 
 
 def noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    """Draw Gumbel noise of a position: [V] float64 on the host.
-
-    The random bits are those of Philox 4x64 with the key (seed, position), the same on every machine.
-
-    Args:
-        seed: any 64 bits, with or without a sign.
-        position: index of the token in the whole text, the prompt included.
-    """
+    """Draw Gumbel noise for a seed of 64 bits and a position of a text: [V] float64 on the host."""
+    # The bits of Philox 4x64 with the key (seed, position) are the same on every machine.
     bits = np.random.Philox(key=np.array([seed & _UINT64, position], dtype=np.uint64)).random_raw(vocab_size)
     # 52 bits and a half: neither 0 nor 1 can come out, whose noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -178,13 +153,11 @@ def noise(seed: int, position: int, vocab_size: int) -> Tensor:
 
 
 def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, seed: int, position: int) -> int:
-    """Choose the token at a position.
+    """Choose the token at a position of a text, the prompt included, given prompt and tokens so far.
 
     Args:
         logits: [V], of the target or of a drafter, -inf where a token cannot come.
-        previous: prompt and all tokens so far, for the repetition penalty.
         seed: of the text; tokens of one seed at different positions are independent.
-        position: index of the chosen token in the whole text, the prompt included.
     """
     if sampling.temperature == 0:
         return int(penalised(logits, previous, sampling.repetition_penalty).argmax())
@@ -203,11 +176,7 @@ class Text:
 
 
 class ChainChoice:
-    """Chooses the tokens of chains of drafts, level by level, for the texts of a batch.
-
-    Args:
-        texts: one a row, each ends with the root.
-    """
+    """Chooses the tokens of chains of drafts, level by level, for texts that end with the root, one a row."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts, self._is_argmax = texts, all(text.sampling.is_argmax for text in texts)
@@ -235,11 +204,7 @@ def _follow(tokens: Sequence[int], parents: Sequence[int], next_token: Callable[
 
 
 def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
-    """Verify greedily.
-
-    Args:
-        parents: node indices, -1 for the root.
-        predicted: N + 1 argmax tokens: after the root, then after each node.
+    """Verify greedily, given N + 1 predicted tokens: after the root, then after each node.
 
     Returns:
         The accepted nodes from the root down, and the target's next token after the last of them.
@@ -248,11 +213,7 @@ def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequ
 
 
 def accept_chosen(tokens: Sequence[int], parents: Sequence[int], logits: Tensor, text: Text) -> tuple[list[int], int]:
-    """Verify by the target's own choices; see :func:`accept_argmax`.
-
-    Args:
-        logits: [N + 1, V], the target's after the root and after each node.
-    """
+    """Verify by the target's own choices, given its logits [N + 1, V]; see :func:`accept_argmax`."""
     path = list(text.tokens)
 
     def chosen(node: int) -> int:
@@ -271,14 +232,11 @@ def accept_sampled(
     config: SamplingConfig,
     generator: torch.Generator | None,
 ) -> tuple[list[int], int]:
-    """Verify one row by sampling, or greedily with a repetition penalty.
+    """Verify one row by sampling, or greedily with a repetition penalty; see :func:`accept_argmax`.
 
     Args:
         logits: [N + 1, V], the target's after the root and after each node.
         previous: prompt and committed tokens, the root included.
-
-    Returns:
-        As :func:`accept_argmax`.
     """
     tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []

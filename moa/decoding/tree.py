@@ -25,18 +25,15 @@ class TreeShape:
     """The shape of the drafts of a round: a chain, or a tree grown by the drafter's probabilities.
 
     Attributes:
-        depth: levels of drafts below the root (the official depth less one).
-        breadth: nodes that are extended at each level, and children that each of them gets. 1 makes a chain.
-        n_nodes: most nodes that are verified, the best by cumulative log-probability.
         stop_below: a chain ends after the draft at which the product of the drafter's probabilities (in a batch its
             mean over the rows) falls below this; 0 for chains of full depth.
         cut_below: each row's chain ends before the first draft to which the drafter's confidence head gives a lower
             probability of acceptance, so that there may be no draft; 0 for chains of full depth.
     """
 
-    depth: int
-    breadth: int = 1
-    n_nodes: int = 1 << 30
+    depth: int  # levels of drafts below the root (the official depth less one)
+    breadth: int = 1  # nodes that are extended at each level, and children that each of them gets; 1 makes a chain
+    n_nodes: int = 1 << 30  # most nodes that are verified, the best by cumulative log-probability
     stop_below: float = 0.0
     cut_below: float = 0.0
 
@@ -61,11 +58,7 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """Read ``5``, a chain of five drafts, or ``6x8x62``, a tree of six levels, breadth 8 and at most 62 nodes.
-
-        ``10@0.2`` is a chain of at most ten drafts that stops below a probability of 0.2, ``7c0.3`` one of at most
-        seven that is cut before the first draft in which the drafter's confidence head has less than 0.3.
-        """
+        """Read ``5``, a chain; ``10@0.2`` or ``7c0.3``, one that stops or is cut below that; ``6x8x62``, a tree."""
         match = _SHAPE.fullmatch(text.lower())
         if match is None:
             raise DrafterError(
@@ -78,7 +71,6 @@ class TreeShape:
         return cls(int(depth), stop_below=float(stop_below or 0), cut_below=float(cut_below or 0))
 
     def __str__(self) -> str:
-        """Write the shape as :meth:`parse` reads it."""
         if not self.is_chain:
             return f"{self.depth}x{self.breadth}x{self.n_nodes}"
         if self.cut_below:
@@ -107,7 +99,7 @@ class TreeShape:
 
 @dataclass
 class DraftTree:
-    """Drafts of one round; all rows have the same number of nodes."""
+    """The drafts of one round; all rows have the same number of nodes."""
 
     tokens: Tensor  # [B, N] int64; NO_DRAFT where a row has fewer drafts than its neighbours
     parents: Tensor  # [B, N] int64; smaller than the node's own index, -1 for the root
@@ -139,10 +131,7 @@ class DraftTree:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Find which tokens each token of a tree sees: itself and all on its way to the root.
-
-    Parents [B, N] int64 -> [B, 1 + N, 1 + N] bool, the root first.
-    """
+    """Find which tokens each sees, itself and all on its way to the root: [B, N] -> [B, 1 + N, 1 + N] bool."""
     n_rows, n_nodes = parents.shape
     own = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
     up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)  # [B, 1 + N]; the root is its own parent
@@ -156,10 +145,8 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k highest scores of each row and their places, the first of equal ones first: twice [..., k].
-
-    The order of equal scores that ``topk`` gives depends on the device and on the number of rows.
-    """
+    """Find the k highest scores of each row and their places, the first of equal ones first: twice [..., k]."""
+    # The order of equal scores that topk gives depends on the device and on the number of rows.
     places = scores.topk(k, dim=-1).indices.sort(dim=-1).values
     values = scores.gather(-1, places)
     order = values.sort(dim=-1, descending=True, stable=True)
@@ -169,14 +156,10 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
     """Keep the candidates with the best cumulative scores (EAGLE-2, section 4.2; official inference lines 392-406).
 
-    A child never scores above its parent, and ties go to the one that comes first, so a parent is never dropped while
-    its child stays.
-
     Args:
-        tokens: [B, C] int64, level order.
-        parents: [B, C] int64, candidate indices, -1 for the root.
-        scores: [B, C], cumulative log-probabilities.
+        tokens, parents, scores: [B, C] in level order; parents are candidates, scores cumulative log-probabilities.
     """
+    # A child never scores above its parent, and ties go to the first, so a parent is never dropped before its child.
     if n_nodes >= tokens.shape[1]:
         return DraftTree(tokens, parents, scores)
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :n_nodes].sort(dim=1).values  # [B, N]

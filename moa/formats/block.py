@@ -2,19 +2,17 @@
 
 Sources:
 
-- z-lab/dflash ``dflash/model.py`` and ``tests/fixtures/`` (names, shapes and config.json of a published checkpoint:
-  neither embeddings nor LM head, which are the target's; the first slot of a block drafts nothing);
-- deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py`` and ``markov_head.py`` (copies of the
+- z-lab/dflash ``dflash/model.py``, ``tests/fixtures/`` (embeddings and LM head are the target's; the first slot of a
+  block drafts nothing);
+- deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py`` (copies of the
   target's embeddings and LM head; every slot drafts; all keys of config.json on the top level);
 - vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py`` (vanilla Markov heads only;
-  without embeddings and LM head the target's are shared) and
-  ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``;
-- sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py`` (embeddings and LM head have to be
-  there; vanilla Markov heads, and a confidence head that reads them) and ``speculative/dflash_utils.py``.
+  without embeddings and LM head the target's are shared), ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``;
+- sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py`` (needs embeddings and LM head; vanilla
+  Markov heads, and a confidence head that reads them), ``speculative/dflash_utils.py``.
 
-``target_layer_ids`` are decoder layers from 0 whose outputs are read, the numbers of this package; vLLM counts layers
-passed and adds 1 by itself. Its own key, ``eagle_aux_hidden_state_layer_ids`` and speculators'
-``aux_hidden_state_layer_ids`` have 1 more.
+``target_layer_ids`` are decoder layers from 0 whose outputs are read. vLLM's own ``eagle_aux_hidden_state_layer_ids``
+and speculators' ``aux_hidden_state_layer_ids`` have 1 more.
 """
 
 from dataclasses import replace
@@ -36,7 +34,7 @@ from .layout import (
 
 
 def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
-    """Return a Qwen3 of the drafter's layers, the block and the layers that are read."""
+    """Describe a Qwen3 of the drafter's layers, the block and the layers that are read."""
     return llama_config(sizes) | {
         "model_type": "qwen3",
         "num_hidden_layers": sizes.block_layers,
@@ -59,7 +57,7 @@ def _reads_embedding(sizes: BlockDrafterSizes) -> list[tuple[bool, str]]:
 
 
 def _is_dspark(config: ForeignConfig) -> bool:
-    """Return whether a config.json describes a drafter of DeepSpec's form, also one without heads."""
+    """Whether a config.json describes a drafter of DeepSpec's form, also one without heads."""
     heads = dict(config) | nested(config, "dflash_config")
     return "DSpark" in str(config.get("architectures")) or "markov_rank" in heads
 
@@ -95,33 +93,27 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     )
 
 
-def _dflash_notes(sizes: DFlashSizes) -> list[str]:
-    n_drafts = sizes.n_drafts
-    return [f"vLLM: num_speculative_tokens {n_drafts}; SGLang: --speculative-num-draft-tokens {1 + n_drafts}"]
-
-
-def _read_dflash_sizes(weights: Weights, config: ForeignConfig) -> DFlashSizes:
-    return DFlashSizes.from_dict(_read_backbone(weights, config) | {"sample_from_anchor": False})
-
-
 DFLASH = Layout(
     name="dflash",  # such as z-lab/Qwen3-8B-DFlash-b16
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
     requires={"context": ("hidden",), "sample_from_anchor": (False,)},
     unfit=_reads_embedding,
-    notes=_dflash_notes,
+    notes=lambda sizes: [
+        f"vLLM: num_speculative_tokens {sizes.n_drafts}; SGLang: --speculative-num-draft-tokens {1 + sizes.n_drafts}"
+    ],
     config=lambda sizes, target_config: _config(sizes) | {"architectures": ["DFlashDraftModel"]},
     recognises=lambda names, config: _is_block(names) and not _is_dspark(config),
-    read_sizes=_read_dflash_sizes,
+    read_sizes=lambda weights, config: DFlashSizes.from_dict(
+        _read_backbone(weights, config) | {"sample_from_anchor": False}
+    ),
 )
 
 
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
-    """Return the backbone's config with the heads, on the top level as DeepSpec and vLLM read them."""
-    config = _config(sizes)
+    """Add the heads to the backbone's config, on the top level as DeepSpec and vLLM read them."""
+    config, has_markov = _config(sizes), sizes.markov_head != "none"
     config["dflash_config"]["projector_type"] = "dspark"
-    has_markov = sizes.markov_head != "none"
     own = {
         "architectures": ["Qwen3DSparkModel"],
         "mask_token_id": sizes.mask_token,

@@ -1,7 +1,6 @@
 """Reads and writes drafter checkpoints: our own layout, and those of other programs, which :data:`LAYOUTS` lists.
 
-Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
-Attentions) and ``drafter.safetensors``.
+Own: ``drafter.safetensors`` and ``drafter.json`` (:class:`DrafterSizes`; without a kind, of a Mixture of Attentions).
 """
 
 import json
@@ -31,14 +30,13 @@ WEIGHTS_FILE = "drafter.safetensors"
 _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-_OWN_KEY = "moa_data"
-"""Key of config.json with what a layout has no place for; other programs do not look at it."""
+_OWN_KEY = "moa_data"  # of config.json, with what a layout has no place for; other programs do not look at it
 
+# By name; a folder that this package did not write belongs to the first one that recognises it.
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (MOA, MOA_VLLM, DFLASH, DSPARK, VLLM_DSPARK, EAGLE, VLLM_EAGLE, SGLANG_EAGLE, MOA_EAGLE, EAGLE3)
 }
-"""The layouts by name; a folder that this package did not write belongs to the first one that recognises it."""
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -54,11 +52,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Ten
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
-    """Load a drafter from the folder of a run, of our own layout, or of one of :data:`LAYOUTS`.
-
-    Raises:
-        DrafterError: nothing there, or keys and shapes that differ from what the sizes call for.
-    """
+    """Load a drafter from the folder of a run, of our own layout, or of one of :data:`LAYOUTS`."""
     folder = Path(folder).expanduser()
     if (folder / "drafter" / CONFIG_FILE).is_file():
         folder = folder / "drafter"
@@ -133,8 +127,7 @@ def write_layout(
     """Write a drafter into an empty folder in the layout of another program; returns the number of tensors.
 
     Args:
-        target_config, embeddings, lm_head: the target's transformers config and weights [V, E], for layouts that hold
-            them.
+        target_config, embeddings, lm_head: the target's config and weights [V, E], for layouts that hold them.
 
     Raises:
         DrafterError: the drafter is of another kind, or its sizes have no place in the layout.
@@ -153,13 +146,6 @@ def write_layout(
         )
     own = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights = {layout.file_name(name): value for name, value in layout.pack(own, sizes).items()}
-    for is_needed, given, what in (
-        (layout.needs_embeddings, embeddings, "embeddings"),
-        (layout.needs_head, lm_head, "LM head"),
-        (layout.needs_target_config, target_config, "config.json"),
-    ):
-        if is_needed and given is None:
-            raise DrafterError(f"the format {layout.name} holds the target's {what}; give the target.")
     if layout.needs_embeddings and embeddings is not None:
         weights["embed_tokens.weight"] = embeddings.clone()  # tied weights are one tensor, which a file holds once
     if layout.needs_head and lm_head is not None:

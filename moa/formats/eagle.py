@@ -4,23 +4,21 @@ The EAGLE authors' first layer has no norm before its attention, and neither has
 was trained with one keeps it there as the second layer, after a first one whose output projections are zero: such a
 layer returns its input exactly, at the price of running it.
 
-Sources of EAGLE:
+Sources of EAGLE, whose embeddings and LM head are the target's in vLLM and SGLang:
 
-- EAGLE authors: SafeAILab/EAGLE ``eagle/model/cnets1.py`` (``Model``, ``LlamaDecoderLayer``, ``LlamaAttention`` with
-  its ``qkv_bias``), ``eagle/model/ea_model.py`` (strict loading; ``bias`` of config.json, true where absent),
-  ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``;
-- vLLM: vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py`` (``fc`` without bias, an unknown name is a
-  KeyError, embeddings and LM head are the target's), ``vllm/transformers_utils/configs/eagle.py``
-  (``LlamaForCausalLM`` becomes ``EagleLlamaForCausalLM``);
-- SGLang: sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py`` and ``qwen2_eagle.py`` (``fc`` with a bias that
-  stays random where the file has none; embeddings and LM head are the target's; attention biases only with Qwen2);
-- MoA authors: huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
+- SafeAILab/EAGLE ``eagle/model/cnets1.py``, ``eagle/model/ea_model.py`` (strict loading; ``bias`` of config.json, true
+  where absent), ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``;
+- vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py`` (``fc`` without bias, an unknown name is a KeyError),
+  ``vllm/transformers_utils/configs/eagle.py`` (``LlamaForCausalLM`` becomes ``EagleLlamaForCausalLM``);
+- sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py`` (``fc`` with a bias that stays
+  random where the file has none; attention biases only with Qwen2);
+- huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
 
 Sources of EAGLE-3:
 
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle3.py`` (``midlayer.`` is read as ``layers.0.``, whose q, k
-  and v see 2E; ``d2t`` is an offset that is added to the draft id; ``t2d`` is skipped; without embeddings the target's
-  are shared), ``vllm/transformers_utils/configs/eagle.py`` (an architecture that ends in ``Eagle3`` is kept);
+  and v see 2E; ``d2t`` is added to the draft id; ``t2d`` is skipped; without embeddings the target's are shared),
+  ``vllm/transformers_utils/configs/eagle.py`` (an architecture that ends in ``Eagle3`` is kept);
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py`` (the same names; ``draft_vocab_size`` has to be there;
   a missing tensor stays random without an error; ``bias`` would give fc and the attention biases);
 - SafeAILab/EAGLE ``eagle/traineagle3/config.json``.
@@ -83,18 +81,14 @@ def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
 
 
 def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any]:
-    own = {
+    return llama_config(sizes) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": int(sizes.eagle_input_norm) + sizes.eagle_layers,
         "mlp_bias": False,
         "qkv_bias": sizes.qkv_bias,
+        **more,
     }
-    return llama_config(sizes) | own | more
-
-
-def _authors_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
-    return _config(sizes, target_config, bias=sizes.eagle_fc_bias, pad_token_id=0)
 
 
 def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
@@ -103,23 +97,11 @@ def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
     return _config(sizes, target_config, architectures=[f"{family}ForCausalLMEagle"], model_type=model_type, bias=False)
 
 
-def _authors_unfit(sizes: EagleSizes) -> list[tuple[bool, str]]:
-    # Their linear scaling ignores rope_theta.
-    return [unfilled_width(sizes), (is_rope_scaled(sizes), "the target's RoPE is scaled, and theirs is not")]
-
-
 def _eagle_notes(sizes: EagleSizes) -> list[str]:
-    extra_layer = (
+    return [
         "the format has no norm before the first layer: the folder holds one layer more, which returns its input and "
         "costs about as much as a layer (train with --set drafter.eagle_input_norm=false)"
-    )
-    return [extra_layer] if sizes.eagle_input_norm else []
-
-
-def _is_eagle(names: set[str], config: ForeignConfig) -> bool:
-    # In vLLM's names EAGLE-3 has numbered layers too.
-    has_layers = any(name.startswith("layers.0.") for name in names)
-    return "fc.weight" in names and has_layers and "layers.0.hidden_norm.weight" not in names
+    ] * sizes.eagle_input_norm
 
 
 def _read_sizes(weights: Weights, facts: dict[str, Any]) -> EagleSizes:
@@ -145,12 +127,21 @@ EAGLE = Layout(
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
     needs_embeddings=True,
-    unfit=_authors_unfit,
+    # Their linear scaling ignores rope_theta.
+    unfit=lambda sizes: [
+        unfilled_width(sizes),
+        (is_rope_scaled(sizes), "the target's RoPE is scaled, and theirs is not"),
+    ],
     notes=_eagle_notes,
-    config=_authors_config,
+    config=lambda sizes, target_config: _config(sizes, target_config, bias=sizes.eagle_fc_bias, pad_token_id=0),
     pack=_pack,
     unpack=_unpack,
-    recognises=_is_eagle,
+    # In vLLM's names EAGLE-3 has numbered layers too.
+    recognises=lambda names, config: (
+        "fc.weight" in names
+        and any(name.startswith("layers.0.") for name in names)
+        and "layers.0.hidden_norm.weight" not in names
+    ),
     read_sizes=_read_authors_sizes,
 )
 VLLM_EAGLE = Layout(
@@ -182,29 +173,23 @@ def _moa_own_name(name: str) -> str:
     return name.replace("spec_model_fc.", "fc.")
 
 
-def _moa_notes(sizes: EagleSizes) -> list[str]:
-    return [
-        f"moa_spec's settings have to name the drafter's sizes: {sizes.eagle_layers} layers, "
-        f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"
-    ]
-
-
-def _read_moa_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
-    return _read_sizes(weights, EagleSizes.from_target(parse_target_config(config, "config.json")).to_dict())
-
-
 MOA_EAGLE = Layout(
     name="moa-eagle",
     kind=EagleSizes.kind,
     reader="the MoA authors' code",
     needs_target_config=True,
     requires={"eagle_input_norm": (True,), "eagle_fc_bias": (False,)},
-    notes=_moa_notes,
+    notes=lambda sizes: [
+        f"moa_spec's settings have to name the drafter's sizes: {sizes.eagle_layers} layers, "
+        f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"
+    ],
     config=lambda sizes, target_config: {**target_config.to_dict(), **rope_keys(sizes)},
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,
-    read_sizes=_read_moa_sizes,
+    read_sizes=lambda weights, config: _read_sizes(
+        weights, EagleSizes.from_target(parse_target_config(config, "config.json")).to_dict()
+    ),
 )
 
 

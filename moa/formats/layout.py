@@ -1,8 +1,7 @@
-"""A layout of another program's drafter folders as an entry of a table, and what the tables share.
+"""A layout of another program's drafter folders, ``config.json`` and ``model.safetensors``, and what layouts share.
 
-A layout is a folder with ``config.json`` and ``model.safetensors``. The tables (:mod:`.moa`, :mod:`.eagle`,
-:mod:`.block`) say how names of tensors, sizes and config.json follow from a drafter and the other way;
-:mod:`.checkpoint` reads and writes folders by them.
+Layouts (:mod:`.moa`, :mod:`.eagle`, :mod:`.block`) say how names of tensors, sizes and config.json follow from a
+drafter and the other way; :mod:`.checkpoint` reads and writes folders by them.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,25 +36,22 @@ class Layout:
     needs_target_config: bool = False  # whether its config.json is the target's
     needs_embeddings: bool = False  # whether it holds a copy of the target's embeddings
     needs_head: bool = False  # whether it holds a copy of the target's LM head
+    # Tensors that are not read: copies of the target's, whose own are used here.
     ignored: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")
-    """Tensors that are not read: copies of the target's, whose own are used here."""
-
+    # Name of a size -> the values with which the reading program runs a drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Name of a size -> the values with which the reading program runs a drafter as it was trained."""
+    # Lists further reasons why it would run a drafter differently, and whether each is there.
     unfit: Callable[[Any], list[tuple[bool, str]]] = lambda sizes: []
-    """Lists further reasons why it would run a drafter differently, and whether each is there."""
     notes: Callable[[Any], list[str]] = lambda sizes: []  # lists what to know before using the folder
-    config: Callable[[Any, Any], dict[str, Any]]
-    """(sizes, the target's transformers config or None) -> the content of config.json."""
-    file_name: Callable[[str], str] = _unchanged  # A name in the drafter's state dict -> in the file
-    own_name: Callable[[str], str] = _unchanged
-    """A name in a file, which may be of any version of the program -> in the drafter's state dict."""
+    config: Callable[[Any, Any], dict[str, Any]]  # (sizes, the target's transformers config or None) -> config.json
+    file_name: Callable[[str], str] = _unchanged  # a name in the drafter's state dict -> in the file
+    own_name: Callable[[str], str] = _unchanged  # a name in a file of any version -> in the drafter's state dict
     pack: Callable[[Weights, Any], Weights] = _unchanged  # adapts tensors, before they are renamed, to be written
     unpack: Callable[[Weights, Any], Weights] = _unchanged  # undoes it, after they are renamed
+    # Of folders that this package did not write: whether they have the layout, by the file's names without ``model.``,
+    # and their sizes, by the renamed tensors.
     recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
-    """Whether a folder that this package did not write has the layout, by the file's names without ``model.``."""
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
-    """Reads the sizes of a drafter that this package did not write, from its renamed tensors and config.json."""
 
     def refusals(self, sizes: Any) -> list[str]:
         """List why the reading program would run a drafter differently; empty if it would not."""
@@ -68,7 +64,7 @@ class Layout:
 
 
 def llama_config(sizes: Any) -> dict[str, Any]:
-    """Return the keys of config.json that decoder layers of a drafter have in all engines."""
+    """List the keys of config.json that decoder layers of a drafter have in all engines."""
     return {
         "hidden_act": "silu",
         "hidden_size": sizes.hidden_size,
@@ -85,7 +81,7 @@ def llama_config(sizes: Any) -> dict[str, Any]:
 
 
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
-    """Return the rotation as transformers 4 and 5 write it; engines read one or the other."""
+    """List the rotation as transformers 4 and 5 write it; engines read one or the other."""
     parameters = dict(sizes.rope_parameters)
     keys: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", 10_000.0), "rope_parameters": parameters}
     if is_rope_scaled(sizes):
@@ -99,7 +95,7 @@ def is_rope_scaled(sizes: DrafterSizes) -> bool:
 
 
 def unfilled_width(sizes: DrafterSizes) -> tuple[bool, str]:
-    """Return the refusal of programs whose head dim is width / heads."""
+    """Refuse other head dims than width / heads."""
     return (
         sizes.n_heads * sizes.head_dim != sizes.hidden_size,
         f"the head dim is {sizes.head_dim}, and theirs width / heads, {sizes.hidden_size} / {sizes.n_heads}",
@@ -107,7 +103,7 @@ def unfilled_width(sizes: DrafterSizes) -> tuple[bool, str]:
 
 
 def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
-    """Return fields of :class:`DrafterSizes` from a drafter's own config.json; the target's layers are unknown (0)."""
+    """Read fields of :class:`DrafterSizes` from a drafter's own config.json; the target's layers are unknown (0)."""
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     if missing := [name for name in needed if not config.get(name)]:
         raise DrafterError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
@@ -131,7 +127,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
 
 
 def layer_facts(weights: Weights, head_dim: int, layer: str) -> dict[str, int]:
-    """Return the sizes of a decoder layer by the shapes of its tensors, whose names begin with ``layer``."""
+    """Read the sizes of a decoder layer from the shapes of its tensors, whose names begin with ``layer``."""
     return {
         "self_attention_kv_heads": rows(weights, f"{layer}.self_attn.k_proj.weight") // head_dim,
         "self_attention_mlp_width": rows(weights, f"{layer}.mlp.gate_proj.weight"),
@@ -151,17 +147,13 @@ def rows(weights: Weights, name: str) -> int:
 
 
 def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
-    """Return what a config.json holds below a key; nothing where that is no mapping."""
+    """List what a config.json holds below a key; nothing where that is no mapping."""
     found = config.get(key)
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
-    """Return the target's layers, from 0, that a config.json names.
-
-    Args:
-        given: lists of layers in the order of preference, and the number of the first layer in each.
-    """
+    """Read the target's layers, from 0: lists in the order of preference, with the number of the first layer."""
     for ids, first in given:
         if ids:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):

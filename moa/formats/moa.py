@@ -2,11 +2,9 @@
 
 Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 
-- tensors and their shapes: ``moa_spec/models/train/moa_spec.py`` (constructor, and ``save_pretrained``, which keeps
-  only the drafter's tensors), ``moa_spec/models/train/cross_attention.py``;
-- config.json of the vLLM layout: ``vllm/convert_checkpoint.py``, read by
-  ``vllm/vllm/transformers_utils/configs/moa_spec.py``; its tensors: ``vllm/vllm/model_executor/models/moa_spec.py``
-  (``load_weights``), which fuses q, k, v and gate, up while it loads.
+- the authors' tensors: ``moa_spec/models/train/{moa_spec,cross_attention}.py`` (constructor, ``save_pretrained``);
+- vLLM's config.json: ``vllm/convert_checkpoint.py``, read by ``vllm/vllm/transformers_utils/configs/moa_spec.py``;
+- vLLM's tensors: ``vllm/vllm/model_executor/models/moa_spec.py`` (``load_weights``, which fuses q, k, v and gate, up).
 """
 
 from dataclasses import replace
@@ -14,35 +12,16 @@ from typing import Any
 
 from ..drafters.mixture import MoASizes
 from ..targets.bundle import parse_target_config
-from .layout import (
-    ForeignConfig,
-    Layout,
-    Weights,
-    drafter_facts,
-    is_rope_scaled,
-    rope_keys,
-    rows,
-    unfilled_width,
-)
+from .layout import Layout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, unfilled_width
 
+# Name of a block in weights and config.json -> in our sizes.
 _BLOCKS = {
     "self_attention": "self_attention",
     "cross_attention": "cross_attention",
     "layer_self_attention": "layer_attention",
 }
-"""Name of a block in weights and config.json -> in our sizes."""
 _MODEL_TYPE = "moa_spec"
 _KEY = "layer_self_attention.self_attn.q_proj.weight"
-
-
-def from_official_key(name: str) -> str:
-    """Turn an official state-dict key into our own."""
-    return name.replace("Ekv2E", "kv_to_hidden")
-
-
-def from_official_keys(weights: Weights) -> Weights:
-    """Turn official state-dict keys into our own."""
-    return {from_official_key(name): value for name, value in weights.items()}
 
 
 def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
@@ -66,14 +45,13 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
     return MoASizes.from_dict(values)
 
 
-_PAPER: dict[str, tuple[Any, ...]] = {
+_PAPER: dict[str, tuple[Any, ...]] = {  # sizes with which a drafter is that of the paper
     "layer_attention": (True,),
     "cross_attention_drafts": (False,),
     "layer_groups": (1,),
     "layer_stride": (1,),
     "unrotated_keys": (False,),
 }
-"""Sizes with which a drafter is that of the paper."""
 
 
 def _moa_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
@@ -115,7 +93,7 @@ MOA = Layout(
     # The official code gets the drafter's sizes from its own settings.
     config=lambda sizes, target_config: {**target_config.to_dict(), **rope_keys(sizes)},
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
-    own_name=from_official_key,
+    own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),
     recognises=lambda names, config: _KEY in names and config.get("model_type") != _MODEL_TYPE,
     read_sizes=lambda weights, config: sizes_from_official(weights, parse_target_config(config, "config.json")),
 )
@@ -136,7 +114,7 @@ def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
 
 
 def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
-    """Return the keys of ``MOASpecConfig``."""
+    """List the keys of ``MOASpecConfig``."""
     values: dict[str, Any] = {
         "model_type": _MODEL_TYPE,
         "architectures": ["MOASpecModel"],
@@ -155,11 +133,6 @@ def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
     return values | rope_keys(sizes)
 
 
-def _read_vllm_sizes(weights: Weights, config: ForeignConfig) -> MoASizes:
-    width = rows(weights, "layer_self_attention.input_layernorm.weight")
-    return _sizes(weights, drafter_facts(config) | {"kv_width": width})
-
-
 MOA_VLLM = replace(
     MOA,
     name="moa-vllm",
@@ -171,5 +144,7 @@ MOA_VLLM = replace(
     notes=lambda sizes: [],
     config=_vllm_config,
     recognises=lambda names, config: _KEY in names and config.get("model_type") == _MODEL_TYPE,
-    read_sizes=_read_vllm_sizes,
+    read_sizes=lambda weights, config: _sizes(
+        weights, drafter_facts(config) | {"kv_width": rows(weights, "layer_self_attention.input_layernorm.weight")}
+    ),
 )

@@ -1,8 +1,8 @@
 """The folder of a target: its config, its identity, and the frozen weights that travel with a dataset.
 
-On disk a bundle (``STORE/target/``) is config.json, generation_config.json, tokenizer files, and frozen.safetensors
-with the keys ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer
-index), in the target's dtype.
+A bundle (``STORE/target/``) is config.json, generation_config.json, tokenizer files, and frozen.safetensors with
+``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index), in the
+target's dtype.
 Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N of them that are kept.
 """
 
@@ -41,7 +41,6 @@ _LARGEST = {
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # A file that changed less than this before it was hashed could change again within one tick of its clock.
 _SETTLED_S = 2.0
-_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
 def load_target_config(folder: Path) -> Any:
@@ -87,27 +86,19 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 
 def _check_config(config: Any, source: object) -> None:
     """Refuse sizes that do not fit together, including those that transformers fills in."""
-    values: dict[str, Any] = {name: getattr(config, name, None) for name in _LARGEST}
-    _check_counts(values, source)
-    missing = [name for name in _LARGEST if values[name] is None and name not in _OPTIONAL]
-    eps: Any = getattr(config, "rms_norm_eps", None)
-    dtype, kinds = getattr(config, "dtype", None), getattr(config, "layer_types", None)
-    if missing:
-        trouble = f"it lacks {', '.join(missing)}"
-    elif values["num_attention_heads"] % (values["num_key_value_heads"] or values["num_attention_heads"]):
-        trouble = f"{values['num_key_value_heads']} KV heads do not divide {values['num_attention_heads']} heads"
-    elif not (type(eps) in (int, float) and 0 <= eps <= 1):
-        trouble = f"rms_norm_eps is {eps!r}, expected a number from 0 to 1"
-    elif dtype is not None and dtype not in FLOATS:
-        trouble = f"dtype is {str(dtype)[:60]!r}, expected a dtype of floating-point numbers"
-    elif kinds is not None and not (isinstance(kinds, list) and len(kinds) == values["num_hidden_layers"]):
-        trouble = f"layer_types are not those of {values['num_hidden_layers']} layers"
-    elif not {"full_attention", "sliding_attention"}.issuperset(map(str, kinds or ())):
+    _check_counts({name: getattr(config, name, None) for name in _LARGEST}, source)
+    n_heads, n_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if n_heads % (n_kv_heads or n_heads):
+        trouble = f"{n_kv_heads} KV heads do not divide {n_heads} heads"
+    elif not 0 <= config.rms_norm_eps <= 1:
+        trouble = f"rms_norm_eps is {config.rms_norm_eps!r}, expected a number from 0 to 1"
+    elif config.dtype not in (None, *FLOATS):
+        trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
+    elif kinds - {"full_attention", "sliding_attention"}:
         trouble = "layer_types are not all full_attention or sliding_attention"
-    elif "sliding_attention" in (kinds or ()) and values["sliding_window"] is None:
+    elif "sliding_attention" in kinds and getattr(config, "sliding_window", None) is None:
         trouble = "layers have sliding_attention and there is no sliding_window"
-    elif not isinstance(getattr(config, "rope_parameters", None), dict):
-        trouble = "there are no rope_parameters"
     else:
         return
     raise TargetError(f"{source}: {trouble}. Restore the file.")
@@ -135,7 +126,7 @@ def target_sizes(config: Any) -> dict[str, Any]:
 
 
 def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
-    """Find the ids that end a generation: those of the first ``eos_token_id`` that is set, an id or a list of ids."""
+    """Find the ids that end a generation: those of the first ``eos_token_id`` that is set, one or a list."""
     for eos in values:
         if eos is not None:
             ids = eos if isinstance(eos, list | tuple) else [eos]
@@ -189,28 +180,24 @@ def layer_sizes(config: Any) -> BlockSizes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files that hold a model's weights, sorted by name."""
+    """List the safetensors files that hold a model's weights, sorted by name; refuse a folder without any."""
+    if not (files := sorted(folder.glob("*.safetensors"))):
+        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     # A consolidated.safetensors beside other files is the same weights in the layout of another program.
-    files = sorted(folder.glob("*.safetensors"))
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
-    """Compute the content hashes that identify a target.
-
-    Args:
-        progress: called with (bytes done, bytes of all weight files, message) after each file.
+    """Compute the content hashes that identify a target; the progress counts bytes of weights.
 
     Returns:
         ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
     """
     folder = Path(folder)
-    weights = weight_files(folder)
     if not (folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
     check_model_folder(folder)
-    if not weights:
-        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
+    weights = weight_files(folder)
     digest = hashlib.sha256()
     n_bytes, n_done = sum(file.stat().st_size for file in weights), 0
     for number, file in enumerate(weights, start=1):
@@ -249,7 +236,7 @@ def file_sha256(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder that holds the digests; it may not exist yet."""
+    """The folder of the digests; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "moa-data" / "sha256"
 
@@ -257,11 +244,7 @@ def cache_folder() -> Path:
 def save_target_bundle(
     model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the bundle of a loaded target, with its last N decoder layers, into a new folder.
-
-    Args:
-        dtype: dtype of the weights that are written; None for the model's.
-    """
+    """Write the bundle of a loaded target, with its last N decoder layers, into a new folder; a dtype converts it."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     n_layers = model.config.num_hidden_layers
@@ -304,7 +287,7 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
 
 
 def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
-    """Return the live target's weights under the names of a bundle, not copied."""
+    """List the live target's weights under the names of a bundle, not copied."""
     body, n_layers = model.model, model.config.num_hidden_layers
     weights = {
         "embed_tokens.weight": body.embed_tokens.weight,
@@ -321,8 +304,7 @@ class FrozenTarget(nn.Module):
     """Embeddings, final norm, LM head and the last N decoder layers of a target; never trained.
 
     Attributes:
-        n_layers: N, how many decoder layers are here.
-        windows: attention window of each of them in tokens; None for full attention.
+        windows: attention window of each of the N layers in tokens; None for full attention.
         layers: the last N layers in order; ``layers[0]`` is target layer ``L - N``.
     """
 
@@ -357,10 +339,9 @@ class FrozenTarget(nn.Module):
         dtype: torch.dtype | None = torch.float32,
         sizes: Mapping[str, Any] | None = None,
     ) -> "FrozenTarget":
-        """Load a bundle folder.
+        """Load a bundle folder; without a dtype in the stored one.
 
         Args:
-            dtype: dtype of the weights; None keeps the stored one.
             sizes: :func:`target_sizes` as recorded by the store that holds the bundle; None without a store.
         """
         path = Path(path)
@@ -402,15 +383,11 @@ class FrozenTarget(nn.Module):
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
-        """Compute in a wider dtype than that of the weights; embeddings and LM head are kept as they are.
-
-        Args:
-            casts_itself: autocast casts the decoder layers' matrices in products, so that these are kept too.
-        """
+        """Compute in a wider dtype than that of the weights; embeddings and LM head are kept as they are."""
         self.compute_dtype = dtype
         for module in self.modules():
-            is_layer = isinstance(module, nn.Linear) and not casts_itself
-            if isinstance(module, RMSNorm) or is_layer:
+            # Autocast casts the decoder layers' matrices in products itself.
+            if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ verify a root r and three drafts x, y, z, of which the first row accepts x and z
     row 0 after the commit      a b c d e r x z z     lengths [8, 4], n_pending 0: commit([[0, 1, 3], [0]])
     row 1                       f g h r x y z . .     slots at or beyond a length are overwritten by the next call
 
-Nothing committed is ever dropped, also in models with a sliding window. In a static call (``live.StaticCalls``) a layer
-sees all slots of the buffer, and only tensors say where its tokens stand.
+Nothing committed is dropped, also in models with a sliding window. In a static call (``live.StaticCalls``) a layer sees
+all slots of the buffer, and only tensors say where its tokens stand.
 """
 
 from collections.abc import Sequence
@@ -47,17 +47,13 @@ class KVSource(Protocol):
         ...
 
 
+# Released buffers by shape, for the next caches of that shape: a CUDA graph reads and writes fixed addresses, so a
+# generation in a new buffer would record all graphs again.
 Buffers = dict[tuple[int, ...], list[Tensor]]
-"""Buffers of caches that were released by shape, for the next ones of that shape: a CUDA graph reads and writes fixed
-addresses, so a generation in a new buffer would record all graphs again."""
 
 
 class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`; transformers never calls its own here
-    """The KV of L layers for B rows, which transformers writes to.
-
-    Args:
-        buffers: where buffers come from and go to; None for new ones.
-    """
+    """The KV of L layers for B rows, which transformers writes to; with ``buffers``, in released ones."""
 
     def __init__(
         self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS, buffers: Buffers | None = None
@@ -89,15 +85,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
             goes_on: the tokens follow the pending ones, which are seen as if committed; else those are forgotten.
         """
         self._n_before = self.n_pending if goes_on else 0
-        if not goes_on:
-            self._layer_outputs = []
+        self._layer_outputs = self._layer_outputs if goes_on else []
         self.n_pending = self._n_before + n_tokens
         self._slots, self._is_static = self.next_slots(n_tokens, device, self._n_before), False
 
     def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
         """Reserve slots as :meth:`begin_call`, after a prompt, for a graph that serves rows of any length."""
-        self._n_before, self.n_pending, self._is_static = 0, n_tokens, True
-        self._layer_outputs = []
+        self._n_before, self.n_pending, self._layer_outputs, self._is_static = 0, n_tokens, [], True
         self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
         self.reserve(self.n_slots, self.buffer[0, 0])
 
@@ -146,9 +140,6 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
             all_keys[rows, :, self._slots] = keys.transpose(1, 2)
             all_values[rows, :, self._slots] = values.transpose(1, 2)
             return all_keys, all_values
-        n_tokens = self.n_pending - self._n_before
-        if keys.shape[2] != n_tokens:
-            raise DrafterError(f"the cache expects {n_tokens} tokens, got {keys.shape[2]}; call begin_call first.")
         n_slots = self.n_slots
         self.reserve(n_slots, keys)
         self.write(layer, keys, values, self._slots)
@@ -194,11 +185,7 @@ class _Layer(CacheLayerMixin):
 class ContextCache(KVBuffer):
     """The KV of some layers of a target on another machine, as the contexts of one text bring it.
 
-    Args:
-        layers: which layers of the target are kept here, ascending; without any the positions are counted, no more.
-
-    Attributes:
-        lengths: one number: positions whose context has arrived.
+    Its only length counts the positions whose contexts have arrived, also where no layer is kept.
     """
 
     def __init__(self, layers: Sequence[int] = ()) -> None:
@@ -206,11 +193,7 @@ class ContextCache(KVBuffer):
         self._kept = list(layers)
 
     def extend(self, n_tokens: int, packed: Tensor | None, n_kv_heads: int) -> None:
-        """Add the next n positions.
-
-        Args:
-            packed: [n, N, D], KV of the kept layers; None where N is 0.
-        """
+        """Add the next n positions, with the packed KV [n, N, D] of the kept layers; None where N is 0."""
         start = self.lengths[0]
         if packed is not None:
             keys, values = unpack_kv(packed.transpose(0, 1), n_kv_heads)  # [N, H_kv, n, d]

@@ -48,7 +48,7 @@ class RejectReason(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A row that gives no sequence: the reason, for counting, and what was found, for the example that is shown."""
+    """The reason why a row gives no sequence, for counting, and what was found, for the example that is shown."""
 
     reason: RejectReason
     detail: str = ""
@@ -56,7 +56,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class UnreadableRow:
-    """Stands for a row of a file that cannot be read."""
+    """A row of a file that cannot be read."""
 
     detail: str
 
@@ -65,9 +65,8 @@ class UnreadableRow:
 class Chat:
     """The chat of one row.
 
-    Attributes:
-        messages: role (system, user, assistant or tool) and content of each, the text unchanged; where the row has
-            them also name, tool_call_id and tool_calls, whose arguments are objects.
+    A message has a role (system, user, assistant or tool) and a content, the text unchanged; where the row has them
+    also name, tool_call_id and tool_calls, whose arguments are objects.
     """
 
     messages: list[Message]
@@ -76,7 +75,7 @@ class Chat:
 
 
 def parse_chat(row: Any) -> Chat | Rejection:
-    """Read the chat of one row.
+    """Read the chat of one row, which needs a message of the assistant.
 
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
@@ -89,16 +88,13 @@ def parse_chat(row: Any) -> Chat | Rejection:
 
 
 def parse_prompt(row: Any) -> Chat | Rejection:
-    """Read the chat of one row as ``parse_chat`` does; it needs no message of the assistant."""
+    """Read the chat of one row, as ``parse_chat``, of which the assistant may have said nothing."""
     if isinstance(row, UnreadableRow):
         return Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):
         return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
-    items = row.get("messages")
-    if items is None:
-        items = row.get("conversations")
-    items = _unpacked(items)
-    if items is None:
+    items = _unpacked(row.get("messages"))
+    if items is None and (items := _unpacked(row.get("conversations"))) is None:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if not isinstance(items, (list, tuple)) or not items:
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"got {type(items).__name__} {items!r:.60}")
@@ -106,12 +102,10 @@ def parse_prompt(row: Any) -> Chat | Rejection:
         return Rejection(RejectReason.CONTENT_NOT_READ, "documents")
     messages = []
     for index, item in enumerate(items):
-        message = _parse_message(item, index)
-        if isinstance(message, Rejection):
+        if isinstance(message := _parse_message(item, index), Rejection):
             return message
         messages.append(message)
-    tools = _parse_tools(row.get("tools") or row.get("functions"))
-    if isinstance(tools, Rejection):
+    if isinstance(tools := _parse_tools(row.get("tools") or row.get("functions")), Rejection):
         return tools
     return _with_system(Chat(messages, tools or None), next(filter(None, map(row.get, _SYSTEM_COLUMNS)), None))
 
@@ -144,15 +138,15 @@ def _parse_message(item: Any, index: int) -> Message | Rejection:
         return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has {unread[0]}")
     if item.get("weight") == 0:  # an answer that is not to be trained on
         return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has weight 0")
-    calls = _parse_calls(item, index)
-    if isinstance(calls, Rejection):
+    if isinstance(calls := _parse_calls(item, index), Rejection):
         return calls
     if calls and role != "assistant":
         return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} ({role}) calls a tool")
     if isinstance(content, (list, tuple)) and content:
-        content = _join_text_parts(content)
-        if content is None:
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
             return Rejection(RejectReason.NON_TEXT_PART, f"message {index} ({role})")
+        content = "".join(map(str, parts))
     if calls and not content:
         content = ""  # the call is the message
     elif not isinstance(content, str) or not content.strip():
@@ -161,13 +155,6 @@ def _parse_message(item: Any, index: int) -> Message | Rejection:
     if calls:
         message["tool_calls"] = calls
     return message | {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
-
-
-def _join_text_parts(parts: list[Any] | tuple[Any, ...]) -> str | None:
-    """Join the texts of [{"type": "text", "text": ...}]; None where a part is no text."""
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    return "".join(known) if len(known) == len(texts) else None
 
 
 def _parse_tools(value: Any) -> list[dict[str, Any]] | Rejection:
@@ -203,7 +190,7 @@ def _parse_calls(item: Mapping[Any, Any], index: int) -> list[dict[str, Any]] | 
 
 
 def tool_name(value: Mapping[str, Any]) -> str:
-    """Return the name of a tool or a called tool, whether `function` wraps it or not; empty where it has none."""
+    """The name of a tool or a called tool, whether `function` wraps it or not; empty where it has none."""
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else ""

@@ -1,7 +1,7 @@
 """Turns chats into token ids and response masks.
 
-A chat is rendered ONCE and encoded ONCE. The assistant's characters are found in the rendered text, and the tokenizer's
-offsets map those spans to tokens: encoding parts by themselves would move token borders. The spans come from
+A chat is rendered ONCE and encoded ONCE: encoding parts by themselves would move token borders. The assistant's
+characters are found in the rendered text, and the tokenizer's offsets map those spans to tokens. The spans come from
 
 1. the template's ``{% generation %}`` tags, where it has them: a copy of the template with markers in their place is
    rendered and the markers are looked up;
@@ -39,11 +39,10 @@ class TokenizedChat:
 def tokenize_chat(
     template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None, system: str = ""
 ) -> TokenizedChat | Rejection:
-    """Turn a chat into token ids and a response mask.
+    """Turn a chat into token ids and a response mask, cut to ``max_length``.
 
     Args:
         messages: roles, contents and tool calls; no system message is added.
-        max_length: tokens and mask are cut to this length.
         system: a text that the template has to show.
     """
     try:
@@ -63,7 +62,7 @@ def tokenize_chat(
 
 
 def prompt_tokens(template: ChatTemplate, messages: list[Message], tools: Tools = None, system: str = "") -> list[int]:
-    """Return the token ids of a chat that ends where the assistant is to write, encoded as by `tokenize_chat`.
+    """Encode a chat that ends where the assistant is to write, as `tokenize_chat` does.
 
     Raises:
         TemplateError: the template refuses the chat, or leaves out a part of it.
@@ -85,7 +84,7 @@ def prompt_tokens(template: ChatTemplate, messages: list[Message], tools: Tools 
 
 
 def _one_bos(template: ChatTemplate, text: str) -> tuple[str, int]:
-    """Return the text with exactly one BOS at its start, where the model has one, and by how much it moved."""
+    """Begin a text with exactly one BOS, where the model has one; also return by how much it moved."""
     bos = template.tokenizer.bos_token
     if not bos:
         return text, 0
@@ -98,7 +97,7 @@ def _one_bos(template: ChatTemplate, text: str) -> tuple[str, int]:
 
 
 def _left_out(template: ChatTemplate, messages: list[Message], tools: Tools, system: str, text: str) -> str:
-    """Name the first of tools, calls, results and system column that a rendering lacks; empty where it has all."""
+    """The first of tools, calls, results and system column that a rendering lacks; empty where it has all."""
     if system and not _shows(text, system):
         return "the system column"
     for index, message in enumerate(messages):
@@ -140,18 +139,15 @@ def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tool
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
             span = span or _located_span(template, messages, tools, index, text)
-            if span is None or not _is_response(text[slice(*span)], message):
+            found = text[slice(*span)] if span else ""
+            if span is None or message["content"].strip() not in found or not _shows_calls(found, message):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
     return spans
 
 
-def _is_response(text: str, message: Message) -> bool:
-    return message["content"].strip() in text and _shows_calls(text, message)
-
-
 def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
-    """Return the spans between markers; None where the markers changed the rendering."""
+    """Find the spans between markers; None where the markers changed the rendering."""
     spans, length, start = [], 0, None
     for piece in re.split(f"({OPEN}|{CLOSE})", marked_text):
         if piece == OPEN:
@@ -210,11 +206,9 @@ def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
 
 
 def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a rendered chat and mark the tokens of the spans.
-
-    Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is taken to begin where
-    the one before it ended. A token that begins before a span counts if only white space lies before the span.
-    """
+    """Encode a rendered chat and mark the tokens of the spans."""
+    # Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is taken to begin where
+    # the one before it ended. A token that begins before a span counts if only white space lies before the span.
     encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)

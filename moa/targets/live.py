@@ -43,7 +43,7 @@ _MAX_GRAPHS = 256
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
-    """Find a local model folder, or download the snapshot of a Hub id, whose folder is named after its commit."""
+    """Find a local model folder, or download the snapshot of a Hub id into a folder named after its commit."""
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         if revision:
@@ -57,10 +57,9 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: s
     try:
         return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN))
     except Exception as error:  # the Hub client raises many unrelated types for "cannot be reached"
-        reason = first_line(error)
         raise TargetError(
-            f"there is no folder {path_or_id} here, and the Hub gave no model of that name: {reason.rstrip('.')}. "
-            "Check the path or the name."
+            f"there is no folder {path_or_id} here, and the Hub gave no model of that name: "
+            f"{first_line(error).rstrip('.')}. Check the path or the name."
         ) from error
 
 
@@ -85,26 +84,19 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     _check_memory(folder, _check_weights(folder, config), dtype, device)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-            use_safetensors=True,
+            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, use_safetensors=True,
             trust_remote_code=False,
-        )
+        )  # fmt: skip
     model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
+    if missing := sorted(info["missing_keys"]):
         raise TargetError(f"{folder} lacks {len(missing)} weights, the first is {missing[0]}.")
     frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return frozen
 
 
 def _check_weights(folder: Path, config: Any) -> int:
-    """Count the values of weights; refuse what is damaged, outside the folder or less than the config requires."""
+    """Count the weights; refuse those that are damaged, outside the folder or fewer than the config requires."""
     weights = weight_files(folder)
-    if not weights:
-        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     headers = [header for file in weights for header in read_header(file, TargetError).values()]
     index = folder / "model.safetensors.index.json"
     places = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
@@ -147,13 +139,12 @@ def _check_memory(folder: Path, n_values: int, dtype: torch.dtype, device: str) 
 
 
 def pick_device(device: str) -> str:
-    """Resolve ``auto`` to cuda, mps or cpu; refuse any other device that this machine does not have."""
+    """Resolve ``auto`` to cuda, mps or cpu; refuse a device that this machine does not have."""
     if device != "auto":
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            reason = first_line(error)
-            raise TargetError(f"device {device!r} cannot be used: {reason}. Try --device cpu.") from error
+            raise TargetError(f"device {device!r} cannot be used: {first_line(error)}. Try --device cpu.") from error
         return device
     if torch.cuda.is_available():
         return "cuda"
@@ -181,7 +172,7 @@ class Target:
     def load(
         cls, path_or_id: str, dtype: torch.dtype = torch.float32, device: str = "auto", revision: str | None = None
     ) -> "Target":
-        """Load a target from a folder, or a revision of it from the Hub."""
+        """Load a target from a folder or the Hub."""
         folder = resolve_model_folder(path_or_id, revision=revision)
         model = load_target_model(folder, dtype, pick_device(device))
         return cls(model, load_target_tokenizer(folder), folder)
@@ -202,21 +193,15 @@ class Target:
         return ChatTemplate(self.tokenizer)
 
     def compile(self, n_slots: int, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile the target calls after the prefill with static shapes; on a CUDA device they become CUDA graphs.
-
-        Args:
-            n_slots: tokens of the longest text to decode; longer ones trigger another compilation.
-        """
+        """Compile the calls after the prefill for texts of ``n_slots`` tokens; longer ones are compiled for again."""
         self._static = StaticCalls(self.model.model, n_slots, backend, self.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
-        """Run tokens after the committed part of each row; they stay pending until ``cache.commit``.
+        """Run tokens [B, n] after the committed part of each row; they stay pending until ``cache.commit``.
 
         Args:
-            tokens: [B, n] int64.
-            seen: [B, n, n] bool, which of the tokens each of them sees, itself included (``tree.ancestors``); None for
-                a causal run.
+            seen: [B, n, n] bool, which of the tokens each of them sees, itself included; None for a causal run.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
@@ -308,21 +293,15 @@ class StaticCalls:
     """The compiled body of a target, for calls of static shapes: one CUDA graph serves every round of a size.
 
     A call is padded to one of a few sizes, attends to every slot of a cache of fixed length, and finds its place in it
-    by tensors alone, so that nothing in the graph depends on how long the text has become.
-
-    Args:
-        n_slots: tokens of the longest text; a longer one makes the caches grow, and costs another graph.
-        device: where the body is; CUDA graphs are used where it is a CUDA device.
-
-    Attributes:
-        buffers: buffers that the caches of these calls share in turn.
+    by tensors alone, so that nothing in the graph depends on how long the text has become. A text of more than
+    ``n_slots`` tokens makes the caches grow, and costs another graph.
     """
 
     def __init__(self, body: nn.Module, n_slots: int, backend: str | Callable[..., Any], device: torch.device) -> None:
         torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         self.n_slots = n_slots + STATIC_SIZES[-1]  # padding takes slots too
         mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
-        self.buffers: Buffers = {}
+        self.buffers: Buffers = {}  # that the caches of these calls share in turn
         self._model = body
         self._body: Any = torch.compile(body, dynamic=False, backend=backend, mode=mode)
         self._watched_body: Any = torch.compile(_with_layer_outputs, dynamic=False, backend=backend, mode=mode)
@@ -339,7 +318,7 @@ class StaticCalls:
 
         Args:
             as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
-            outputs: where hooks put the outputs of the cache's watched layers, which the cache then keeps.
+            outputs: where hooks put the outputs of the cache's watched layers.
         """
         n_tokens, device = tokens.shape[1], tokens.device
         tokens, seen = _padded(tokens, seen)
@@ -383,15 +362,13 @@ def _padded(tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     return nn.functional.pad(tokens, (0, size - n_tokens)), filled
 
 
-Mark = float | torch.cuda.Event
-"""A moment: seconds of the CPU's clock, or an event in the device's queue."""
+Mark = float | torch.cuda.Event  # seconds of the CPU's clock, or an event in the device's queue
 
 
 class DeviceClock:
     """Marks moments on a device without waiting for it; waits when their distance is asked for."""
 
-    # A CUDA device lags the CPU that queues its work: a CPU clock read between draft and verification would count most
-    # of the drafting as verification, and waiting for the device there would make decoding slower.
+    # A CUDA device lags the CPU that queues its work: a CPU clock would count most of the drafting as verification.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -405,10 +382,9 @@ class DeviceClock:
         return event
 
     @staticmethod
-    def seconds(began: Mark, ended: Mark) -> float:
+    def seconds(began: Any, ended: Any) -> float:
         """Measure the seconds between two marks of one clock, waiting for the second one."""
-        if isinstance(began, float) and isinstance(ended, float):
-            return ended - began
-        assert isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)  # noqa: PT018
+        if isinstance(ended, float):
+            return float(ended - began)
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1e3

@@ -1,8 +1,4 @@
-"""Files of model folders: reading those that somebody else made, writing safetensors, and comparing tensors.
-
-A model folder, a store's ``target/`` and a drafter's folder may come from anywhere. Reading them runs no code, and
-whatever a library raises while parsing becomes a one-line error of the caller.
-"""
+"""Files of model folders, which may come from anywhere: reading them runs no code, and fails with one line."""
 
 import io
 import json
@@ -19,24 +15,22 @@ from torch import Tensor
 from ...errors import DrafterError, TargetError
 from ...files import parsing, read_object
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes of weights; engines cast them to their own."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights; engines cast them to their own
 # Of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB.
 _MAX_VOCABULARY_BYTES = 256 << 20
 _KERNELS = "overrides the attention that moa-data asks for and records, and may name code on the Hub"
+# Keys of ``*config.json`` that make transformers run code or read other files -> why they are refused.
 _CODE_KEYS = {
     "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. Use the model's native "
     "transformers class",
     "gguf_file": "names another file to read",
     "tokenizer_object": "stands for an object of a program",
 } | dict.fromkeys(("_attn_implementation", "_experts_implementation", "experts_implementation"), _KERNELS)
-"""Keys of ``*config.json`` that make transformers run code or read other files -> why they are refused."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""Name of a dtype in a safetensors file -> torch's."""
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -92,11 +86,7 @@ def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHea
 
 
 def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a dictionary that ``torch.save`` wrote, without running code; files given by path are memory-mapped.
-
-    Raises:
-        Exception: of nearly any type, if it is damaged or holds something else; call it within :func:`parsing`.
-    """
+    """Load a dictionary that ``torch.save`` wrote, without running code; call it within :func:`parsing`."""
     if isinstance(file, Path):
         check_regular(file)
     found = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
@@ -125,18 +115,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: Mapping[str, Tensor]) -> str:
-    """Describe the first tensor that is missing, unexpected, or of another shape or dtype; empty if all fit.
-
-    Args:
-        expected: tensors of any device; one of floating-point numbers stands for all :data:`FLOATS`.
-    """
+    """Describe the first tensor that is missing, unexpected, or of another shape or dtype; empty if all fit."""
     problems = [f"missing key {name}" for name in expected if name not in weights]
     problems += [f"unexpected key {name}" for name in weights if name not in expected]
     for name, wanted in expected.items():
         if name not in weights:
             continue
         shape, dtype = tuple(weights[name].shape), weights[name].dtype
-        dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
+        dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)  # any precision will do
         if shape != wanted.shape:
             problems.append(f"{name} has shape {shape}, expected {tuple(wanted.shape)}")
         elif dtype not in dtypes:

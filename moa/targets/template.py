@@ -26,18 +26,15 @@ from .chat import Message, RejectReason
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Passed to every template: some write today's date into the prompt, and equal inputs must give equal tokens.
+# Some templates write today's date into the prompt, and equal inputs must give equal tokens: each gets this one.
 _DATE = {"date_string": "26 Jul 2024"}
-TEMPLATE_TIME = datetime(2024, 7, 26)
-"""What `strftime_now` gives in every template."""
-MAX_CHAT_CHARS = 1 << 24
-"""Most characters of a chat, several times what the longest context holds."""
-RECORDED = "template_kwargs"
-"""Key under which a store, and a drafter as JSON, record the arguments of the template."""
+TEMPLATE_TIME = datetime(2024, 7, 26)  # what `strftime_now` gives
+MAX_CHAT_CHARS = 1 << 24  # several times what the longest context holds
+RECORDED = "template_kwargs"  # key under which a store, and a drafter as JSON, record the arguments of the template
+# What a template can raise while it renders a chat.
 RENDER_ERRORS = (
     JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
 )  # fmt: skip
-"""What a template can raise while it renders a chat."""
 
 OPEN, CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
@@ -63,15 +60,14 @@ class ControlTokens(NamedTuple):
 
 
 def template_text(tokenizer: Any) -> str:
-    """Return the source of a tokenizer's chat template; raises TemplateError where there is none."""
+    """Find the source of a tokenizer's chat template; raises TemplateError where there is none."""
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             "the tokenizer has no chat template, so chats cannot be turned into tokens. "
             "Use an instruction-tuned model, or put its chat_template.jinja into the model folder."
         )
     try:
-        template: str = tokenizer.get_chat_template()
-        return template
+        return str(tokenizer.get_chat_template())
     except ValueError as error:
         raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
 
@@ -95,12 +91,10 @@ class ChatTemplate:
     """A tokenizer's chat template with its arguments beside the chat, such as Qwen3's ``enable_thinking``.
 
     Args:
-        tokenizer: a fast transformers tokenizer with a chat template that ends.
         where: the target, for messages.
 
     Attributes:
-        text: source of the template.
-        marked: the template with markers in place of its generation tags; None where it has none.
+        marked: the template's ``text`` with markers in place of its generation tags; None where it has none.
         has_generation_prompt: whether it renders one after a user message.
         end_of_turn: what it writes after a last response, trailing white space removed.
         adds_bos: whether the tokenizer itself puts a BOS before plain text.
@@ -131,12 +125,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         template: str | None = None,
     ) -> str:
-        """Render a chat; raises one of RENDER_ERRORS where the template refuses it or fails.
-
-        Args:
-            add_generation_prompt: whether to end where the assistant is to write.
-            template: another source than :attr:`text`.
-        """
+        """Render a chat; raises one of RENDER_ERRORS where the template, by default ``text``, refuses it or fails."""
         text = template or self.text
         lengths = [len(value) for value in texts([*messages, *(tools or ())])]
         limit = _SPARE_CHARS + _CHARS_PER_CHAR * sum(lengths) + _CHARS_PER_TEXT * len(lengths)
@@ -237,11 +226,7 @@ class ChatTemplate:
         return ControlTokens(_any_of(special | others - paired), _any_of(special | others))
 
     def find_unusable_text(self, messages: Sequence[Message], tools: Tools = None) -> tuple[RejectReason, str] | None:
-        """Find what may not be in a chat's texts: control tokens, halves of surrogate pairs, too many characters.
-
-        Returns:
-            The reason, and what was found where; None where all texts can be used.
-        """
+        """Find control tokens, halves of surrogate pairs and too many characters: why, and what was found where."""
         control, n_chars = self.control_tokens, 0
         # (where, values, pattern that their texts may not match): text within a frame of the template may not close it.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
@@ -263,7 +248,7 @@ class ChatTemplate:
         return None
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
-        """Refuse control tokens, text that is no Unicode, or too much of it: they cannot be part of a prompt."""
+        """Refuse texts that cannot be part of a prompt."""
         if unusable := self.find_unusable_text(messages, tools):
             raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
 
@@ -324,11 +309,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def choose_template_arguments(given: Sequence[str], drafters: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Return the given arguments, else those of the chats that all drafters were trained on.
-
-    Args:
-        drafters: name of each drafter -> what it records of its target.
-    """
+    """Choose the given arguments, else those of the chats that all drafters, by name, record for their targets."""
     if given:
         return parse_template_arguments(given)
     recorded = {name: target.get(RECORDED, "{}") for name, target in drafters.items() if target}

@@ -13,7 +13,7 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, TreeShape, ancestors
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.formats.checkpoint import build_drafter
-from moa_data.moa.formats.moa import from_official_keys, sizes_from_official
+from moa_data.moa.formats.moa import MOA, sizes_from_official
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 
@@ -28,7 +28,7 @@ def build(name: str) -> tuple[Target, Drafter, FrozenTarget]:
     own = drafter_weights(f"{set_of(name)}moa_{'trained_drafter_' if '_trained_' in name else ''}weights")
     model = LlamaForCausalLM(config).eval()
     model.load_state_dict({key: value for key, value in weights.items() if key.startswith(("model.", "lm_head."))})
-    drafter = build_drafter(sizes_from_official(own, config), from_official_keys(own))
+    drafter = build_drafter(sizes_from_official(own, config), {MOA.own_name(key): value for key, value in own.items()})
     return Target(model), drafter, FrozenTarget.from_model(model, 0)
 
 

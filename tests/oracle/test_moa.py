@@ -8,7 +8,7 @@ import torch
 from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.formats.checkpoint import build_drafter
-from moa_data.moa.formats.moa import from_official_keys, sizes_from_official
+from moa_data.moa.formats.moa import MOA, sizes_from_official
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.tests.kit.drafters import encode_layers, forward_kl
@@ -21,15 +21,14 @@ def build(name: str, n_layers: int = 0) -> MoADrafter:
     """The drafter of the set that a file belongs to, float32."""
     weights = drafter_weights(f"{set_of(name)}moa_weights")
     sizes = sizes_from_official(weights, target_config(meta(name)["target"])).to_dict()
-    drafter = build_drafter(
-        MoASizes.from_dict(sizes | {"target_layer_inference": n_layers}), from_official_keys(weights)
-    )
+    own = {own_key(key): value for key, value in weights.items()}
+    drafter = build_drafter(MoASizes.from_dict(sizes | {"target_layer_inference": n_layers}), own)
     assert isinstance(drafter, MoADrafter)
     return drafter
 
 
 def own_key(official: str) -> str:
-    return next(iter(from_official_keys({official: torch.empty(0)})))
+    return MOA.own_name(official)
 
 
 @pytest.mark.parametrize("name", names("moa_batch"))

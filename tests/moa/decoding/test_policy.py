@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moa_data.moa.decoding.loop import generate_batch
+from moa_data.moa.decoding.loop import DecodeStats, generate_batch
 from moa_data.moa.decoding.policy import AUTO_SHAPE, MEASURE_EVERY, PATIENCE, AutoPolicy, ShapePolicy
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
@@ -83,7 +83,10 @@ def test_the_first_rounds_time_plain_steps(policy: AutoPolicy, shape: TreeShape)
         policy.observe(0, 1.0, PLAIN_S)
     assert policy.next_shape() == shape
     policy.observe(4, 3.0, 2 * PLAIN_S)
-    assert policy.describe(1, 4) == f"chains {shape} in 1 of 4 target calls, else plain steps"
+    assert (
+        policy.describe([DecodeStats([1] * 4, n_drafted_calls=1)])
+        == f"chains {shape} in 1 of 4 target calls, else plain steps"
+    )
 
 
 class Changing(ShapePolicy):
