@@ -31,7 +31,6 @@ from ..errors import (
     StorageUnavailable,
     StoreError,
     StoreMismatch,
-    TargetError,
     WorkerError,
 )
 from ..files import parse_object
@@ -309,8 +308,8 @@ def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str
 def find_target(model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True) -> Path:
     """Return the folder of a target, a Hub model at the commit that a store records; refuse one without weights."""
     folder = resolve_model_folder(model, with_weights, pinned_revision(sources, "model", model, revision))
-    if Path(model).expanduser().is_dir() and not weight_files(folder):
-        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
+    if Path(model).expanduser().is_dir():
+        weight_files(folder)  # refuses a folder without weights
     return folder
 
 
