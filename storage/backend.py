@@ -13,12 +13,11 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 import google_crc32c
@@ -58,18 +57,8 @@ class LocalBackend:
                 found[str(root / name)] = Entry(status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
         return found
 
-    def size(self, name: str) -> int:  # noqa: D102
-        return os.stat(name).st_size
-
     def read(self, name: str, max_bytes: int | None = None) -> bytes:  # noqa: D102
         return read_bounded(Path(name), MAX_JSON_BYTES if max_bytes is None else max_bytes)
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:  # noqa: D102
-        found = []
-        for name, start, stop in ranges:
-            buffer = np.empty(stop - start, np.uint8)
-            found.append(buffer[: LocalFile(Path(name)).read_into(start, buffer)].data)
-        return found
 
     def put_if_absent(self, name: str, data: bytes) -> bool:  # noqa: D102
         path = Path(name)
@@ -86,7 +75,7 @@ class LocalBackend:
                         raise FileExistsError(path) from None
                     os.replace(own, path)
             except FileExistsError:
-                return self.size(name) == len(data) and read_bounded(path, len(data)) == data
+                return holds(path, data)
             finally:
                 own.unlink(missing_ok=True)
             fsync_directory(path.parent)
@@ -94,7 +83,7 @@ class LocalBackend:
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
         # Not atomic against other writers, whom the store's lock keeps out.
-        if self.size(name) != len(old) or self.read(name, len(old)) != old:
+        if not holds(Path(name), old):
             return False
         write_atomic(Path(name), new)
         return True
@@ -105,6 +94,11 @@ class LocalBackend:
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102
         for name in names:
             Path(name).unlink(missing_ok=True)
+
+
+def holds(path: Path, data: bytes) -> bool:
+    """Whether a local file has this content."""
+    return path.stat().st_size == len(data) and read_bounded(path, len(data)) == data
 
 
 _LOCAL = LocalBackend()
@@ -313,7 +307,6 @@ class LocalFile:
 
     max_read_bytes = 512 << 10
     """Longest useful read: what is read should still be in the core's cache when it is decoded."""
-    is_remote = False
     # The kernel cuts one request for read-ahead at the device's largest transfer, and drops the rest.
     _prefetch_bytes = 512 << 10
 
@@ -331,12 +324,6 @@ class LocalFile:
                 oldest._descriptor = None
         return found
 
-    @property
-    def n_bytes(self) -> int:
-        """The size of the file."""
-        file = self._open()
-        return os.fstat(file.fd).st_size
-
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
         """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
         n_read, file = 0, self._open()
@@ -350,85 +337,6 @@ class LocalFile:
             file = self._open()
             for at in range(start, stop, self._prefetch_bytes):
                 os.posix_fadvise(file.fd, at, min(self._prefetch_bytes, stop - at), os.POSIX_FADV_WILLNEED)
-
-
-class ByteRange(NamedTuple):
-    """Bytes [start, stop) of a file that has ``n_bytes``, known by an identity that no other content has."""
-
-    identity: str
-    n_bytes: int
-    start: int
-    stop: int
-
-
-Fetch = Callable[[Sequence[tuple[int, int, int]]], Sequence[memoryview]]
-"""Fetches byte ranges: (position among the ranges that are asked for, start, stop) each."""
-
-
-class RangeCache(Protocol):
-    """What keeps bytes of remote files (``read_cache``)."""
-
-    def read(self, ranges: Sequence[ByteRange], fetch: Fetch) -> list[memoryview]:
-        """Return the bytes of ranges, fetching what is not kept."""
-        ...
-
-
-class CachedAs(NamedTuple):
-    """A cache, and what identifies the content of a file in it."""
-
-    cache: RangeCache
-    identity: str
-
-
-class RemoteFile:
-    """A remote file of which byte ranges are read, one request each."""
-
-    max_read_bytes = REQUEST_BYTES
-    is_remote = True
-
-    def __init__(self, path: RemotePath, n_bytes: int | None = None, cached: CachedAs | None = None) -> None:
-        self.path = path
-        self.cached = cached
-        self._n_bytes = n_bytes
-
-    @property
-    def n_bytes(self) -> int:
-        """The size of the file, as it was given or as the server says."""
-        return self.path.stat().st_size if self._n_bytes is None else self._n_bytes
-
-    def read_into(self, offset: int, buffer: np.ndarray) -> int:
-        """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
-        data = fetch_ranges([(self, offset, offset + len(buffer))])[0]
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        return len(data)
-
-    def prefetch(self, start: int, stop: int) -> None:
-        """Do nothing: a remote file has no page cache to fill."""
-
-
-def open_file(path: StorePath, n_bytes: int | None = None, cached: CachedAs | None = None) -> LocalFile | RemoteFile:
-    """Return a file of a store for reading by position; it need not exist before bytes of it are read.
-
-    Args:
-        n_bytes: its size, which a remote file is then not asked for.
-        cached: keeps on a disk what is read of a remote file.
-    """
-    return RemoteFile(path, n_bytes, cached) if isinstance(path, RemotePath) else LocalFile(path)
-
-
-def fetch_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[memoryview]:
-    """Fetch byte ranges [start, stop) of remote files of one store, all requests under way at the same time."""
-    backend = ranges[0][0].path.backend
-    cached = ranges[0][0].cached  # a store has one cache for all of its shards
-    if cached is None:
-        return backend.read_ranges([(file.path.key, start, stop) for file, start, stop in ranges])
-    wanted = [
-        ByteRange(file.cached.identity if file.cached else str(file.path), file.n_bytes, start, stop)
-        for file, start, stop in ranges
-    ]
-    return cached.cache.read(
-        wanted, lambda missing: backend.read_ranges([(ranges[i][0].path.key, a, b) for i, a, b in missing])
-    )
 
 
 _scratch = threading.local()

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -33,13 +34,25 @@ from .schema import (
     manifest_commit_path,
     target_commit_path,
 )
-from .shard import FileRecord, record_of
 
 _COUNTS = ("part", "n_sequences", "n_tokens", "allocated_tokens")
 _REDO = "Run extract again: it redoes that part only."
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
 _WRITE_ANEW = "Run `moa-data repair`, or the command that made the store: it writes it anew."
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and ``zlib.crc32`` of a file in a commit (see ``backend.file_crc32`` for why not CRC-32C)."""
+
+    bytes: int
+    crc32: int
+
+
+def record_of(content: bytes) -> FileRecord:
+    """Return the record of a file with this content."""
+    return FileRecord(len(content), zlib.crc32(content))
 
 
 @dataclass(frozen=True)
@@ -158,7 +171,7 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
         folder: the target bundle, or a local copy of it.
     """
     commit = target_commit_path(store)
-    while (content := _content(commit)) is not None:
+    while (content := content_of(commit)) is not None:
         try:
             files = read_file_records(commit)
         except FileNotFoundError:
@@ -170,7 +183,7 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
         ]
         if not errors:
             return
-        if _content(commit) == content:  # else the bundle was given more layers while it was compared
+        if content_of(commit) == content:  # else the bundle was given more layers while it was compared
             raise errors[0]
 
 
@@ -204,10 +217,10 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> list[tuple[
     """
     commit = manifest_commit_path(store)
     while True:
-        before = _content(commit)
+        before = content_of(commit)
         damage = _compare(store, commit, metadata)
         # An addition of fields replaces this commit meanwhile: files may then have been compared with the old one.
-        if not damage or _content(commit) == before:
+        if not damage or content_of(commit) == before:
             return damage
 
 
@@ -224,7 +237,7 @@ def _compare(store: StorePath, commit: StorePath, metadata: bool) -> list[tuple[
         return [(commit, StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"))]
     damage = []
     for name, record in records.items():
-        if (metadata or not is_metadata(name)) and record_of(_content(store / name, MAX_PLAN_BYTES) or b"") != record:
+        if (metadata or not is_metadata(name)) and record_of(content_of(store / name, MAX_PLAN_BYTES) or b"") != record:
             message = f"{store / name} is not the file that was written: its checksum differs from its commit's."
             damage.append((store / name, StoreDamaged(f"{message} {_WRITE_ANEW if is_metadata(name) else _RESTORE}")))
     return damage
@@ -249,7 +262,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
     """
     for path, error in find_manifest_damage(store):
         name = name_below(store, path)
-        if name not in contents or _content(path, MAX_PLAN_BYTES) == contents[name]:
+        if name not in contents or content_of(path, MAX_PLAN_BYTES) == contents[name]:
             continue
         if record_of(contents[name]) != read_file_records(manifest_commit_path(store))[name]:
             raise error
@@ -260,7 +273,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
 # Documents
 
 
-def _content(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
+def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     """Return a file's bytes, or None where there is no such file; no bytes of one that is longer or not regular."""
     try:
         return read_file(path, max_bytes)

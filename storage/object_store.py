@@ -6,8 +6,8 @@ Settings come from the environment alone, under the names that each provider's o
 gives up.
 
 A server may answer late, twice, or not at all, and what it did is then unknown. So every request may be made again: a
-read returns what the file holds, an upload writes the same bytes under the same name, and of a create or replace that
-got no clear answer the file itself tells the outcome.
+read returns what the file holds, an upload writes the same bytes, and of a create or replace that got no clear answer
+the file itself tells the outcome.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class ObjectStore:
         return self._connected
 
     def list_files(self, folder: str = "") -> dict[str, Entry]:  # noqa: D102  (Backend)
-        def all_pages() -> dict[str, Entry]:
+        def list_all() -> dict[str, Entry]:
             pages = obstore.list(self.connection, folder or None, chunk_size=1000)
             return {item["path"]: Entry(item["size"], item["last_modified"]) for page in pages for item in page}
 
-        return self._asked(folder, all_pages)
+        return self._asked(folder, list_all)
 
     def size(self, name: str) -> int:  # noqa: D102
         return int(self._asked(name, lambda: obstore.head(self.connection, name)["size"]))

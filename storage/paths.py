@@ -1,7 +1,4 @@
-"""Paths of stores: in a folder (``Path``) or below a prefix of an object store (:class:`RemotePath`).
-
-Both name files in one way, so that the rest of ``storage`` does not tell them apart.
-"""
+"""The paths of stores: in a folder (``Path``) or below a prefix of an object store (:class:`RemotePath`)."""
 
 from __future__ import annotations
 
@@ -37,14 +34,8 @@ class Backend(Protocol):
     def list_files(self, folder: str) -> dict[str, Entry]:
         """Return all files at or below a folder by their names; a server's list may be older than its files."""
 
-    def size(self, name: str) -> int:
-        """Return the bytes of a file, as it is now."""
-
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Return a whole file; ValueError, with nothing read, where it is longer than ``max_bytes``."""
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return bytes [start, stop) of files; a range that reaches beyond a file's end gives what there is."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist; returns whether it holds ``data`` now, also where another writer put it."""
@@ -63,6 +54,12 @@ class RemoteBackend(Backend, Protocol):
     """An object store, which has no renames: files are uploaded in blocks, and copied by the server."""
 
     url: str
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file, as it is now."""
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+        """Return bytes [start, stop) of files; a range that reaches beyond a file's end gives what there is."""
 
     def put(self, name: str, data: bytes | Path) -> None:
         """Write a file, or replace it, in one step; with the content of a local one where ``data`` is its path."""
@@ -94,9 +91,6 @@ class RemotePath:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemotePath) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
     @property
     def name(self) -> str:

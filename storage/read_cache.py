@@ -1,4 +1,4 @@
-"""Keeps what was read of remote shards on a local disk, so that a second epoch asks the server for nothing.
+"""Byte ranges of remote shards, which a local disk may keep, so that a second epoch asks the server for nothing.
 
 Bytes are kept in blocks of 1 MiB, each in a file of its own, named after the shard's place, size and checksum as its
 commit has them: so a block is never taken for one of another shard, and a store that is written anew has new blocks.
@@ -21,9 +21,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import OptionInvalid
-from .backend import ByteRange, Fetch, crc32c
-from .paths import requests
+from .backend import crc32c
+from .commit import FileRecord
+from .paths import REQUEST_BYTES, RemotePath, requests
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "MOA_DATA_CACHE_DIR", "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
@@ -33,51 +36,79 @@ _CRC = struct.Struct("<I")
 _FREED_SHARE = 20
 
 
+class RemoteFile:
+    """A remote file of which byte ranges are read, one request each.
+
+    Args:
+        record: size and checksum of the file, as its commit has them.
+        cache: keeps on a disk what is read; a store has one for all of its files.
+    """
+
+    max_read_bytes = REQUEST_BYTES
+
+    def __init__(self, path: RemotePath, record: FileRecord, cache: ReadCache | None = None) -> None:
+        self.path, self.n_bytes, self.cache = path, record.bytes, cache
+        identity = f"{path} {record.bytes} {record.crc32:08x} {record.bytes}"
+        self.digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+    def read_into(self, offset: int, buffer: np.ndarray) -> int:
+        """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
+        (data,) = fetch_ranges([(self, offset, offset + len(buffer))])
+        buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        return len(data)
+
+
+Ranges = Sequence[tuple[RemoteFile, int, int]]
+"""Byte ranges [start, stop) of remote files of one store."""
+
+
+def fetch_ranges(ranges: Ranges) -> list[memoryview]:
+    """Fetch byte ranges, all requests under way at the same time; fewer bytes where a file is shorter."""
+    cache = ranges[0][0].cache
+    return _request(ranges) if cache is None else cache.read(ranges)
+
+
+def _request(ranges: Ranges) -> list[memoryview]:
+    bucket = ranges[0][0].path.backend
+    return bucket.read_ranges([(file.path.key, start, stop) for file, start, stop in ranges])
+
+
 class ReadCache:
     """A folder of blocks, which several processes may share; pickled as its place and size.
 
     Args:
         folder: made when the first block is kept.
         max_bytes: bytes of all blocks at most.
-
-    Attributes:
-        n_hit_bytes: bytes that readers of this process were given from the folder.
-        n_fetched_bytes: bytes that were fetched for them, the rest of blocks included.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
-        self.n_hit_bytes = self.n_fetched_bytes = 0
         self._counting = threading.Lock()
         self._n_used, self._n_written = 0, max_bytes  # as if a count were due
 
     def __reduce__(self) -> tuple[type[ReadCache], tuple[Path, int]]:
         return (ReadCache, (self.folder, self.max_bytes))
 
-    def read(self, ranges: Sequence[ByteRange], fetch: Fetch) -> list[memoryview]:
+    def read(self, ranges: Ranges) -> list[memoryview]:
         """Return the bytes of ranges, from blocks that are kept and by fetching the others, which are kept then."""
-        keys = [[(item.identity, block) for block in _blocks_of(item)] for item in ranges]
-        at = {key: i for i, own in enumerate(keys) for key in own}  # several ranges may lie in one block
-        loads = requests().map(lambda key: self._load(ranges[at[key]], key[1]), at)
-        found = {key: data for key, data in zip(at, loads, strict=True) if data is not None}
-        self.n_hit_bytes += sum(map(len, found.values()))
-        missing = [key for key in at if key not in found]
-        spans = [(at[key], *_span(ranges[at[key]], key[1])) for key in missing]
-        for key, data in zip(missing, fetch(spans) if spans else (), strict=True):
-            found[key] = bytes(data)
-            self.n_fetched_bytes += len(data)
-        for _ in requests().map(lambda key: self._keep(ranges[at[key]], key[1], found[key]), missing):
+        keys = [[(file, block) for block in _blocks(file, start, stop)] for file, start, stop in ranges]
+        wanted = list(dict.fromkeys(key for own in keys for key in own))  # several ranges may lie in one block
+        loads = requests().map(lambda key: self._load(*key), wanted)
+        found = {key: data for key, data in zip(wanted, loads, strict=True) if data is not None}
+        missing = [key for key in wanted if key not in found]
+        fetched = _request([(file, *_span(file, block)) for file, block in missing]) if missing else []
+        found |= {key: bytes(data) for key, data in zip(missing, fetched, strict=True)}
+        for _ in requests().map(lambda key: self._keep(key[0], key[1], found[key]), missing):
             pass
-        return [_cut(item, [found[key] for key in own]) for item, own in zip(ranges, keys, strict=True)]
+        return [_cut([found[key] for key in own], *each[1:]) for own, each in zip(keys, ranges, strict=True)]
 
-    def _path(self, item: ByteRange, block: int) -> Path:
-        name = hashlib.sha256(f"{item.identity} {item.n_bytes}".encode()).hexdigest()[:32]
-        return self.folder / "blocks" / name[:2] / f"{name}-{block:06d}"
+    def _path(self, file: RemoteFile, block: int) -> Path:
+        return self.folder / "blocks" / file.digest[:2] / f"{file.digest}-{block:06d}"
 
-    def _load(self, item: ByteRange, block: int) -> bytes | None:
+    def _load(self, file: RemoteFile, block: int) -> bytes | None:
         """Return a block that is kept whole; None for none."""
-        path = self._path(item, block)
-        start, stop = _span(item, block)
+        path = self._path(file, block)
+        start, stop = _span(file, block)
         try:
             content = path.read_bytes()
             data, crc = content[: -_CRC.size], content[-_CRC.size :]
@@ -88,16 +119,14 @@ class ReadCache:
             return None
         return data
 
-    def _keep(self, item: ByteRange, block: int, data: bytes) -> None:
+    def _keep(self, file: RemoteFile, block: int, data: bytes) -> None:
         """Keep a block if there is room for it on the disk; that there is none is no reader's loss."""
-        start, stop = _span(item, block)
-        if len(data) != stop - start:
-            return  # the file is shorter than its commit says, which its reader will notice
-        path = self._path(item, block)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        start, stop = _span(file, block)
         n_bytes = len(data) + _CRC.size
-        if n_bytes > self.max_bytes:
-            return
+        if len(data) != stop - start or n_bytes > self.max_bytes:
+            return  # a file shorter than its commit says, which its reader will notice; or a cache of less than a block
+        path = self._path(file, block)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
         with suppress(OSError):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,17 +184,16 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
     return ReadCache(folder, int(n_gb * 1e9))
 
 
-def _blocks_of(item: ByteRange) -> range:
-    stop = min(item.stop, item.n_bytes)
-    return range(item.start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if stop > item.start else range(0)
+def _blocks(file: RemoteFile, start: int, stop: int) -> range:
+    return range(start // BLOCK_BYTES, -(-min(stop, file.n_bytes) // BLOCK_BYTES) if stop > start else 0)
 
 
-def _span(item: ByteRange, block: int) -> tuple[int, int]:
-    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, item.n_bytes)
+def _span(file: RemoteFile, block: int) -> tuple[int, int]:
+    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, file.n_bytes)
 
 
-def _cut(item: ByteRange, blocks: Sequence[bytes]) -> memoryview:
+def _cut(blocks: Sequence[bytes], start: int, stop: int) -> memoryview:
     """Cut what was asked for from its blocks, of which the last may be shorter than it should be."""
-    skipped, n_bytes = item.start % BLOCK_BYTES, max(0, item.stop - item.start)
+    skipped, n_bytes = start % BLOCK_BYTES, max(0, stop - start)
     whole = blocks[0] if len(blocks) == 1 else b"".join(blocks)
     return memoryview(whole)[skipped : skipped + n_bytes]

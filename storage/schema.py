@@ -94,8 +94,6 @@ ALIGNMENT_TOKENS = 64
 """Every sequence of a new store starts at a multiple of this, so that rows of 64 tokens belong to one sequence."""
 
 SCHEMA_VERSION = 2
-"""Version of everything the docstring above draws, which new stores get."""
-
 FORMAT_NAME = "moa-data activation store"
 """Value of ``format`` in store.json, which tells a store from any other folder with such a file."""
 
@@ -126,8 +124,7 @@ TOKENS = "tokens"
 HIDDEN_LAST = "hidden/last"
 """The field of the states after the final norm."""
 
-TOKEN_AXIS = "token"
-LAYER_AXIS = "layer"
+TOKEN_AXIS, LAYER_AXIS = "token", "layer"
 BLOCK_AXIS = "block"
 """Name of axis 0 of a stored array that has one row for several tokens."""
 PIECE_AXIS = "piece"
@@ -138,14 +135,13 @@ KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One array of every part.
+    """One field of a store.
 
     Attributes:
-        name: path inside the part's group, e.g. ``"kv"`` or ``"hidden/last"``.
+        name: path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
         dtype: logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
         token_shape: shape of one token's values; ``()`` for one number per token.
         axes: names of all axes, the first of them ``"token"``.
-        description: one line for people.
     """
 
     name: str
@@ -186,10 +182,10 @@ class FieldSpec:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One Zarr array of every part. Its rows count tokens, or blocks of tokens.
+    """One Zarr array of a store. Its rows count tokens, or blocks of tokens.
 
     Attributes:
-        name: path inside the part's group, e.g. ``"kv"`` or ``"kv/key_codes"``.
+        name: path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
         dtype: NumPy dtype name on disk, e.g. ``"uint16"``.
         axes: names of all axes, ``"token"`` or ``"block"`` first.
         block_tokens: tokens that one row stands for; divides the alignment of sequences.
@@ -206,10 +202,8 @@ class StoredArray:
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
-        """Fill in the logical dtype and check the array against itself."""
+        """Fill in the logical dtype."""
         object.__setattr__(self, "logical_dtype", self.logical_dtype or self.dtype)
-        if len(self.axes) != 1 + len(self.row_shape) or self.layer_axis not in (None, 1) or self.block_tokens < 1:
-            raise ValueError(f"Stored array {self.name!r}: axes {self.axes} do not fit row_shape {self.row_shape}.")
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -227,24 +221,19 @@ class StoredArray:
 
 
 def tokens_field() -> FieldSpec:
-    """Token ids, int32 [token]."""
+    """Return the field of the token ids, int32 [token]."""
     return FieldSpec(TOKENS, "int32", (), (TOKEN_AXIS,), "token ids of the target's tokenizer")
 
 
 def response_mask_field() -> FieldSpec:
-    """Response mask, uint8 [token]."""
+    """Return the field of the response mask, uint8 [token]."""
     return FieldSpec("response_mask", "uint8", (), (TOKEN_AXIS,), "1 on tokens written by the assistant, else 0")
 
 
 def kv_field(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> FieldSpec:
-    """Keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim]."""
-    return FieldSpec(
-        "kv",
-        dtype,
-        (n_layers, n_kv_heads, 2, head_dim),
-        (TOKEN_AXIS, *KV_AXES),
-        "attention keys after RoPE (0) and values (1) of every layer",
-    )
+    """Return the field of keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim]."""
+    meaning = "attention keys after RoPE (0) and values (1) of every layer"
+    return FieldSpec("kv", dtype, (n_layers, n_kv_heads, 2, head_dim), (TOKEN_AXIS, *KV_AXES), meaning)
 
 
 def layer_field(layer: int) -> str:
@@ -253,7 +242,7 @@ def layer_field(layer: int) -> str:
 
 
 def hidden_field(name: str, width: int, dtype: str = "bfloat16") -> FieldSpec:
-    """Hidden state ``hidden/<name>``, [token, width]; ``name`` is ``"last"`` or ``"layer_<k>"``."""
+    """Return the field ``hidden/<name>``, [token, width]; ``name`` is ``"last"`` or ``"layer_<k>"``."""
     meaning = "hidden state after the final norm" if name == "last" else f"hidden state, output of decoder {name}"
     return FieldSpec(f"hidden/{name}", dtype, (width,), (TOKEN_AXIS, "width"), meaning)
 
@@ -263,10 +252,8 @@ class StoreManifest:
     """Everything that shapes the data of a store, as recorded in ``store.json``.
 
     Attributes:
-        fields: the arrays of every part.
-        target: the target's sizes: n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size,
-            max_position_embeddings, architecture.
-        identities: flat, e.g. ``"target.weights_sha256"``: content hashes of target, tokenizer, template, dataset.
+        target: the target's sizes (``n_layers``, ``hidden_size``, ...) and architecture.
+        identities: content hashes of target, tokenizer, template and dataset, e.g. ``"target.weights_sha256"``.
         extraction: what else shapes the data, e.g. max_length, compute dtype, truncation.
         n_tokens: planned tokens without alignment padding.
         codec: ``StoreCodec.describe()``.
@@ -345,7 +332,12 @@ def _check_kinds(document: Mapping[str, Any]) -> None:
         mapping(document[name], name)
     for name in _TARGET_COUNTS & document["target"].keys():
         whole_number(document["target"][name], f"target.{name}", 1)
-    _check_extraction(document["extraction"])
+    extraction = document["extraction"]  # other programs' stores may lack any of its settings
+    for name in _EXTRACTION_COUNTS & extraction.keys():
+        whole_number(extraction[name], f"extraction.{name}", low=int(name != "target_layers"))
+    for name in {"compute_dtype", "dtype"} & extraction.keys():
+        if extraction[name] not in sorted(FLOAT_DTYPES):
+            raise ValueError(f"extraction.{name} is {str(extraction[name])[:60]!r}, expected a dtype of activations")
     for section in ("identities", "conventions"):
         if not all(isinstance(value, str) for value in document[section].values()):
             raise ValueError(f"{section} holds something else than text")
@@ -353,15 +345,6 @@ def _check_kinds(document: Mapping[str, Any]) -> None:
         raise ValueError("the codec has no name")
     if not isinstance(document["fields"], list):
         raise ValueError("fields is no list")
-
-
-def _check_extraction(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a command would make something else of; stores of other programs may lack any of them."""
-    for name in _EXTRACTION_COUNTS & settings.keys():
-        whole_number(settings[name], f"extraction.{name}", low=int(name != "target_layers"))
-    for name in {"compute_dtype", "dtype"} & settings.keys():
-        if settings[name] not in sorted(FLOAT_DTYPES):
-            raise ValueError(f"extraction.{name} is {str(settings[name])[:60]!r}, expected a dtype of activations")
 
 
 def _read_field(document: Mapping[str, Any]) -> FieldSpec:
@@ -403,7 +386,7 @@ def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) ->
 # Logical dtypes say what the numbers mean, storage dtypes what NumPy and Zarr hold. They differ only for bfloat16,
 # which neither has: its bits are stored as uint16, unchanged, in an array with the attribute "logical_dtype".
 
-STORAGE_DTYPES: dict[str, str] = {
+STORAGE_DTYPES = {
     "bfloat16": "uint16",
     "float16": "float16",
     "float32": "float32",
@@ -428,15 +411,7 @@ def storage_dtype(logical_dtype: str) -> np.dtype:
 
 
 def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Convert stored values to float32.
-
-    Args:
-        array: values in the storage dtype, any shape.
-        logical_dtype: what they mean, e.g. ``"bfloat16"``.
-
-    Returns:
-        float32 array of the same shape; exact for bfloat16 and float16.
-    """
+    """Convert values in the storage dtype of a logical one to float32, exactly for bfloat16 and float16."""
     expected = storage_dtype(logical_dtype)
     if array.dtype != expected:
         raise ValueError(f"{logical_dtype} is stored as {expected}, got an array of {array.dtype}.")
@@ -446,22 +421,16 @@ def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
 
 
 def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Round float32 values to a float dtype as it is stored.
-
-    Args:
-        array: float32, any shape.
-        logical_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-    """
+    """Round float32 values to a float dtype as it is stored."""
     if logical_dtype == "bfloat16":
         return bfloat16_bits(array)
     return array.astype(storage_dtype(logical_dtype), copy=False)
 
 
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:
-    """Round float32 values to bfloat16 (to nearest, ties to even) and return the bits.
+    """Round float32 values to bfloat16 (to nearest, ties to even) and return the bits, uint16.
 
-    Returns:
-        uint16 array of the same shape; NaN stays NaN, values beyond the range become infinity.
+    NaN stays NaN, values beyond the range become infinity.
     """
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

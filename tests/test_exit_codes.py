@@ -74,7 +74,7 @@ def test_what_a_library_prints_does_not_land_in_a_file_of_the_store(tmp_path: Pa
     """With standard output closed, the next file to be opened would get its number."""
     code = (
         "import os, sys, types\nfrom pathlib import Path\nfrom moa_data.__main__ import main\n"
-        "import moa_data.storage.shard as shard\nfrom moa_data.tests.kit.stores import make_recipe\n"
+        "import moa_data.storage.write.part as shard\nfrom moa_data.tests.kit.stores import make_recipe\n"
         "real = shard.write_all\n"
         "def write_all(fd, data):\n    assert fd > 2\n    os.write(1, b'noise')\n    return real(fd, data)\n"
         "shard.write_all = write_all\nfake = types.ModuleType('moa_data.cli')\nsys.modules['moa_data.cli'] = fake\n"

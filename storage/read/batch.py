@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import StoreDamaged
-from ..backend import RemoteFile, fetch_ranges, scratch_bytes
+from ..backend import MISSING, scratch_bytes
+from ..read_cache import RemoteFile, fetch_ranges
 from ..schema import StoredArray
 from .shards import PartShards, ShardReader
 
@@ -102,11 +104,7 @@ class _Read:
 
 
 def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int = 1) -> None:
-    """Fill the ``out`` of every range.
-
-    Args:
-        ranges: what is wanted; no two of them may share memory of ``out``.
-        n_threads: threads that decode, the caller's included.
+    """Fill the ``out`` of every range, no two of which may share memory, by so many threads, the caller's included.
 
     Raises:
         StoreDamaged: a file is gone, or a checksum or a size is wrong.
@@ -121,10 +119,9 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 
 
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
-    """Call every item of ``work``; the first error ends the others' turn and is raised.
+    """Call every item of ``work``, in any order and at the same time; the first error ends the others and is raised.
 
     Args:
-        work: calls that may run in any order and at the same time.
         n_threads: threads that take part, the caller's included. Helpers that are busy elsewhere are not waited for.
     """
     queue = deque(work)
@@ -230,7 +227,8 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
     window: list[_Read] = []
     n_bytes = 0
     for read in reads:
-        if window and read.reader.file.is_remote and n_bytes + read.n_bytes > REMOTE_WINDOW_BYTES:
+        is_remote = isinstance(read.reader.file, RemoteFile)
+        if window and is_remote and n_bytes + read.n_bytes > REMOTE_WINDOW_BYTES:
             yield window
             window, n_bytes = [], 0
         window.append(read)
@@ -247,7 +245,8 @@ def _fetch_ahead(reads: list[_Read]) -> None:
         if isinstance(file, RemoteFile):
             remote.append((read, file))
         elif len(reads) > 1:
-            read.reader.prefetch(read.offset, read.n_bytes)
+            with suppress(*MISSING):  # whoever reads it says that it is missing
+                file.prefetch(read.offset, read.offset + read.n_bytes)
     if remote:
         try:
             found = fetch_ranges([(file, read.offset, read.offset + read.n_bytes) for read, file in remote])

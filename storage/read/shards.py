@@ -9,12 +9,12 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ...errors import StoreDamaged
-from ..backend import MISSING, CachedAs, LocalFile, RemoteFile, crc32c, open_file, read_file, scratch_bytes
+from ..backend import MISSING, LocalFile, crc32c, read_file, scratch_bytes
 from ..chunk import CRC_BYTES, decode_chunk
-from ..commit import PartCommit
+from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid, grid_from_metadata
-from ..paths import StorePath
-from ..read_cache import ReadCache
+from ..paths import RemotePath, StorePath
+from ..read_cache import ReadCache, RemoteFile
 from ..schema import PARTS_NAME, ZARR_NAME, StoredArray, StoreManifest
 
 MAX_SHARDS = 4096
@@ -27,8 +27,8 @@ class ShardReader:
 
     Args:
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
-        n_bytes: the file's bytes where its commit has them, which saves a request to a server.
-        cached: keeps on a disk what is read of a remote file.
+        record: size and checksum of the file, as its commit has them.
+        cache: keeps on a disk what is read of a remote file.
 
     Attributes:
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
@@ -38,34 +38,24 @@ class ShardReader:
     """
 
     def __init__(
-        self,
-        path: StorePath,
-        grid: ArrayGrid,
-        n_rows: int,
-        n_bytes: int | None = None,
-        cached: CachedAs | None = None,
+        self, path: StorePath, grid: ArrayGrid, n_rows: int, record: FileRecord, cache: ReadCache | None = None
     ) -> None:
         self.path = path
         self.grid = grid
         self.chunk_size = math.prod(grid.chunk_shape)
-        try:
-            self.file: LocalFile | RemoteFile = open_file(path, n_bytes, cached)
-            self.index = self._read_index(n_rows)
-        except MISSING as error:
-            raise self._missing() from error
+        self.file: LocalFile | RemoteFile = (
+            RemoteFile(path, record, cache) if isinstance(path, RemotePath) else LocalFile(path)
+        )
+        self.index = self._read_index(n_rows, record.bytes)
 
-    def _missing(self) -> StoreDamaged:
-        return StoreDamaged(f"{self.path} is missing. {_REPAIR}")
-
-    def _read_index(self, n_rows: int) -> np.ndarray:
+    def _read_index(self, n_rows: int, file_bytes: int) -> np.ndarray:
         shape = (self.grid.rows_per_shard, self.grid.chunks_per_row, 2)
-        index_bytes = int(np.prod(shape)) * 8
-        file_bytes = self.file.n_bytes
+        index_bytes = math.prod(shape) * 8
         data_bytes = file_bytes - index_bytes - CRC_BYTES
         if data_bytes < 0:
             raise StoreDamaged(f"{self.path} has {file_bytes} bytes, too few for its index. {_REPAIR}")
         tail = np.empty(index_bytes + CRC_BYTES, np.uint8)
-        if self.file.read_into(data_bytes, tail) < len(tail):
+        if self._read_into(data_bytes, tail) < len(tail):
             raise StoreDamaged(f"{self.path} ends inside its index. {_REPAIR}")
         expected = int.from_bytes(tail[index_bytes:].tobytes(), "little")
         if (got := crc32c(tail[:index_bytes])) != expected:
@@ -77,21 +67,16 @@ class ShardReader:
             raise StoreDamaged(f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}")
         return index.astype(np.int64)
 
-    def prefetch(self, offset: int, n_bytes: int) -> None:
-        """Ask for bytes of the file to be read ahead; returns at once."""
+    def _read_into(self, offset: int, out: np.ndarray) -> int:
         try:
-            self.file.prefetch(offset, offset + n_bytes)
+            return self.file.read_into(offset, out)
         except MISSING as error:
-            raise self._missing() from error
+            raise StoreDamaged(f"{self.path} is missing. {_REPAIR}") from error
 
     def read_bytes(self, offset: int, n_bytes: int) -> np.ndarray:
         """Return bytes of the file in this thread's scratch memory: valid until the thread's next call."""
         raw = scratch_bytes("raw", n_bytes)
-        try:
-            n_read = self.file.read_into(offset, raw)
-        except MISSING as error:
-            raise self._missing() from error
-        if n_read < n_bytes:
+        if (n_read := self._read_into(offset, raw)) < n_bytes:
             raise StoreDamaged(f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}")
         return raw
 
@@ -174,8 +159,6 @@ def _open(
     n_chunk_rows = grid.n_chunk_rows(array.n_rows(commit.allocated_tokens))
     n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
     file = f"{name}/{grid.shard_key(part, number)}"
-    path, record = folder / file, commit.files.get(file)
-    if record is None:
-        return ShardReader(path, grid, n_rows)
-    cached = None if cache is None else CachedAs(cache, f"{path} {record.bytes} {record.crc32:08x}")
-    return ShardReader(path, grid, n_rows, record.bytes, cached)
+    if (record := commit.files.get(file)) is None:
+        raise StoreDamaged(f"{folder / file} is not listed by the commit of part {part}. {_REPAIR}")
+    return ShardReader(folder / file, grid, n_rows, record, cache)

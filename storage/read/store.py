@@ -51,17 +51,14 @@ class ActivationStore:
         path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
         require_complete: refuse a store of which planned parts have no commit.
         parts: see only these parts; the others may be damaged. None for all.
-        cache: keeps on a local disk what is read of a remote store; default: what ``MOA_DATA_CACHE_DIR`` names. None
-            for no cache.
+        cache: keeps on a local disk what is read of a remote store; default: what ``MOA_DATA_CACHE_DIR`` names.
 
     Attributes:
-        manifest: what shapes its data.
         sequences: the committed sequences in plan order (columns of ``plan.PLAN_SCHEMA``).
         commits: part -> its commit, for committed parts.
 
     Raises:
-        StoreError: not a store, another schema version, incomplete with ``require_complete``, or damaged: what was
-            read contradicts itself, or a committed file is gone or has another size.
+        StoreError: not a store, another schema version, incomplete with ``require_complete``, or damaged.
 
     Example::
 
@@ -197,10 +194,9 @@ class ActivationStore:
     def read_stored(
         self, i: int, field: str, layers: slice | Sequence[int] | None = None, tokens: slice | None = None
     ) -> dict[str, np.ndarray]:
-        """Read what is stored for a field of one sequence: the ``codes`` that ``codec.fields[field].decode`` takes.
+        """Read the ``codes`` that ``codec.fields[field].decode`` takes; the arguments are those of :meth:`read`.
 
-        The arguments are those of :meth:`read`. The rows begin at the last multiple of 64 tokens at or before the first
-        token.
+        The rows begin at the last multiple of 64 tokens at or before the first token.
         """
         chosen, codec = layer_indices(self._field(field), layers), self.codec.fields[field]
         base, _, stop = self._span(i, codec, tokens)
@@ -236,7 +232,6 @@ class ActivationStore:
 
         Args:
             sequences: indices into ``sequences``, in the order wanted; one may appear twice.
-            fields: a name or several.
             out: field -> the caller's array, [n_sequences, at least the longest, *token_shape] in the storage dtype,
                 to be filled; reuse it, for fresh memory costs more than reading. None for new arrays.
             layers: as in :meth:`read`, for those of the fields that have layers.
@@ -278,16 +273,12 @@ class ActivationStore:
         # All fields in one plan, so that the disk sees all requests at once; codecs follow when the bytes are there.
         read_ranges(self._shards, ranges, n_threads)
         run_in_threads(undone, n_threads)
-        self._clear_padding(batch, lengths)
-        self._check_tokens(rows, batch)
-        return batch
-
-    def _clear_padding(self, batch: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
-        """Zero what follows the sequences; the last chunk of a sequence may have been decoded over it."""
         block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
         for name, buffer in batch.items():
-            for b, n_tokens in enumerate(lengths):
+            for b, n_tokens in enumerate(lengths):  # the last chunk may have been decoded over the padding
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
+        self._check_tokens(rows, batch)
+        return batch
 
     def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Raise StoreDamaged for token ids that the target does not have."""
@@ -380,14 +371,11 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
     if spec.layer_axis != 1:
         raise SelectionInvalid(f"Field {spec.name!r} has no layers; leave `layers` out.")
     n_layers = spec.token_shape[0]
-    if isinstance(layers, slice):
-        chosen = list(range(n_layers))[layers]
-    else:
-        chosen = [int(layer) for layer in layers]
-        for layer in chosen:
-            if not -n_layers <= layer < n_layers:
-                raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
-        chosen = [layer % n_layers for layer in chosen]
+    chosen = list(range(n_layers))[layers] if isinstance(layers, slice) else [int(layer) for layer in layers]
+    for layer in chosen:
+        if not -n_layers <= layer < n_layers:
+            raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
+    chosen = [layer % n_layers for layer in chosen]
     return None if chosen == list(range(n_layers)) else chosen
 
 
@@ -402,11 +390,7 @@ def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
 
 
 def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> dict[StoredArray, list[int] | None]:
-    """Return the stored arrays that some layers of several fields are decoded from, each once.
-
-    Returns:
-        Array -> the indices along its axis 1 that are needed; None for whole rows.
-    """
+    """Return the arrays that some layers of several fields are decoded from -> indices along axis 1; None for all."""
     found: dict[StoredArray, list[int] | None] = {}
     for codec, layers in fields:
         for array in codec.arrays_read(layers):
@@ -418,13 +402,7 @@ def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> dict[StoredArr
 def decode_tokens(
     codec: FieldCodec, codes: Codes, base: int, start: int, stop: int, layers: Layers, out: np.ndarray
 ) -> None:
-    """Decode the tokens [start, stop) of a sequence from rows that begin at token ``base``, a multiple of 64.
-
-    Args:
-        codec: of the field; not the identity.
-        layers: the layers that ``codes`` hold.
-        out: [stop - start, *token_shape], the field's storage dtype; filled.
-    """
+    """Decode the tokens [start, stop) of a sequence into ``out`` from rows that begin at ``base``, a multiple of 64."""
     if layers == []:
         return
     values = codec.decode(codes, base, stop - base, layers)[start - base :]

@@ -34,13 +34,7 @@ class ArraySummary(NamedTuple):
 
 @dataclass(frozen=True)
 class FieldSummary:
-    """Sizes of one field over all committed parts.
-
-    Attributes:
-        raw_bytes: bytes of the tokens' values, without padding and compression.
-        n_values: numbers in the tokens' values, without padding.
-        arrays: what is stored for it; lossless is one array of the field's name.
-    """
+    """Sizes of one field over all committed parts; raw bytes and values are those of the tokens, without padding."""
 
     name: str
     dtype: str
@@ -54,11 +48,6 @@ class FieldSummary:
     def stored_bytes(self) -> int:
         """Bytes of all its files."""
         return sum(array.stored_bytes for array in self.arrays)
-
-    @property
-    def bits_per_value(self) -> float:
-        """Stored bits per number."""
-        return 8 * _ratio(self.stored_bytes, self.n_values)
 
     @property
     def ratio(self) -> float:
@@ -78,8 +67,6 @@ class StoreSummary:
     """What ``inspect`` shows; counts are of committed parts.
 
     Attributes:
-        n_response_tokens: tokens that the assistant wrote.
-        has_target: whether ``target/`` is there.
         missing: what of the plan is still to be written, in words; empty for a complete store.
         unfinished: fields that an addition has written to some parts only -> how many parts.
     """

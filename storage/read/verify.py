@@ -30,10 +30,11 @@ from ..backend import (
 )
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
-from ..commit import PartCommit, find_manifest_damage, find_size_damage, read_file_records, read_part_commit
+from ..commit import FileRecord, PartCommit, find_manifest_damage, find_size_damage, read_file_records, read_part_commit
 from ..paths import StorePath, name_below
 from ..plan import check_plan, find_texts_damage, part_counts, plan_counts, read_plan
 from ..schema import (
+    ALIGNMENT_TOKENS,
     CODEC_NAME,
     COMMITS_NAME,
     FLOAT_DTYPES,
@@ -48,14 +49,11 @@ from ..schema import (
     is_finite,
     target_commit_path,
 )
-from ..shard import FileRecord
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
 SLICE_BYTES = 32 << 20
 """Raw bytes that one thread holds at a time."""
-SLICE_TOKENS = 64
-"""Slices start at multiples of this, as codecs that work on blocks of tokens want it."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +74,10 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """Outcome of ``verify_store``.
+    """The outcome of ``verify_store``; both lists are in order of parts.
 
     Attributes:
-        damages: everything found, in order of parts.
-        unchecked: what could not be checked, in order of parts.
+        unchecked: what could not be checked.
         n_parts: committed parts.
         n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
         lacks_target: whether the target bundle, which an extraction writes, has no commit.
@@ -142,18 +139,14 @@ def verify_store(
 
     File sizes and checksums against the commits, the texts against their checksum, shard indexes, the checksum of every
     chunk, counts against the plan, response masks against their counts, token ids against the vocabulary, and that
-    every value is finite.
+    every value is finite. Damage, and what the machine kept from being checked, is listed and not raised. Where
+    store.json or plan.parquet is not the file that was written, nothing else is checked.
 
     Args:
         progress: called with bytes, as files are checked (half of their bytes) and decoded (the other half).
         n_threads: threads that checksum and decode; default: one per core, at most 16.
-        values: also decode every value. Without it every byte is still compared with what was written, as fast as the
-            disk reads (about 1.3 GB/s a core); decoding takes several times the processor time.
+        values: also decode every value, which takes several times the time of comparing all bytes.
         parts: check no other parts than these; None for all.
-
-    Returns:
-        The report; damage, and what the machine kept from being checked, is listed and not raised. Where store.json or
-        plan.parquet is not the file that was written, nothing else is checked.
 
     Raises:
         StorageUnavailable: a file without which nothing else can be checked could not be read.
@@ -328,7 +321,12 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
         found: dict[str, str] = {}
         try:
             if spec.name == "response_mask":
-                found[name] = _mask_damage(reader.read(i, name), row["n_response_tokens"])
+                mask = reader.read(i, name)
+                n_masked = int(mask.sum(dtype=np.int64))
+                if mask.max(initial=0) > 1:
+                    found[name] = "the response mask has values above 1"
+                elif n_masked != (n_planned := row["n_response_tokens"]):
+                    found[name] = f"response mask counts {n_masked} tokens, the plan says {n_planned}"
             else:
                 for array, n_bad, first, layers in _non_finite(reader, i, row, codec):
                     where = ", ".join(f"{axis} {index}" for axis, index in zip(array.axes, first, strict=True))
@@ -340,15 +338,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
             yield Finding(part, f"{PARTS_NAME}/{name}", reason(error), error)
             continue
         for array_name, message in found.items():
-            if message:
-                yield Finding(part, f"{PARTS_NAME}/{array_name}", f"{who}: {message}")
-
-
-def _mask_damage(mask: np.ndarray, n_planned: int) -> str:
-    if mask.max(initial=0) > 1:
-        return "the response mask has values above 1"
-    n_masked = int(mask.sum(dtype=np.int64))
-    return "" if n_masked == n_planned else f"response mask counts {n_masked} tokens, the plan says {n_planned}"
+            yield Finding(part, f"{PARTS_NAME}/{array_name}", f"{who}: {message}")
 
 
 def _non_finite(
@@ -357,8 +347,8 @@ def _non_finite(
     """Read what is stored of a field; yield (array, values, first index, layers) for arrays that are not finite."""
     found: dict[StoredArray, tuple[int, list[int], set[int]]] = {}
     spec = codec.spec
-    # Slices of a sequence, so that threads stay small.
-    step = max(1, SLICE_BYTES // spec.token_bytes // SLICE_TOKENS) * SLICE_TOKENS
+    # Slices of a sequence, so that threads stay small; at multiples of the tokens of any codec's blocks.
+    step = max(1, SLICE_BYTES // spec.token_bytes // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
     for start in range(0, row["n_tokens"], step):
         rows = reader.read_stored(i, spec.name, tokens=slice(start, start + step))
         for array in codec.arrays:

@@ -87,6 +87,9 @@ class StoreAddition:
         writer: the store, opened for writing with its own manifest and plan.
         manifest: the store's manifest with more fields, and their settings in ``extraction`` and ``codec``.
         codec: codec of that manifest, with what it has learned.
+
+    Attributes:
+        n_parts: committed parts, to which fields are added.
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
@@ -102,44 +105,29 @@ class StoreAddition:
             part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)
             for part in writer.committed_parts()
         }
+        self.n_parts = len(self._lacking)
         self._is_laid_out = False
-
-    @property
-    def path(self) -> StorePath:
-        """Where the store lies."""
-        return self._writer.path
-
-    @property
-    def n_parts(self) -> int:
-        """Committed parts: fields are added to these."""
-        return len(self._lacking)
 
     def pending_parts(self) -> list[int]:
         """Return the parts that lack new fields, in order."""
         return [part for part, fields in self._lacking.items() if fields]
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
-        """Open a part to write the new fields that it lacks (its ``fields``); use it in ``with``.
-
-        Args:
-            pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
-        """
+        """Open a part to write the new fields that it lacks (its ``fields``); see :class:`PartWriter`."""
         if not self._lacking.get(part):
             raise StoreError(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
         if not self._is_laid_out:  # not before: until the first part is written the store is as it was
             self._writer.lay_out(self.codec)
             self._is_laid_out = True
-        existing = read_part_commit(commit_path(self.path, part)).files
-        return self._writer.open_part(part, self.codec.only(self._lacking[part]), existing, self._on_commit, pool)
-
-    def _on_commit(self, part: int) -> None:
-        self._lacking[part] = ()
+        existing = read_part_commit(commit_path(self._writer.path, part)).files
+        codec = self.codec.only(self._lacking[part])
+        return self._writer.open_part(part, codec, existing, lambda done: self._lacking.update({done: ()}), pool)
 
     def finish(self) -> None:
         """Make the new fields exist for readers."""
         if pending := self.pending_parts():
             raise StoreError(
-                f"{self.path}: {len(pending)} parts lack {', '.join(self._lacking[pending[0]])}, the first is part "
-                f"{pending[0]}. Write them all before finish()."
+                f"{self._writer.path}: {len(pending)} parts lack {', '.join(self._lacking[pending[0]])}, the first is "
+                f"part {pending[0]}. Write them all before finish()."
             )
         self._writer.replace_manifest(self.manifest)

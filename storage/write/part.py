@@ -1,58 +1,164 @@
-"""Writes one part: sequences arrive in order, inner chunks are encoded as they fill, the commit comes last."""
+"""Writes one part: sequences arrive in order, inner chunks are encoded as they fill, the commit comes last.
+
+Each array goes into Zarr v3 shards (``sharding_indexed``): encoded inner chunks in the order written, then the index.
+
+``kv/c.0.0.0.0.0`` of Llama-3-8B: 16,384 tokens of 32 layers with 8 KV heads of 128 (2.1 GB raw, 1.5 GB stored)::
+
+    | chunk 0,0 | chunk 0,1 | ... | chunk 0,31 | chunk 1,0 | ... | chunk 255,31 | index 131,072 | crc32c 4 |
+      layer 0     layer 1           layer 31     layer 0           layer 31
+      tokens 0 to 63                             64 to 127         16,320 to 16,383
+
+One chunk: 64 tokens x 1 layer x 8 heads x 2 x 128 in bfloat16, 262,144 raw bytes in about 181,000 ::
+
+    | header 16 | block at byte 20: 4 | size 4 | low bytes 131,072 | size 4 | high bytes, coded 50,000 | crc32c 4 |
+    +------------------------------------ a blosc frame ------------------------------------------------+
+
+The index: 256 rows x 32 columns of (offset uint64, n_bytes uint64), in C order. A reader of one layer of 64 tokens
+reads the index once, then one chunk.
+
+An index entry of 2**64 - 1 twice means "no chunk", which only positions beyond the end of a part have here: a chunk
+of zeros is written like any other, so that a lost chunk never reads as zeros.
+"""
 
 from __future__ import annotations
 
+import os
+import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from ...errors import StoreError
-from ...files import disk_full_guard
-from ..chunk import EncodePool
+from ...files import disk_full_guard, write_all
+from ..backend import crc32c
+from ..chunk import CRC_BYTES, EncodePool
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
-from ..commit import PartCommit
+from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid
 from ..schema import StoredArray, to_float32
-from ..shard import FileRecord, ShardWriter
 from .publish import PartFiles
+
+_ABSENT = np.uint64(2**64 - 1)
+TASK_BYTES = 1 << 20
+"""Raw bytes that a thread encodes at a time: about 1.5 ms of work, long against the time to hand it over."""
+
+
+class ShardWriter:
+    """Writes one shard front to back; memory holds the index and the chunks that are being encoded.
+
+    Args:
+        pool: encodes the chunks, and syncs the file.
+        make_durable: makes the finished file durable, given its descriptor and path, on the pool's thread for that.
+    """
+
+    def __init__(
+        self, path: Path, grid: ArrayGrid, pool: EncodePool, make_durable: Callable[[int, Path], None]
+    ) -> None:
+        self._path, self._grid, self._pool, self._make_durable = path, grid, pool, make_durable
+        self._encoding: deque[Future[list[bytes]]] = deque()
+        self._index = np.full((grid.rows_per_shard, grid.chunks_per_row, 2), _ABSENT, "<u8")
+        self._row = 0
+        self._n_chunks = 0
+        self._n_bytes = 0
+        self._crc = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_full_guard(path):
+            # O_EXCL: no two writers have a partial name in common, and a link in its place is not followed.
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every row of inner chunks has been given."""
+        return self._row == self._grid.rows_per_shard
+
+    def append_row(self, values: np.ndarray) -> None:
+        """Encode the inner chunks of the next tokens, and write those that are ready.
+
+        Args:
+            values: [chunk_tokens, *token_shape], storage dtype; must not change until :meth:`settle` or :meth:`finish`.
+        """
+        step = self._grid.chunk_layers
+        columns = range(self._grid.chunks_per_row)
+        chunks = [values[:, column * step : (column + 1) * step] if values.ndim > 1 else values for column in columns]
+        n_per_task = max(1, TASK_BYTES // chunks[0].nbytes)
+        for first in range(0, len(chunks), n_per_task):
+            self._encoding.append(self._pool.encode(chunks[first : first + n_per_task]))
+        self._row += 1
+        while len(self._encoding) > self._pool.n_ahead:
+            self._write_oldest()
+
+    def settle(self) -> None:
+        """Wait until all given values are encoded; they may then change."""
+        for task in self._encoding:
+            task.result()
+
+    def finish(self) -> tuple[FileRecord, Future[None]]:
+        """Write the remaining chunks and the index; return the file's record, and a future of its sync and closing."""
+        while self._encoding:
+            self._write_oldest()
+        index = self._index.tobytes()
+        # At the end, as its entries are known only then; so a shard is written front to back, and synced once.
+        self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
+        return FileRecord(self._n_bytes, self._crc), self._pool.sync(self._sync)
+
+    def _sync(self) -> None:
+        try:
+            self._make_durable(self._fd, self._path)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the file without an index; the caller deletes it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write_oldest(self) -> None:
+        """Write the chunks of the oldest task, waiting for them."""
+        for data in self._encoding[0].result():
+            self._index[divmod(self._n_chunks, self._grid.chunks_per_row)] = self._n_bytes, len(data)
+            self._n_chunks += 1
+            self._write(data)
+        self._encoding.popleft()
+
+    def _write(self, data: bytes) -> None:
+        with disk_full_guard(self._path):
+            write_all(self._fd, data)
+        self._n_bytes += len(data)
+        self._crc = zlib.crc32(data, self._crc)
 
 
 class ArrayWriter:
     """Streams one stored array of a part into shards, buffering at most one row of chunks.
 
     Args:
-        part: number of the part, which names the shards.
-        allocated_tokens: tokens of the part, padding included.
+        counts: of the part (``plan.part_counts``).
         files: where the shards are written.
+
+    Attributes:
+        records: of the shards that are finished.
+        written: [first, stop] of each run of rows that was given.
     """
 
     def __init__(
-        self,
-        array: StoredArray,
-        part: int,
-        allocated_tokens: int,
-        grid: ArrayGrid,
-        pool: EncodePool,
-        files: PartFiles,
+        self, array: StoredArray, counts: Mapping[str, int], grid: ArrayGrid, pool: EncodePool, files: PartFiles
     ) -> None:
         self.array = array
         self.records: dict[str, FileRecord] = {}
         self.written: list[list[int]] = []
-        self._part = part
-        self._files = files
-        self._pool = pool
+        self._part, self._grid, self._pool, self._files = counts["part"], grid, pool, files
         self._syncs: list[Future[None]] = []
-        self._n_rows = array.n_rows(allocated_tokens)
-        self._grid = grid
-        self._row = np.zeros((self._grid.chunk_tokens, *array.row_shape), array.storage_dtype)
+        self._n_rows = array.n_rows(counts["allocated_tokens"])
+        self._row = np.zeros((grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
-        self._cursor = 0
         self._shard: ShardWriter | None = None
-        self._shard_index = -1
+        self._n_shards = 0
 
     def write(self, first_row: int, values: np.ndarray) -> None:
         """Write consecutive rows; rows skipped since the last call are zero.
@@ -68,7 +174,6 @@ class ArrayWriter:
             self.written[-1][1] += len(values)
         else:
             self.written.append([first_row, first_row + len(values)])
-        self._cursor = first_row + len(values)
         size = self._grid.chunk_tokens
         at = 0
         while at < len(values):
@@ -83,17 +188,15 @@ class ArrayWriter:
             at += n
 
     def _check(self, first_row: int, values: np.ndarray) -> None:
-        array = self.array
-        unit = array.axes[0]
+        array, unit, end = self.array, self.array.axes[0], first_row + len(values)
         if values.dtype != array.storage_dtype or values.shape[1:] != array.row_shape or values.ndim < 1:
             raise _wrong_values(array.name, array.storage_dtype, array.row_shape, array.logical_dtype, values)
-        if first_row < self._cursor:
+        if self.written and first_row < self.written[-1][1]:
             raise StoreError(
-                f"{array.name!r}: {unit} {first_row} comes before {self._cursor}, the end of what is written. "
+                f"{array.name!r}: {unit} {first_row} comes before {self.written[-1][1]}, the end of what is written. "
                 "Write in increasing order."
             )
-        if first_row + len(values) > self._n_rows:
-            end = first_row + len(values)
+        if end > self._n_rows:
             raise StoreError(f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's {self._n_rows}.")
 
     def _flush_rows(self, row: int) -> None:
@@ -106,9 +209,9 @@ class ArrayWriter:
 
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
-            self._shard_index += 1
-            path = self._files.path_of(self._shard_name(self._shard_index))
+            path = self._files.path_of(self._shard_name(self._n_shards))
             self._shard = ShardWriter(path, self._grid, self._pool, self._files.make_durable)
+            self._n_shards += 1
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -117,12 +220,12 @@ class ArrayWriter:
     def _finish_shard(self) -> None:
         if self._shard is not None:
             record, synced = self._shard.finish()
-            self.records[self._shard_name(self._shard_index)] = record
+            self.records[self._shard_name(self._n_shards - 1)] = record
             self._syncs.append(synced)
             self._shard = None
 
-    def _shard_name(self, index: int) -> str:
-        return f"{self.array.name}/{self._grid.shard_key(self._part, index)}"
+    def _shard_name(self, number: int) -> str:
+        return f"{self.array.name}/{self._grid.shard_key(self._part, number)}"
 
     def settle(self) -> None:
         """Wait until all values given to :meth:`write` are encoded."""
@@ -144,8 +247,8 @@ class ArrayWriter:
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
-        for index in range(self._shard_index + 1):
-            self._files.path_of(self._shard_name(index)).unlink(missing_ok=True)
+        for number in range(self._n_shards):
+            self._files.path_of(self._shard_name(number)).unlink(missing_ok=True)
 
 
 class PartWriter:
@@ -161,6 +264,7 @@ class PartWriter:
             Without one the caller's thread encodes, and they may change as soon as :meth:`write` returns.
 
     Attributes:
+        is_open: whether it is neither committed nor discarded yet.
         was_first: whether the committed part is this one; no longer once :meth:`commit` found another writer's.
     """
 
@@ -176,21 +280,14 @@ class PartWriter:
     ) -> None:
         self.sequences = sequences
         self.part, self.allocated_tokens = counts["part"], counts["allocated_tokens"]
-        self.was_first = True
+        self.is_open = self.was_first = True
         self._counts, self._codec, self._files, self._on_close = counts, codec, files, on_close
-        self._is_open = True
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         pool = pool or EncodePool()
         self._arrays = {
-            array.name: ArrayWriter(array, self.part, self.allocated_tokens, grids[array.name], pool, files)
-            for array in codec.arrays
+            array.name: ArrayWriter(array, counts, grids[array.name], pool, files) for array in codec.arrays
         }
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is neither committed nor discarded yet."""
-        return self._is_open
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -217,7 +314,9 @@ class PartWriter:
             StoreError: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
                 finite, something else than one planned sequence, or no tokens where they are needed.
         """
-        codec = self._field_codec(field)
+        self._check_open()
+        if (codec := self._codec.fields.get(field)) is None:
+            raise StoreError(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
         if codec.is_identity and not isinstance(values, Mapping):
             self._arrays[codec.arrays[0].name].write(first_token, values)
             return
@@ -229,10 +328,9 @@ class PartWriter:
                 f"{n_tokens or 'none'} there). This codec encodes whole sequences: write one sequence per call."
             )
         codes = values if isinstance(values, Mapping) else _encoded(codec, values, tokens)
-        if codes.keys() != {array.name for array in codec.arrays}:
-            raise StoreError(
-                f"{field!r} is stored as {', '.join(array.name for array in codec.arrays)}, got {', '.join(codes)}."
-            )
+        names = [array.name for array in codec.arrays]
+        if codes.keys() != set(names):
+            raise StoreError(f"{field!r} is stored as {', '.join(names)}, got {', '.join(codes)}.")
         for array in codec.arrays:
             rows = codes[array.name]
             if len(rows) != array.n_rows(n_tokens):
@@ -242,14 +340,8 @@ class PartWriter:
             self._arrays[array.name].write(first_token // array.block_tokens, rows)
 
     def _check_open(self) -> None:
-        if not self._is_open:
+        if not self.is_open:
             raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
-
-    def _field_codec(self, field: str) -> FieldCodec:
-        self._check_open()
-        if field not in self._codec.fields:
-            raise StoreError(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
-        return self._codec.fields[field]
 
     def settle(self) -> None:
         """Wait until all values given to :meth:`write` are encoded; they may then change."""
@@ -277,7 +369,7 @@ class PartWriter:
             records = {name: record for array in self._arrays.values() for name, record in array.records.items()}
             commit = PartCommit(**self._counts, files=dict(sorted({**self._files.existing, **records}.items())))
             commit, self.was_first = self._files.publish(commit, records)
-        self._is_open = False
+        self.is_open = False
         self._on_close(True)
         return commit
 
@@ -301,9 +393,9 @@ class PartWriter:
 
     def discard(self) -> None:
         """Delete the files of an uncommitted part: it stays pending, or without the new fields."""
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         for array in self._arrays.values():
             array.abort()
         is_committed = False

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -54,7 +55,7 @@ from ..backend import (
     replace_file,
     sync_names,
 )
-from ..commit import PartCommit, files_json, read_file_records, read_part_commit
+from ..commit import FileRecord, PartCommit, content_of, files_json, read_file_records, read_part_commit
 from ..paths import RemotePath, StorePath, requests
 from ..schema import (
     CODEC_NAME,
@@ -68,13 +69,17 @@ from ..schema import (
     publication_path,
     target_commit_path,
 )
-from ..shard import FileRecord, new_attempt, partial_name, sync_file
 from .lock import FIRST_PART_BYTE, StoreLock
 
 COMMIT_WITHIN_S = 24 * 3600.0
 """Time from the first upload of a part in which it must be published."""
 LEFTOVER_S = 2 * COMMIT_WITHIN_S
 """Age from which an upload that was not published is deleted."""
+
+
+def partial_name(name: str, attempt: str) -> str:
+    """Return what a file is called until it is published: after its writer."""
+    return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Publication:
     commit: StorePath
     attempt: str
     files: Mapping[str, int]
-    old: str | None
-    new: str
+    old: bytes | None
+    new: bytes
 
     @classmethod
     def read(cls, commit: StorePath) -> Publication | None:
@@ -103,17 +108,18 @@ class Publication:
             files = {
                 relative_name(name): whole_number(n, "bytes") for name, n in mapping(content["files"], "files").items()
             }
-            old, new, attempt = content["old"], content["new"], content["attempt"]
+            old = None if content["old"] is None else str(content["old"]).encode()
+            return cls(commit, str(content["attempt"]), files, old, str(content["new"]).encode())
         except MISSING:
             return None
         except (KeyError, TypeError, ValueError):
             remove_file(publication_path(commit))
             return None
-        return cls(commit, str(attempt), files, None if old is None else str(old), str(new))
 
     def to_json(self) -> bytes:
         """Return the record's content."""
-        return (json.dumps(vars(self) | {"commit": self.commit.name}, indent=1, sort_keys=True) + "\n").encode()
+        texts = {"commit": self.commit.name, "old": self.old and self.old.decode(), "new": self.new.decode()}
+        return (json.dumps(vars(self) | texts, indent=1, sort_keys=True) + "\n").encode()
 
     def publish(self) -> bool:
         """Make the commit, unless another one was made first; returns whether it is this one."""
@@ -127,17 +133,17 @@ class Publication:
         """Name the files and make the commit, as far as nobody has done it; delete what is left of the files."""
         store = self.commit.parent.parent
         has_won = False
-        if _content(self.commit) == self.old:
+        if content_of(self.commit) == self.old:
             try:
                 name_files(store, self.attempt, self.files)
                 has_won = (
-                    put_if_absent(self.commit, self.new.encode())
+                    put_if_absent(self.commit, self.new)
                     if self.old is None
-                    else replace_file(self.commit, self.old.encode(), self.new.encode())
+                    else replace_file(self.commit, self.old, self.new)
                 )
             except FileNotFoundError:
                 # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an upload, was deleted.
-                has_won = _content(self.commit) == self.new
+                has_won = content_of(self.commit) == self.new
         _delete([*(store / partial_name(name, self.attempt) for name in self.files), publication_path(self.commit)])
         return has_won
 
@@ -158,12 +164,6 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
     list(requests().map(copy, files))
 
 
-def _content(commit: StorePath) -> str | None:
-    with suppress(FileNotFoundError):
-        return read_file(commit).decode()
-    return None
-
-
 def _delete(paths: Collection[StorePath]) -> None:
     found = [locate(path) for path in paths]
     if found:
@@ -182,7 +182,7 @@ class PartFiles:
         self.commit_path = commit_path(store.path, part)
         self._folder = store.path / PARTS_NAME if isinstance(store.path, Path) else store.scratch_path
         # The uploads of a part that was given up may still be published, so that a second try needs other names.
-        self.attempt = store.attempt if isinstance(store.path, Path) else new_attempt()
+        self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
         self._uploads: list[StorePath] = []
         self._asked_for: PartCommit | None = None
@@ -194,7 +194,8 @@ class PartFiles:
     def make_durable(self, fd: int, path: Path) -> None:
         """Sync a local file that is complete, or upload it."""
         if isinstance(self._store.path, Path):
-            sync_file(fd, path)
+            with disk_full_guard(path):
+                os.fsync(fd)
             return
         self._first_upload_s = self._first_upload_s or time.time()  # the wall clock: it runs while a machine sleeps
         target = self._store.path / PARTS_NAME / path.relative_to(self._folder).as_posix()
@@ -218,12 +219,12 @@ class PartFiles:
                 "which its files may have been deleted. Run the same command again, with a smaller --part-tokens for a "
                 "new store."
             )
-        old = replace(commit, files=self.existing).to_json().decode() if self.existing else None
+        old = replace(commit, files=self.existing).to_json() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(FIRST_PART_BYTE + self._part):
             # In a folder the byte is held from the look at the commit to the last rename, so that no part is mixed.
-            if Publication(path, self.attempt, files, old, commit.to_json().decode()).publish():
+            if Publication(path, self.attempt, files, old, commit.to_json()).publish():
                 return commit, True
         try:
             other = read_part_commit(path)
@@ -256,7 +257,7 @@ class StoreFiles:
     """
 
     def __init__(self, path: StorePath, attempt: str | None = None, shares: bool = False, joins: bool = False) -> None:
-        self.path, self.attempt = path, attempt or new_attempt()
+        self.path, self.attempt = path, attempt or secrets.token_hex(4)
         # A bucket has no locks: the records of publications decide there.
         self._lock = StoreLock(path, shares, joins) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -300,7 +301,7 @@ class StoreFiles:
     @contextmanager
     def target(self) -> Iterator[Path]:
         """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well."""
-        commit, attempt, files = target_commit_path(self.path), new_attempt(), dict[str, FileRecord]()
+        commit, attempt, files = target_commit_path(self.path), secrets.token_hex(4), dict[str, FileRecord]()
         with (
             disk_full_guard(self.path / TARGET_NAME),
             tempfile.TemporaryDirectory(PARTIAL_SUFFIX, f"{TARGET_NAME}.", self.scratch_path) as name,
@@ -313,10 +314,10 @@ class StoreFiles:
                     files[below] = FileRecord(local.stat().st_size, file_crc32(local))
                     _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
             # While files are replaced they do not fit their commit; without one a bundle is incomplete, not damaged.
-            was_there = _content(commit) is not None
+            was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
-            has_won = Publication(commit, attempt, sizes, None, files_json(files).decode()).publish()
+            has_won = Publication(commit, attempt, sizes, None, files_json(files)).publish()
             if was_there and not has_won:  # else another one's, of the same target, was there first
                 raise changed_meanwhile(commit)
             self._remove_others(TARGET_NAME, files)

@@ -43,12 +43,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class RepairPlan:
-    """What a repair has to do.
-
-    Attributes:
-        damages: everything that `verify_store` found.
-        missing: what of the plan is still to be written, in words; empty for a complete store.
-    """
+    """What a repair has to do; ``missing`` says what of the plan is still to be written, empty for a complete store."""
 
     store: StorePath
     damages: tuple[Finding, ...]
@@ -131,12 +126,9 @@ def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
 
 
 def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
-    """Delete from an open store what a plan names beside parts, as far as it is damaged still.
+    """Delete from an open store what a plan names beside parts, as far as it is damaged still; return what is.
 
     Another process may have repaired it, or what the machine said then may no longer hold; so it is read once more.
-
-    Returns:
-        What is damaged now; its parts are left to the caller.
     """
     now = plan_repair(writer.path, parts=plan.parts)
     _check_droppable(now)

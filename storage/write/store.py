@@ -26,34 +26,41 @@ created once, by the first writer, and all others compare it with their own (``p
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from ...errors import StoreDamaged, StoreError
+from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreError, StoreMismatch
 from ...files import disk_full_guard
 from ..backend import (
     MISSING,
+    blocks_of,
     check_guard,
     exists,
     make_folder,
     names_in,
     open_path,
+    put,
     put_if_absent,
+    read_file,
     reads_of,
     remove_file,
     replace_file,
     sizes_of,
+    sync_names,
 )
 from ..chunk import EncodePool
-from ..codecs.registry import StoreCodec
+from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
 from ..commit import (
+    FileRecord,
     PartCommit,
     find_manifest_damage,
     find_size_damage,
@@ -61,34 +68,30 @@ from ..commit import (
     read_commits,
     read_file_records,
     read_part_commit,
+    restore_files,
     write_manifest_commit,
 )
-from ..grid import ArrayGrid
+from ..grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
 from ..paths import RemotePath, StorePath
-from ..plan import check_plan, part_counts, read_plan
+from ..plan import check_plan, part_counts, plan_bytes, plan_counts, read_plan
 from ..read.store import read_manifest
 from ..schema import (
+    CODEC_NAME,
     COMMITS_NAME,
+    LOCK_NAME,
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
     RUNS_NAME,
     TARGET_NAME,
+    ZARR_NAME,
+    StoredArray,
     StoreManifest,
     commit_path,
+    flatten,
+    is_known,
     manifest_commit_path,
     target_commit_path,
-)
-from ..shard import FileRecord
-from .opening import (
-    begin,
-    check_counts,
-    check_same,
-    check_unoccupied,
-    name_next_basis,
-    restore,
-    write_array_metadata,
-    write_codec,
 )
 from .part import PartWriter
 from .publish import PartFiles, StoreFiles, changed_meanwhile, refuse_links
@@ -100,9 +103,7 @@ class StoreWriter(StoreFiles):
     """A process that writes to a store. Make it with :meth:`create_or_resume` or :meth:`join`, and use it in ``with``.
 
     Attributes:
-        manifest: settings that shape its data.
         plan: all sequences (see ``plan.PLAN_SCHEMA``).
-        codec: the codec of its fields.
         joined: whether other processes wrote to the store when this one came.
         repaired_parts: parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
     """
@@ -155,14 +156,16 @@ class StoreWriter(StoreFiles):
         """
         store = open_path(path)
         check_plan(plan, manifest.alignment_tokens)
-        check_counts(manifest, plan)
+        for key, value in plan_counts(plan).items():
+            if getattr(manifest, key) != value:
+                raise StoreDamaged(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
         with check_guard(store), disk_full_guard(store):
-            check_unoccupied(store)
+            _check_unoccupied(store)
             make_folder(store)
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
             if writer.joined:  # those who were there first keep it in order
-                check_same(store, manifest, plan)
+                _check_same(store, manifest, plan)
                 writer._open_codec()
             else:
                 writer._open_alone(codec_files or {})
@@ -172,11 +175,7 @@ class StoreWriter(StoreFiles):
 
     @classmethod
     def join(cls, path: str | os.PathLike[str] | StorePath, attempt: str | None = None) -> StoreWriter:
-        """Write parts of a store beside the process that opened it, from what the store itself says.
-
-        Args:
-            attempt: see the attribute; default: a new one.
-        """
+        """Write parts of a store beside the process that opened it, from what the store itself says."""
         store = open_path(path)
         with check_guard(store):
             manifest, plan = read_manifest(store), read_plan(store / PLAN_NAME)
@@ -188,7 +187,7 @@ class StoreWriter(StoreFiles):
 
     @contextmanager
     def _opening(self) -> Iterator[None]:
-        """Close the store where it cannot be opened, and name an I/O error, which is no damage."""
+        """Close the store where it cannot be opened."""
         try:
             with check_guard(self.path), disk_full_guard(self.path):
                 yield
@@ -204,17 +203,31 @@ class StoreWriter(StoreFiles):
         """Begin a store, or put one in order that nobody else writes to, or that lies in a bucket."""
         refuse_links(self.path)
         if exists(manifest_commit_path(self.path)) or exists(self.path / MANIFEST_NAME):
-            restore(self.path, self.manifest, self.plan)
-            check_same(self.path, self.manifest, self.plan)
-            write_codec(self.path, codec_files)
+            self._restore()
+            _check_same(self.path, self.manifest, self.plan)
+            for name, content in codec_files.items():
+                path = self.path / CODEC_NAME / name
+                make_folder(path.parent)
+                if not exists(path) or path.read_bytes() != content:
+                    put(path, content)
             self.joined = isinstance(self.path, RemotePath)
         else:
-            begin(self.path, self.manifest, self.plan, codec_files)
+            _begin(self.path, self.manifest, self.plan, codec_files)
         self.codec = StoreCodec.open(self.manifest, self.path)
         self._clean()
         self.lay_out(self.codec)
         if not exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
             self._record_manifest()  # all files were found equal to what the inputs give
+
+    def _restore(self) -> None:
+        """Write damaged or lost store.json and plan.parquet again if these inputs are the store's."""
+        documents = {MANIFEST_NAME: self.manifest.to_json().encode(), PLAN_NAME: plan_bytes(self.plan)}
+        try:
+            restore_files(self.path, documents)
+        except StoreDamaged:
+            if not exists(self.path / MANIFEST_NAME):
+                raise
+            # Either their commit is damaged, or the inputs are others: the comparison that follows says which.
 
     @property
     def has_target(self) -> bool:
@@ -244,9 +257,8 @@ class StoreWriter(StoreFiles):
 
     def is_pending(self, part: int) -> bool:
         """Whether a part has no commit yet or is to be replaced."""
-        if part in self._damaged:
-            return True
-        return not exists(commit_path(self.path, part)) if self.is_shared else part not in self._committed
+        is_committed = exists(commit_path(self.path, part)) if self.is_shared else part in self._committed
+        return part in self._damaged or not is_committed
 
     def is_claimed(self, part: int) -> bool:
         """Whether a process, which may be this one, writes a part at this moment; only a hint."""
@@ -257,14 +269,7 @@ class StoreWriter(StoreFiles):
         return self.plan.filter(pa.array(self.plan["part"].to_numpy() == part))
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
-        """Open a part for writing; use it in ``with``.
-
-        Args:
-            pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
-
-        Raises:
-            StoreError: no such part, or it is committed already.
-        """
+        """Open a part for writing (see :class:`PartWriter`); StoreError for no such part, or one that is committed."""
         if not 0 <= part < self.n_parts:
             raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._damaged:
@@ -309,7 +314,7 @@ class StoreWriter(StoreFiles):
     def lay_out(self, codec: StoreCodec) -> None:
         """Write the metadata of a codec's arrays where it is missing."""
         with check_guard(self.path), disk_full_guard(self.path):
-            self._grids |= write_array_metadata(self.path, codec.arrays, self.n_parts, self._longest_part)
+            self._grids |= _write_array_metadata(self.path, codec.arrays, self.n_parts, self._longest_part)
 
     def replace_parts(self, parts: Iterable[int]) -> None:
         """Make damaged parts pending; each is kept until :meth:`part` opens it, so that a stop loses at most that."""
@@ -433,3 +438,133 @@ class StoreWriter(StoreFiles):
             return not exists(commit) or not find_size_damage(self.path / TARGET_NAME, read_file_records(commit))
         except StoreDamaged:
             return False
+
+
+def _check_unoccupied(store: StorePath) -> None:
+    """Refuse a folder that is not empty, a readable store, or the unfinished start of one."""
+    # Whether there is a folder a bucket tells by a list of all files alone.
+    if isinstance(store, Path):
+        there = next(path for path in (store, *store.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise OutputOccupied(f"{store}: {there} is a file, not a folder. Choose another output folder.")
+        if there is not store:
+            return
+    manifest, has_commit = store / MANIFEST_NAME, exists(manifest_commit_path(store))
+    if exists(manifest):
+        try:
+            read_manifest(store)
+        except SchemaVersionError:
+            if not any(path == manifest for path, _ in find_manifest_damage(store)):
+                raise  # else the version is a damaged byte
+        except StoreDamaged as error:
+            if not has_commit:  # else `restore` repairs it, or names the damage
+                raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
+        return
+    commits = names_in(store / COMMITS_NAME)
+    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not has_commit:
+        raise OutputOccupied(
+            f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
+            f"Restore {MANIFEST_NAME}, or choose another output folder."
+        )
+    names = names_in(store)
+    foreign = sorted(name for name in names if not is_known(name))
+    if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):  # a bucket's start leaves no lock
+        shown = ", ".join((foreign or sorted(names))[:3])
+        raise OutputOccupied(
+            f"{store} is not empty and not an activation store (it holds {shown}). "
+            "Choose another output folder, or empty this one."
+        )
+
+
+def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table) -> None:
+    """Compare everything that shapes the data, or the plan alone; raises StoreMismatch with every key that differs."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    if manifest is not None:
+        old, new = (flatten(json.loads(each.to_json())) for each in (read_manifest(store), manifest))
+        pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in sorted(old.keys() | new.keys())}
+        changes = {key: (was, now) for key, (was, now) in pairs.items() if was != now}
+    old_plan = read_plan(store / PLAN_NAME)
+    if not old_plan.equals(plan.replace_schema_metadata(None)):
+        changes["plan"] = _first_difference(old_plan, plan)
+    if changes:
+        raise StoreMismatch(str(store), changes)
+
+
+def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
+    for row in range(min(old.num_rows, new.num_rows)):
+        a, b = old.slice(row, 1).to_pylist()[0], new.slice(row, 1).to_pylist()[0]
+        if a != b:
+            keys = [key for key in a if a[key] != b[key]]
+            was, now = (f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))
+            return was, now
+    return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
+
+
+def _write_array_metadata(
+    store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longest_part: int
+) -> dict[str, ArrayGrid]:
+    """Write the metadata of arrays where it is missing, and return the grid of each by its name.
+
+    Existing metadata stays, also where another release chose another grid: later parts follow it. It raises
+    StoreDamaged where it is damaged, and not what this release would write.
+    """
+    wanted = {array.name: array for array in arrays}
+    documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in wanted.values())
+    contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
+    restore_files(store, contents)
+    for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):  # groups before their members
+        path = store / name
+        if not exists(path):
+            make_folder(path.parent)
+            put_if_absent(path, content)
+            sync_names(path.parent.parent)
+    grids = {}
+    for name, array in wanted.items():
+        path = store / PARTS_NAME / name / ZARR_NAME
+        try:
+            grids[name] = grid = grid_from_metadata(read_file(path), array, str(path))
+        except ValueError as error:
+            raise StoreDamaged(f"{error} Restore the file from a copy.") from error
+        if grid.shape[0] != n_parts * grid.part_rows or grid.part_rows < array.n_rows(longest_part):
+            raise StoreDamaged(
+                f"{path} has {grid.shape[0]} rows and {grid.part_rows} for each part, which is not what the plan's "
+                f"{n_parts} parts of up to {longest_part} tokens need. Restore the file from a copy."
+            )
+    return grids
+
+
+def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]) -> None:
+    """Write what makes a folder or prefix a store, the manifest last.
+
+    In a bucket others may begin at the same moment, and what is there stays: it is compared before the next document is
+    written. A folder is locked, so that what is there was left by a kill.
+    """
+    if isinstance(store, Path):
+        for path in (store / PLAN_NAME, *(store / CODEC_NAME / name for name in codec_files)):
+            path.unlink(missing_ok=True)
+    for name, content in codec_files.items():
+        make_folder(store / CODEC_NAME)
+        if not put_if_absent(store / CODEC_NAME / name, content):
+            raise StoreMismatch(str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")})
+    if not put_if_absent(store / PLAN_NAME, plan_bytes(plan)):
+        _check_same(store, None, plan)
+    if not put_if_absent(store / MANIFEST_NAME, manifest.to_json().encode()):
+        _check_same(store, manifest, plan)
+
+
+def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
+    """Rename the basis that was learned for added fields, once store.json names these fields."""
+    path = store / CODEC_NAME / NEXT_BASIS_NAME
+    if not exists(path):
+        return
+    digest = hashlib.sha256()
+    for block in blocks_of(path):
+        digest.update(block)
+    if digest.hexdigest() != manifest.codec.get("basis_sha256"):
+        return
+    if isinstance(path, Path):
+        os.replace(path, path.with_name(BASIS_NAME))
+        sync_names(path.parent)
+    else:  # readers that find another basis look at the next one too
+        put(path.parent / BASIS_NAME, path.read_bytes())
+        remove_file(path)

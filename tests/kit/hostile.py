@@ -21,9 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moa_data.errors import MoaDataError, StorageUnavailable
-from moa_data.storage.commit import files_json
+from moa_data.storage.commit import FileRecord, files_json
 from moa_data.storage.schema import target_commit_path
-from moa_data.storage.shard import FileRecord
 
 HEADROOM_BYTES = 3 << 29
 _UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -27,11 +27,11 @@ from moa_data.pipeline.forwards.parts import batches
 from moa_data.pipeline.report import PartProgress, Timings
 from moa_data.pipeline.workers import WorkOrder, run_worker
 from moa_data.storage import chunk as chunk_module
-from moa_data.storage import shard
 from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path
+from moa_data.storage.write import part as part_writer
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.stores import flip, read_tree
@@ -235,7 +235,7 @@ def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
         return write_all(fd, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard, "write_all", full_after_some)
+        patch.setattr(part_writer, "write_all", full_after_some)
         with pytest.raises(StorageUnavailable, match=r"No space left while writing .*run the same command again"):
             extract(config)
     assert 0 < len(list((Path(config.out) / "commits").glob("part-*.json"))) < 5
@@ -262,14 +262,14 @@ KILL_SCRIPT = """
     from moa_data.pipeline import extract as extract_module
     from moa_data.pipeline.forwards import parts as forwards_module
     from moa_data.pipeline.config import ExtractConfig
-    from moa_data.storage.write import opening, part as part_writer, publish
+    from moa_data.storage.write import part as part_writer, publish, store as writer
     from moa_data.tests.kit.kills import die_at, kill_at_points
 
     torch.set_num_threads(1)
     model, dataset, out, *names = sys.argv[1:]
 
     POINTS = {
-        "manifest": lambda: die_at(opening, "put_if_absent", 2),
+        "manifest": lambda: die_at(writer, "put_if_absent", 2),
         "bundle": lambda: die_at(forwards_module, "save_target_bundle", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
         "before_commit": lambda: die_at(publish, "put_if_absent", 2),

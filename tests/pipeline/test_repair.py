@@ -14,8 +14,8 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
 from moa_data.pipeline.plan import recorded_config
-from moa_data.storage import shard
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write import part as part_writer
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import write_target
@@ -66,7 +66,7 @@ def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pyt
         return files.write_all(fd, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard, "write_all", full_after_some)
+        patch.setattr(part_writer, "write_all", full_after_some)
         with pytest.raises(StorageUnavailable):
             repair(plan_repair(store), config.model)
     report = verify_store(store)

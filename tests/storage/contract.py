@@ -54,21 +54,13 @@ class BackendContract:
         for ask in (read_file, lambda path: path.stat(), lambda path: replace_file(path, b"", b"x")):
             with pytest.raises(MISSING):
                 ask(place / "nothing")
-        backend, name = locate(place / "nothing")
-        with pytest.raises(MISSING):
-            backend.read_ranges([(name, 0, 1)])
         put(place / "x", b"1")
         for _ in range(2):
             remove_file(place / "x")
         assert not exists(place / "x")
 
-    def test_ranges_end_with_the_file(self, place: StorePath) -> None:
-        data = os.urandom(100_000)
-        put(place / "file", data)
-        backend, name = locate(place / "file")
-        ranges = [(99_990, 100_000), (0, 5), (3, 9), (99_998, 100_020), (200_000, 200_001)]
-        found = backend.read_ranges([(name, start, stop) for start, stop in ranges])
-        assert [bytes(each) for each in found] == [data[start:stop] for start, stop in ranges]
+    def test_a_file_is_read_in_blocks(self, place: StorePath) -> None:
+        put(place / "file", data := os.urandom(100_000))
         assert b"".join(blocks_of(place / "file", 30_000)) == data
 
     def test_one_of_many_creates(self, place: StorePath) -> None:

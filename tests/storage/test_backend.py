@@ -43,6 +43,14 @@ class TestFolder(BackendContract):
 class ObjectStoreContract(BackendContract):
     """What object stores do besides."""
 
+    def test_ranges_end_with_the_file(self, place: RemotePath) -> None:
+        place.backend.put("file", data := os.urandom(100_000))
+        ranges = [(99_990, 100_000), (0, 5), (3, 9), (99_998, 100_020), (200_000, 200_001)]
+        found = place.backend.read_ranges([("file", start, stop) for start, stop in ranges])
+        assert [bytes(each) for each in found] == [data[start:stop] for start, stop in ranges]
+        with pytest.raises(FileNotFoundError):
+            place.backend.read_ranges([("nothing", 0, 1)])
+
     def test_one_of_many_replaces(self, place: RemotePath) -> None:
         store = place.backend
         store.put("document", b"new")

@@ -18,9 +18,13 @@ from moa_data.storage import chunk as chunk_module
 from moa_data.storage.chunk import EncodePool, decode_chunk, encode_chunk, encode_frame
 from moa_data.storage.grid import array_grid, zarr_metadata
 from moa_data.storage.schema import StoredArray, bfloat16_bits
-from moa_data.storage.shard import ShardWriter
+from moa_data.storage.write.part import ShardWriter
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, read_by_zarr, read_tree
+
+
+def leave(fd: int, path: Path) -> None:
+    """Sync nothing."""
 
 
 def encoded() -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +108,7 @@ def test_zarr_and_tensorstore_read_every_kind(tmp_path: Path, kind: str, dtype: 
     for path, content in zarr_metadata([(array, grid)]).items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(content)
-    shard = ShardWriter(tmp_path / "codes" / grid.shard_key(0, 0), grid, EncodePool())
+    shard = ShardWriter(tmp_path / "codes" / grid.shard_key(0, 0), grid, EncodePool(), leave)
     shard.append_row(values)
     shard.finish()
     np.testing.assert_array_equal(bits(read_by_zarr(tmp_path, "codes", 0, 512)), bits(values))
@@ -187,7 +191,7 @@ def test_a_shard_holds_few_chunks_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(chunk_module, "encode_chunk", counted)
     values = draw_rows(12)
     with EncodePool(2) as pool:
-        shard = Counting(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool)
+        shard = Counting(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool, leave)
         for row in range(12):
             shard.append_row(values[row * 64 : (row + 1) * 64])
         shard.finish()[1].result()
@@ -214,7 +218,7 @@ def test_an_error_of_an_encoder_reaches_the_writer(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(chunk_module, "encode_chunk", fail)
     values = draw_rows(1)
     with EncodePool(2) as pool:
-        shard = ShardWriter(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool)
+        shard = ShardWriter(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool, leave)
         shard.append_row(values)
         for wait in (shard.settle, shard.finish):
             with pytest.raises(MemoryError, match="no room for a chunk"):
@@ -225,7 +229,7 @@ def test_an_error_of_an_encoder_reaches_the_writer(tmp_path: Path, monkeypatch: 
 def test_a_closed_pool_drops_what_waits(tmp_path: Path) -> None:
     values = draw_rows(1)
     pool = EncodePool(1)
-    shard = ShardWriter(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool)
+    shard = ShardWriter(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool, leave)
 
     def close_soon() -> None:
         shard.append_row(values)

@@ -8,17 +8,19 @@ import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moa_data.errors import OptionInvalid
 from moa_data.storage import read_cache
-from moa_data.storage.backend import ByteRange, open_path
+from moa_data.storage.backend import open_path
+from moa_data.storage.commit import FileRecord
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read_cache import ReadCache, cache_at
+from moa_data.storage.read_cache import ReadCache, RemoteFile, cache_at, fetch_ranges
 from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.stores import flip, make_recipe
 
@@ -33,20 +35,24 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Reader:
-    """Reads pieces of FILES through a cache, and notes what is fetched."""
+    """Reads pieces of FILES through a cache as if from a bucket, and notes what is fetched."""
+
+    url = "s3://bucket"
 
     def __init__(self, cache: ReadCache) -> None:
         self.cache, self.fetched = cache, list[tuple[str, int, int]]()
+        bucket: Any = self
+        record = FileRecord(N_BYTES, 0)
+        self.files = {name: RemoteFile(RemotePath(bucket, name), record, cache) for name in FILES}
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+        self.fetched += ranges
+        return [memoryview(FILES[name][start:stop]) for name, start, stop in ranges]
 
     def __call__(self, *pieces: tuple[str, int, int]) -> list[tuple[str, int, int]]:
         """Read and compare; returns what was fetched meanwhile."""
         before = len(self.fetched)
-
-        def fetch(ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
-            self.fetched += [(pieces[i][0], start, stop) for i, start, stop in ranges]
-            return [memoryview(FILES[pieces[i][0]][start:stop]) for i, start, stop in ranges]
-
-        found = self.cache.read([ByteRange(name, N_BYTES, start, stop) for name, start, stop in pieces], fetch)
+        found = fetch_ranges([(self.files[name], start, stop) for name, start, stop in pieces])
         assert [bytes(each) for each in found] == [FILES[name][start:stop] for name, start, stop in pieces]
         return self.fetched[before:]
 

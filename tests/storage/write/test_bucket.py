@@ -142,7 +142,7 @@ def test_a_record_that_comes_late_changes_nothing(place: RemotePath, recipe: Rec
 
 def test_a_record_whose_uploads_are_gone_comes_to_nothing(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
     with shared(place, recipe) as writer:
-        record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, "{}")
+        record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}")
         put_if_absent(publication_path(record.commit), record.to_json())
         recipe.write_part(writer, 0, rounded(0))
     assert read_remote_tree(place) == trees(recipe, tmp_path, 1)[0]

@@ -19,9 +19,9 @@ from moa_data.storage.paths import RemotePath, StorePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path, hidden_field
-from moa_data.storage.shard import partial_name
 from moa_data.storage.write import publish as publish_module
 from moa_data.storage.write.addition import StoreAddition, extended_codec
+from moa_data.storage.write.publish import partial_name
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
