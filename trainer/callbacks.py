@@ -31,21 +31,16 @@ REPEAT_S = 1.0
 
 
 class Throughput(L.Callback):
-    """Logs tokens/s and the share of time that training waits for data, over each logging interval.
-
-    Attributes:
-        n_tokens: real tokens trained on in this invocation.
-        n_tokens_total: real tokens trained on in all invocations of the run.
-        n_bytes_read: bytes of the store that were read in all invocations; other devices are taken to read as many.
-        step_s: seconds in steps and waiting, without validation and the writing of checkpoints.
-        wait_s: seconds waiting for the next batch.
-    """
+    """Logs tokens/s and the share of time that training waits for data, over each logging interval."""
 
     def __init__(self) -> None:
-        self.n_tokens, self.step_s, self.wait_s = 0, 0.0, 0.0
-        self.n_tokens_total, self.n_bytes_read = 0, 0
+        self.n_tokens = 0  # without padding, in this invocation
+        self.step_s = 0.0  # in steps and waiting, without validation and the writing of checkpoints
+        self.wait_s = 0.0  # until the next batch came
+        self.n_tokens_total = 0  # in all invocations of the run
+        self.n_bytes_read = 0  # in all invocations; other devices are taken to read as many
         self._at_step = (0, 0)  # both, at the end of the last whole step
-        self._interval = (0, 0.0, 0.0)
+        self._interval = (0, 0.0, 0.0)  # tokens and seconds when it began
         self._wait_before_s = 0.0
 
     @override
@@ -89,7 +84,7 @@ class Throughput(L.Callback):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Real tokens per second of ``step_s``, in this invocation; None before the first step."""
+        """Tokens per second of ``step_s``, in this invocation; None before the first step."""
         return self.n_tokens / self.step_s if self.step_s else None
 
     @property
@@ -106,9 +101,8 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
 
 def drafter_weights(trainer: L.Trainer) -> dict[str, Tensor]:
     """Gather the drafter's weights, which devices may share; all must ask, the first gets them."""
-    prefix = "drafter."
-    found = trainer.strategy.lightning_module_state_dict()
-    return {name.removeprefix(prefix): weight for name, weight in found.items() if name.startswith(prefix)}
+    found = trainer.strategy.lightning_module_state_dict().items()
+    return {name.removeprefix("drafter."): weight for name, weight in found if name.startswith("drafter.")}
 
 
 class ExportBest(L.Callback):
@@ -143,8 +137,7 @@ class ShowSteps(L.Callback):
     """Reports optimizer steps to a progress callback, and micro-batches and validations between them."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
-        self.progress, self.max_steps = progress, max_steps
-        self._figures = "train"
+        self.progress, self.max_steps, self._figures = progress, max_steps, "train"
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -158,8 +151,7 @@ class ShowSteps(L.Callback):
         if n_done < trainer.accumulate_grad_batches:  # on a CPU a step can take minutes
             self._report(trainer, f", micro-batch {n_done} of {trainer.accumulate_grad_batches}")
             return
-        self._read_figures(trainer)  # once a step, as it waits for the device
-        self._report(trainer)
+        self.on_validation_end(trainer, pl_module)  # once a step, as it waits for the device
 
     @override
     def on_validation_batch_end(
@@ -170,12 +162,9 @@ class ShowSteps(L.Callback):
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._read_figures(trainer)
+        found = [f"{name} {float(value):,.4g}" for name, value in trainer.progress_bar_metrics.items()]
+        self._figures = ", ".join(["train", *found])
         self._report(trainer)
-
-    def _read_figures(self, trainer: L.Trainer) -> None:
-        found = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
-        self._figures = ", ".join(["train", *(f"{name} {value:,.4g}" for name, value in found.items())])
 
     def _report(self, trainer: L.Trainer, doing: str = "") -> None:
         if trainer.is_global_zero:
@@ -203,13 +192,10 @@ class KeepLast(L.Callback):
 
 
 class MicroBatches(L.Callback):
-    """Chooses by trials the sequences per forward, and whether decoder layers are recomputed.
-
-    Args:
-        file: where the choice is noted; a resumed run takes it again where it fits, and then adds up in the same order.
-    """
+    """Chooses by trials the sequences per forward, and whether decoder layers are recomputed."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
+        # The choice is noted in a file: a resumed run takes it again where it fits, and then adds up in the same order.
         self.data, self.file = data, file
         self._has_chosen = False
 
@@ -243,7 +229,9 @@ class MicroBatches(L.Callback):
         device, n_devices = trainer.strategy.root_device, trainer.world_size
         given = self.data.config.data.micro_batch_size
         sizes = [given] if given else [size for size in range(share, 0, -1) if share % size == 0]
-        noted = self._noted()
+        noted: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet
+            noted = dict(json.loads(self.file.read_text()))
         # Two moments, and DDP's copy of the gradients; a device of N has shares of moments, weights and gradients.
         copies = 4 / n_devices if isinstance(trainer.strategy, ShardedStrategy) else 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
@@ -264,21 +252,12 @@ class MicroBatches(L.Callback):
             text = f"a step of {sizes[-1]} of the longest sequences does not fit into the free memory; what helps: "
             warnings.warn(text + WHAT_HELPS, RunWarning, stacklevel=2)
 
-    def _noted(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet
-            return dict(json.loads(self.file.read_text()))
-        return {}
-
 
 class Validations(L.Callback):
-    """Validates the last step of a run, whatever the interval, and repeats an unfinished validation on resume.
-
-    Args:
-        max_steps: steps of the run; an invocation that is to end earlier does not validate where it ends.
-    """
+    """Validates the last step of a run, whatever the interval, and repeats an unfinished validation on resume."""
 
     def __init__(self, max_steps: int) -> None:
-        self.max_steps = max_steps
+        self.max_steps = max_steps  # of the run; an invocation that is to end earlier does not validate where it ends
         self.validated_step: int | None = None
 
     @override
@@ -317,10 +296,6 @@ class StopGuard(L.Callback):
     """Notes SIGINT, SIGTERM and SIGHUP while it is entered, and stops training at the next micro-batch, state saved.
 
     Signals that are ignored stay ignored. SIGUSR1 is left to Lightning, which on SLURM saves and queues the job again.
-
-    Attributes:
-        signum: number of the first signal noted; 0 before.
-        has_started: whether training has, so that a checkpoint is restored.
     """
 
     # An exception out of a signal's handler could tear an optimizer's step in half, or leave one process of several in
@@ -328,8 +303,8 @@ class StopGuard(L.Callback):
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self.signum = 0
-        self.has_started = False
+        self.signum = 0  # of the first signal noted; 0 before
+        self.has_started = False  # whether training has, so that a checkpoint is restored
         self._noted_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._mask: set[Any] | None = None
@@ -375,11 +350,6 @@ class StopGuard(L.Callback):
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self.on_validation_batch_start(trainer)
-
-    @override
-    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        # Between two batches of a validation too, which is then done again.
         signum = self.signum
         if trainer.world_size > 1:
             noted = torch.tensor(signum, device=trainer.strategy.root_device)
@@ -388,6 +358,10 @@ class StopGuard(L.Callback):
             self.signum = signum
             trainer.save_checkpoint(self.checkpoint)
             raise Interrupted(stopped_at(trainer.global_step), self.signum)
+
+    @override
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.on_train_batch_start(trainer)  # a validation that is stopped is done again
 
 
 def stopped_at(step: int) -> str:

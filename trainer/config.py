@@ -51,24 +51,12 @@ class DrafterSettings(Config):
     lk_decay: NonNegative = 3.0
     """Decay rate of the KL weight in lk-hybrid: exp(-this * acceptance)."""
 
-    def loss_weights(self) -> dict[str, float]:
-        """Return the weights of the terms by the names of ``LossWeights``."""
-        return {"forward_kl": self.forward_kl_weight}
-
-    def noise_width(self) -> float:
-        """Return the width of the uniform noise on the target's hidden states; 0 for none."""
-        return 0.0
-
 
 class FeatureLossSettings(DrafterSettings):
     """Settings of drafters whose features are compared with the target's hidden states."""
 
     feature_weight: NonNegative = 1.0
     """Weight of the smooth-L1 loss on hidden states."""
-
-    @override
-    def loss_weights(self) -> dict[str, float]:
-        return super().loss_weights() | {"feature": self.feature_weight}
 
 
 class LayerSettings(Config):
@@ -160,10 +148,6 @@ class EagleSettings(LayerSettings, FeatureLossSettings):
     eagle_input_norm: bool = True
     """EAGLE's first layer has a norm before its attention; without it vLLM and SGLang run the drafter as it is."""
 
-    @override
-    def noise_width(self) -> float:
-        return self.feature_noise
-
 
 class Eagle3Settings(LayerSettings, DrafterSettings):
     """EAGLE-3's drafter: one layer that reads outputs of three layers of the target."""
@@ -230,10 +214,6 @@ class BlockSettings(LayerSettings, MemorySettings, DrafterSettings):
             found.append(f"divergence {self.divergence} weighs nothing here; give forward_kl_weight, and l1_weight 0")
         return found
 
-    @override
-    def loss_weights(self) -> dict[str, float]:
-        return super().loss_weights() | {"cross_entropy": self.cross_entropy_weight, "l1": self.l1_weight}
-
     def decay(self) -> float:
         """Return the decay of a block's weights."""
         if self.position_decay is not None:
@@ -257,10 +237,6 @@ class DSparkSettings(BlockSettings):
     """The confidence head reads the embedding of the token before too."""
     confidence_weight: NonNegative = 1.0
     """Weight of the confidence head's binary cross-entropy."""
-
-    @override
-    def loss_weights(self) -> dict[str, float]:
-        return super().loss_weights() | {"confidence": self.confidence_weight}
 
 
 class DFlashSettings(BlockSettings):

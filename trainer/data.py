@@ -43,10 +43,9 @@ from ..storage.schema import TOKENS
 from ..text import add_command
 from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 
-LAYER_OUTPUTS = "layer_outputs"
-"""The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on."""
-# Batches up to this size leave their buffers to the next one.
-_KEPT_BATCH_BYTES = 1 << 30
+# The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on.
+_LAYER_OUTPUTS = "layer_outputs"
+_KEPT_BATCH_BYTES = 1 << 30  # batches up to this size leave their buffers to the next one
 _COUNTED_SEQUENCES = 256  # read at once to count their tokens
 _HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
 _MAX_THREADS = 16  # decode more than the bus to a GPU takes
@@ -62,14 +61,10 @@ class EncodedField:
     """A field as the store holds it, for all sequences of a micro-batch."""
 
     codec: FieldCodec
-    rows: dict[str, Tensor]
-    """Stored array -> [B, n_rows, *row_shape]."""
-    n_tokens: tuple[int, ...]
-    """Length of each sequence."""
-    dtype: torch.dtype
-    """Dtype of the decoded values."""
-    layers: list[int] | None = None
-    """The layers that the rows hold; None for all, or where the field has none."""
+    rows: dict[str, Tensor]  # stored array -> [B, n_rows, *row_shape]
+    n_tokens: tuple[int, ...]  # of each sequence
+    dtype: torch.dtype  # of the decoded values
+    layers: list[int] | None = None  # that the rows hold; None for all, or where the field has none
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Decode on the device of the rows: [B, T, *token_shape], zero after each sequence; some codecs need tokens."""
@@ -88,21 +83,16 @@ class Batch:
 
     inputs: TrainingInputs
     draws: Draws
-    denominator: float
-    """The divisor of sums over loss positions, which weighs unequal micro-batches and devices by their positions."""
-    n_tokens: int
-    """Real tokens, without padding."""
-    n_tokens_of_all: int = 0
-    """Those of the micro-batches that all devices take at the same time."""
+    # Of sums over loss positions: it weighs unequal micro-batches and devices by their positions.
+    denominator: float = 1.0
+    n_tokens: int = 0  # without padding
+    n_tokens_of_all: int = 0  # of the micro-batches that all devices take at the same time
     n_bytes_read: int = 0
-    index: int = 0
-    """Number of a micro-batch within its step on this device; number of a validation batch over all devices."""
-    n_parts: int = 1
-    """Micro-batches of the step on this device."""
-    copied: torch.cuda.Event | None = None
-    """Done when the batch has arrived on its device; None where there is nothing to wait for."""
+    index: int = 0  # of a micro-batch within its step on this device; of a validation batch over all devices
+    n_parts: int = 1  # micro-batches of the step on this device
+    copied: torch.cuda.Event | None = None  # done when the batch has arrived; None where there is nothing to wait for
+    # Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor.
     encoded: dict[str, EncodedField] = field(default_factory=dict)
-    """Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor."""
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
         """Copy it to a device."""
@@ -117,9 +107,8 @@ class Batch:
         decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
         if "kv" in decoded:
             decoded["kv"] = decoded["kv"].flatten(3)  # heads, keys and values in one row, as drafters pack them
-        layers = tuple(
-            decoded.pop(f"{LAYER_OUTPUTS}.{index}", states) for index, states in enumerate(self.inputs.layer_outputs)
-        )
+        outputs = enumerate(self.inputs.layer_outputs)
+        layers = tuple(decoded.pop(f"{_LAYER_OUTPUTS}.{index}", states) for index, states in outputs)
         return replace(self, inputs=replace(self.inputs, **decoded, layer_outputs=layers), encoded={})
 
 
@@ -141,11 +130,12 @@ class BufferPool:
 
     Args:
         max_bytes: free buffers are dropped once all buffers together, in use and free, exceed this.
-        pin_memory: whether memory is page-locked, which a GPU copies from at full speed.
+        pin_memory: page-lock the memory, so that a GPU copies from it at full speed.
     """
 
+    # Fresh memory costs a page fault per 4 KiB, pinned memory more.
+
     def __init__(self, max_bytes: int, pin_memory: bool = False) -> None:
-        # Fresh memory costs a page fault per 4 KiB, pinned memory more.
         self._max_bytes, self._pin_memory = max_bytes, pin_memory
         self._free: list[np.ndarray] = []
         self._in_use: dict[int, int] = {}
@@ -222,7 +212,7 @@ def await_copy(batch: Batch) -> Batch:
 
 def read_fields(reads: Reads) -> dict[str, str]:
     """Map attributes of ``TrainingInputs`` to the fields that they are read from, layer outputs numbered."""
-    outputs = {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(reads.outputs)}
+    outputs = {f"{_LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(reads.outputs)}
     return reads.fields | outputs
 
 
@@ -287,13 +277,10 @@ class BatchReader:
     def read(
         self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
     ) -> tuple[TrainingInputs, dict[str, EncodedField]]:
-        """Read sequences with the given token counts; padding is zero.
+        """Read sequences with the given token counts; padding is zero. Also returns ``Batch.encoded``.
 
         Args:
             response: bool [B, at least T], their response masks; None to read them too.
-
-        Returns:
-            The inputs, and ``Batch.encoded``: the fields that are not decoded yet.
         """
         n_rows, n_tokens = len(sequences), int(lengths.max())
         codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]
@@ -333,12 +320,16 @@ class BatchReader:
             kv=read["kv"].flatten(3) if "kv" in read and "kv" not in encoded else read.get("kv"),
             hidden=read["hidden"],
             entering_hidden=read.get("entering_hidden"),
-            layer_outputs=tuple(states for name, states in read.items() if name.startswith(LAYER_OUTPUTS)),
+            layer_outputs=tuple(states for name, states in read.items() if name.startswith(_LAYER_OUTPUTS)),
         )
         return inputs, encoded
 
-    def deliver(self, batch: Batch) -> Batch:
-        """Decode a batch on the CPU, or start its copy to a CUDA device."""
+    def batch(
+        self, sequences: np.ndarray, lengths: np.ndarray, draws: Draws, response: Tensor | None = None, **facts: Any
+    ) -> Batch:
+        """Read a batch, and decode it on the CPU or start its copy to a CUDA device."""
+        inputs, encoded = self.read(sequences, lengths, response)
+        batch = Batch(inputs, draws, n_tokens=int(lengths.sum()), encoded=encoded, **facts)
         if self._decodes:
             return batch.decode()
         return batch if self._copies is None else self._copies.start(batch)
@@ -362,10 +353,8 @@ class BatchReader:
 
 
 def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of training and of validation sequences, ascending.
-
-    They are told apart by content hash, so that the split survives re-ordering and growth of the dataset.
-    """
+    """Return the indices of training and of validation sequences, ascending."""
+    # By a hash of the content, so that the split survives re-ordering and growth of the dataset.
     # 32 bits of a SHA-256 are uniform enough, and exact in a float.
     points = np.array([int(sequence_id[:8], 16) / 2**32 for sequence_id in sequence_ids])
     held_out = points < validation_fraction
@@ -373,10 +362,9 @@ def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tupl
 
 
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Group the sequences of one epoch by length into random batches; a random rest that fills no batch is left out.
+    """Group the sequences of one epoch by length into random batches: indices [n_batches, batch_size] of ``n_tokens``.
 
-    Returns:
-        [n_batches, batch_size] indices of ``n_tokens``.
+    A random rest that fills no batch is left out.
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
@@ -406,7 +394,7 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
         staircase_rows=~dropped if has_staircase else torch.zeros(rows, dtype=torch.bool),
         offset=(phase * step_bound).long(),
         seeds=tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist()),
-        noise_width=config.drafter.noise_width(),
+        noise_width=getattr(config.drafter, "feature_noise", 0.0),
         on_policy_weight=float(rounds.on_policy),
         teacher_forced_weight=rounds.teacher_forced_weight if rounds.on_policy else 1.0,
         blocks=_blocks(config.drafter),
@@ -476,24 +464,18 @@ def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: i
 class _Step:
     """The sequences and draws of one optimizer step on one device."""
 
-    rows: np.ndarray
-    """All its sequences, those of other devices included."""
-    draws: Draws
-    """One row for each of them."""
-    parts: list[np.ndarray]
-    """For each micro-batch of this device, indices of ``rows``."""
-    response: Tensor | None = None
-    """bool [B, T], response masks of all rows; None until the first micro-batch is read."""
-    denominator: float = 1.0
-    """Divisor of each micro-batch's sums, from those masks."""
+    rows: np.ndarray  # all its sequences, those of other devices included
+    draws: Draws  # one row for each of them
+    parts: list[np.ndarray]  # of each micro-batch of this device, indices of ``rows``
+    response: Tensor | None = None  # bool [B, T], of all rows; None until the first micro-batch is read
+    denominator: float = 1.0  # of each micro-batch's sums, from those masks
 
 
 class TrainingStream:
     """Endless micro-batches from a given step on, read ahead of the trainer.
 
     Args:
-        sequences: indices of the training sequences.
-        lengths: tokens of each of them.
+        sequences, lengths: indices of the training sequences, and tokens of each.
         max_steps: steps of the run, for the curriculum.
         micro_batch: sequences of each; None for the settings' number, or all of a device.
 
@@ -558,27 +540,21 @@ class TrainingStream:
             # Lightning averages over micro-batches, and over devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         rows, at_once = plan.rows[part], self._micro * self._n_ranks
-        inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows], plan.response[part])
-        batch = Batch(
-            inputs,
+        batch = self._reader.batch(
+            self._sequences[rows],
+            self._lengths[rows],
             rows_of(plan.draws, torch.from_numpy(part)),
-            plan.denominator,
-            n_tokens=int(self._lengths[rows].sum()),
+            plan.response[part],
+            denominator=plan.denominator,
             n_tokens_of_all=int(self._lengths[plan.rows[index * at_once : (index + 1) * at_once]].sum()),
-            n_bytes_read=self._reader.store.n_bytes_read - n_bytes_before,
             index=index,
             n_parts=len(plan.parts),
-            encoded=encoded,
         )
-        return self._reader.deliver(batch)
+        return replace(batch, n_bytes_read=self._reader.store.n_bytes_read - n_bytes_before)
 
 
 class ValidationBatches:
-    """One device's share of the validation batches, read ahead on each pass.
-
-    Args:
-        sequences: indices of all validation sequences, ascending by length.
-    """
+    """One device's share of the validation batches, of sequences ascending by length, read ahead on each pass."""
 
     def __init__(
         self,
@@ -612,17 +588,11 @@ class ValidationBatches:
         lengths = self._lengths[start : start + self._batch_size]
         phase = torch.arange(start, start + len(part)) % n_steps  # fixed: the same rounds in each validation
         draws = Draws(torch.full((len(part),), n_steps), torch.zeros(len(part), dtype=torch.bool), phase)
-        inputs, encoded = self._reader.read(part, lengths)
-        batch = Batch(inputs, draws, 1.0, int(lengths.sum()), encoded=encoded, index=number)
-        return self._reader.deliver(batch)
+        return self._reader.batch(part, lengths, draws, index=number)
 
 
 class StoreDataModule(L.LightningDataModule):
-    """Training and validation batches of a store.
-
-    Attributes:
-        micro_batch: sequences per forward on one device; the whole batch until trial steps have chosen it.
-    """
+    """Training and validation batches of a store."""
 
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
         super().__init__()
@@ -639,6 +609,7 @@ class StoreDataModule(L.LightningDataModule):
             warnings.warn(f"{text} {config.data.batch_size}.", RunWarning, stacklevel=2)
             config = config.replaced(batch_size=len(train))
         self.store, self.config = store, config
+        # Sequences per forward on one device; the whole batch until trials have chosen it.
         self.micro_batch = config.data.micro_batch_size or config.data.batch_size
         if len(train) < config.data.batch_size:
             raise TrainingError(
@@ -653,15 +624,9 @@ class StoreDataModule(L.LightningDataModule):
         """Make the stream from the trainer's current step on."""
         trainer = self.trainer
         assert trainer is not None
-        stream = TrainingStream(
-            self._reader(trainer),
-            self.train_sequences,
-            self.lengths[self.train_sequences],
-            self.max_steps,
-            trainer.global_rank,
-            trainer.world_size,
-            self.micro_batch,
-        )
+        lengths, ranks = self.lengths[self.train_sequences], (trainer.global_rank, trainer.world_size)
+        reader = self._reader(trainer)
+        stream = TrainingStream(reader, self.train_sequences, lengths, self.max_steps, *ranks, self.micro_batch)
         stream.start_step = trainer.global_step
         return stream
 
@@ -685,6 +650,4 @@ class StoreDataModule(L.LightningDataModule):
         """Read the longest training sequence, [1, T, ...], on the CPU."""
         index = self.train_sequences[np.argmax(self.lengths[self.train_sequences])][None]
         reader = BatchReader(self.store, self.config, torch.device("cpu"))
-        inputs, encoded = reader.read(index, self.lengths[index])
-        draws = Draws(None, torch.zeros(1, dtype=torch.bool))
-        return reader.deliver(Batch(inputs, draws, 1.0, 0, encoded=encoded)).inputs
+        return reader.batch(index, self.lengths[index], Draws(None, torch.zeros(1, dtype=torch.bool))).inputs

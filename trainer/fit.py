@@ -20,7 +20,7 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,21 +90,14 @@ class TrainReport:
     out: str
     n_steps: int
     n_parameters: int
-    n_tokens: int
-    """Real tokens trained on in this invocation."""
-    tokens_per_s: float | None
-    """None where no step was left to train."""
+    n_tokens: int  # trained on in this invocation, without padding
+    tokens_per_s: float | None  # None, as the share below, where no step was left to train
     data_wait_share: float | None
-    metrics: dict[str, float]
-    """Last training and validation metrics, those that are finite."""
-    best_expected_acceptance_length: float | None
-    """None for a run without validation."""
-    n_pending_parts: int = 0
-    """Parts of the store that were planned but not extracted yet, so not trained on."""
-    n_tokens_total: int = 0
-    """As ``n_tokens``, of all invocations."""
-    n_bytes_read: int = 0
-    """Bytes of the store that were read in all invocations."""
+    metrics: dict[str, float]  # last training and validation metrics, those that are finite
+    best_expected_acceptance_length: float | None  # None for a run without validation
+    n_pending_parts: int = 0  # parts of the store that were planned but not extracted yet, so not trained on
+    n_tokens_total: int = 0  # as ``n_tokens``, of all invocations
+    n_bytes_read: int = 0  # of the store, in all invocations
 
 
 @dataclass(frozen=True)
@@ -115,11 +108,9 @@ class RunPlan:
     steps_per_epoch: int
     n_sequences: int
     n_tokens_per_epoch: int
-    read_bytes_per_epoch: int
-    """Bytes of decoded activations."""
+    read_bytes_per_epoch: int  # of decoded activations
     n_parameters: int
-    disk_bytes: int
-    """Of checkpoints and drafter, with room for the one that is being written."""
+    disk_bytes: int  # of checkpoints and drafter, with room for the one that is being written
     free_disk_bytes: int
 
 
@@ -136,9 +127,7 @@ def train(
         Interrupted: a signal stopped the run; its state is saved.
     """
     keep_freed_memory()
-    out = Path(config.out)
-    # Launchers start this very command once more for each further device.
-    is_first = is_first_process()
+    out, is_first = Path(config.out), is_first_process()  # launchers start this very command once a device
     try:
         with disk_full_guard(out, FULL_DISK_ADVICE):
             return _train(config, out, progress, provenance, is_first)
@@ -232,7 +221,7 @@ def _fit(
     )
     weights = callbacks.drafter_weights(trainer) if report.best_expected_acceptance_length is None else None
     if is_first:
-        if weights is not None:
+        if weights is not None:  # no validation has chosen a drafter
             write_drafter(module.drafter, out / DRAFTER, weights)
         plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
@@ -352,33 +341,33 @@ def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Cal
 def _loggers(config: TrainConfig) -> list[Logger]:
     """Make the loggers of a run; accounts and servers of a tracker are its own environment variables."""
     out, name, project = Path(config.out), config.record.logger, config.record.project
-    loggers: list[Logger] = [CSVLogger(out, name="", version="")]
-    loggers.append(TensorBoardLogger(out, name="tensorboard", version=""))
-    if name is not None:
-        run = out.resolve().name
-        try:
-            if name == "wandb":
-                loggers.append(WandbLogger(name=run, project=project, save_dir=out))
-            else:
-                loggers.append(MLFlowLogger(experiment_name=project, run_name=run))
-            loggers[-1].log_hyperparams(config.named())
-        except Exception as error:
-            # A package that is missing, or what its client says of the account or the server.
-            raise TrainingError(
-                f"--logger {name} cannot be used ({first_line(error)}); it needs pip install 'moa-data[{name}]', and "
-                "its account and server in environment variables."
-            ) from error
+    loggers: list[Logger] = [CSVLogger(out, "", version=""), TensorBoardLogger(out, "tensorboard", version="")]
+    if name is None:
+        return loggers
+    run = out.resolve().name
+    try:
+        if name == "wandb":
+            loggers.append(WandbLogger(name=run, project=project, save_dir=out))
+        else:
+            loggers.append(MLFlowLogger(experiment_name=project, run_name=run))
+        loggers[-1].log_hyperparams(config.named())
+    except Exception as error:
+        # A package that is missing, or what its client says of the account or the server.
+        raise TrainingError(
+            f"--logger {name} cannot be used ({first_line(error)}); it needs pip install 'moa-data[{name}]', and its "
+            "account and server in environment variables."
+        ) from error
     return loggers
 
 
 def _check_processes(machine: MachineSettings, n_devices: int) -> None:
     # With another number of processes each would train alone, in one folder, or wait for ever.
-    launched = None
+    launched = n_devices
     if TorchElasticEnvironment.detect():
         launched = int(os.environ["WORLD_SIZE"])
     elif SLURMEnvironment.detect():
         launched = int(os.environ["SLURM_NTASKS"])
-    if launched not in (None, n_devices):
+    if launched != n_devices:
         raise TrainingError(
             f"{launched} processes were launched for the {n_devices} devices of --devices {machine.devices} "
             f"--num-nodes {machine.num_nodes}; launch one for each device, on each machine as many as --devices says."
@@ -429,14 +418,9 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         if not last.exists():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
         read_step(last)
-        before = _recorded_config(out).named()
-        changed = [
-            f"{name} was {before.get(name)!r}, now {value!r}"
-            for name, value in config.named().items()
-            if name not in _FREE_TO_CHANGE and before.get(name) != value
-        ]
-        if changed:
-            raise OutputOccupied(f"cannot resume {out} with other settings: {'; '.join(changed)}.")
+        now = {name: value for name, value in config.named().items() if name not in _FREE_TO_CHANGE}
+        if changed := _changes(_recorded_config(out).named(), now):
+            raise OutputOccupied(f"cannot resume {out} with other settings: {changed}.")
     elif out.exists() and not out.is_dir():
         raise OutputOccupied(f"{out} is a file, expected a folder or nothing; choose another --out.")
     elif record.is_file():
@@ -445,6 +429,11 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         raise OutputOccupied(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
     elif out.is_dir() and any(entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()):
         raise OutputOccupied(f"{out} is not empty and holds no run; choose another --out.")
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    found = ((name, before.get(name), value) for name, value in now.items())
+    return "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in found if old != new)
 
 
 def _recorded_config(out: Path) -> TrainConfig:
@@ -480,19 +469,13 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
 def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) -> None:
     if not config.resume or not (out / STORE_FILE).is_file():
         return
-    now = _store_facts(store)
     try:
         before = dict(json.loads((out / STORE_FILE).read_text()))
     except (ValueError, TypeError) as error:
         raise TrainingError(f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it.") from error
     # What is newer than the run, such as the codec, was not recorded.
-    changed = [
-        f"{name} was {before[name]!r}, now {value!r}"
-        for name, value in now.items()
-        if name in before and before[name] != value
-    ]
-    if changed:
-        raise OutputOccupied(f"cannot resume {out} on another store: {'; '.join(changed)}.")
+    if changed := _changes(before, {name: value for name, value in _store_facts(store).items() if name in before}):
+        raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
 
 
 def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None:

@@ -18,10 +18,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
-    """Return matrices with the same singular vectors and singular values near 1 (between about 0.7 and 1.2).
-
-    Float32 [N, rows, columns] -> the same.
-    """
+    """Return matrices [N, rows, columns] with the same singular vectors and singular values of about 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # the products below are of the shorter side
@@ -33,14 +30,12 @@ def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum with orthogonalised updates for matrices; AdamW for all other parameters.
+    """Nesterov momentum with orthogonalised updates for matrices; AdamW for others (norms, biases, embeddings).
 
     Args:
-        matrices: parameters of two dimensions.
-        others: parameters for AdamW (norms, biases, embeddings); may be empty.
         lr: step of the matrices: the root mean square change of a square matrix times the square root of its side.
         others_lr: AdamW's learning rate.
-        weight_decay: decoupled weight decay of both.
+        weight_decay: decoupled, of both.
         block_rows: orthogonalise a matrix in blocks of so many rows, which costs a fraction; None for whole matrices.
     """
 
@@ -70,10 +65,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if "momentum" in group:
-                self._step_matrices(group)
-            else:
-                self._step_others(group)
+            step = self._step_matrices if "momentum" in group else self._step_others
+            step(group)
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
@@ -112,19 +105,8 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 self.state[p] = {"step": torch.zeros(()), **zeros}
-        states = [self.state[p] for p in parameters]
-        adamw(
-            parameters,
-            [p.grad for p in parameters if p.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=1e-8,
-            maximize=False,
-        )
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        means, squares, steps = ([self.state[p][n] for p in parameters] for n in ("exp_avg", "exp_avg_sq", "step"))
+        (beta1, beta2), lr, weight_decay = group["betas"], group["lr"], group["weight_decay"]
+        rates: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay, "eps": 1e-8}
+        adamw(parameters, gradients, means, squares, [], steps, amsgrad=False, maximize=False, **rates)

@@ -24,18 +24,6 @@ def shard_weights(drafter: nn.Module, mesh: DeviceMesh) -> None:
         register_fsdp_forward_method(drafter, "objective")
 
 
-def gather_weights(drafter: nn.Module) -> None:
-    """Give each device all weights until :func:`release_weights`, for forwards without a backward."""
-    if isinstance(drafter, FSDPModule):
-        drafter.unshard()
-
-
-def release_weights(drafter: nn.Module) -> None:
-    """Leave each device its share of the weights again."""
-    if isinstance(drafter, FSDPModule):
-        drafter.reshard()
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Gather a tensor that may be sharded; all devices must ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -72,8 +60,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {"state": state, "param_groups": found["param_groups"]} if self.is_global_zero else {}
 
     def _gathered(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        # On the first device, which alone writes; others get none.
-        gathered = {}
+        gathered = {}  # on the first device, which alone writes
         for name, tensor in tensors.items():
             full = whole(tensor.detach())  # one after the other, so that a device holds one whole tensor at a time
             if self.is_global_zero:
@@ -105,11 +92,8 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, found in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            state = {
-                index: {
-                    name: shared_like(moment, weights[index]) if moment.ndim else moment
-                    for name, moment in moments.items()
-                }
-                for index, moments in found["state"].items()
-            }
+            state: dict[int, dict[str, Tensor]] = {}
+            for index, moments in found["state"].items():
+                like = weights[index]
+                state[index] = {name: shared_like(one, like) if one.ndim else one for name, one in moments.items()}
             optimizer.load_state_dict({"state": state, "param_groups": found["param_groups"]})

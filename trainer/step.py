@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainingError
@@ -26,7 +27,7 @@ from ..moa.targets.bundle import FrozenTarget
 from .config import TrainConfig
 from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
-from .sharding import gather_weights, release_weights, shard_weights, whole
+from .sharding import shard_weights, whole
 
 # Whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost.
 _MUON_BLOCK_ROWS = 128
@@ -47,11 +48,8 @@ _PEAK_FACTOR = 1.5
 def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int) -> float:
     """Return the factor of the final learning rate at a step, 0-based.
 
-    It rises from 0 to the peak in the warm-up, falls linearly to 1 at ``decay_end_step``, and stays there, as in the
-    official ``trainer.py``, lines 102-123.
-
-    Args:
-        peak_multiplier: factor at the end of the warm-up.
+    It rises from 0 to ``peak_multiplier`` in the warm-up, falls linearly to 1 at ``decay_end_step``, and stays there
+    (the official ``trainer.py``, lines 102-123).
     """
     if step < warmup_steps:
         return peak_multiplier * step / warmup_steps
@@ -91,21 +89,14 @@ def _by_positions(means: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
 
 
 class DrafterModule(L.LightningModule):
-    """Trains a drafter; the frozen target weights are kept out of its parameters and checkpoints.
-
-    Args:
-        decay_end_step: step at which the learning rate reaches its final value.
-
-    Attributes:
-        recomputes: whether decoder layers are recomputed in the backward.
-    """
+    """Trains a drafter; the frozen target weights are kept out of its parameters and checkpoints."""
 
     def __init__(self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int) -> None:
         super().__init__()
         self.drafter = drafter
         self.config = config
-        self.recomputes = False
-        self._decay_end_step = decay_end_step
+        self.recomputes = False  # decoder layers, in the backward
+        self._decay_end_step = decay_end_step  # at which the learning rate reaches its final value
         self._frozen = [frozen]  # in a list, so that it is not a submodule
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
@@ -133,23 +124,12 @@ class DrafterModule(L.LightningModule):
                         vars(block)[name] = torch.compile(getattr(block, name), dynamic=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the loss of one micro-batch."""
+        """Compute the loss of one micro-batch, and log the terms of a whole step with its last one."""
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
-        values: dict[str, Tensor | None] = {"loss": terms.total, "forward_kl": terms.forward_kl}
-        values |= {"feature_loss": terms.feature, "entering_feature_loss": terms.entering_feature}
-        values |= {f"{name}_loss": value for name, value in terms.parts.items()}
-        found = {f"train/{name}": value.detach() for name, value in values.items() if value is not None}
-        self._log_step(batch, found)
-        return terms.total
-
-    def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
-        """Compute the terms of the loss; sums over positions are divided by ``denominator``."""
-        step = TrainingStep(self._cast(inputs), draws, self._weights, denominator)
-        with recomputed_layers(self.drafter) if self.recomputes else contextlib.nullcontext():
-            return self.drafter.objective(self.frozen, step)
-
-    def _log_step(self, batch: Batch, values: dict[str, Tensor]) -> None:
-        """Log the terms of a whole step with its last micro-batch: means over micro-batches and devices."""
+        found = {"loss": terms.total, "forward_kl": terms.forward_kl, "feature_loss": terms.feature}
+        found |= {"entering_feature_loss": terms.entering_feature}
+        found |= {f"{name}_loss": value for name, value in terms.parts.items()}
+        values = {f"train/{name}": value.detach() for name, value in found.items() if value is not None}
         # Each micro-batch divides by its share of the step's loss positions, so the mean over all is the step's loss.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
@@ -158,6 +138,13 @@ class DrafterModule(L.LightningModule):
             means = {name: value / batch.n_parts for name, value in values.items()}
             self.log_dict(means, batch_size=1, sync_dist=True)
             self.log("loss", means["train/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=True)
+        return terms.total
+
+    def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
+        """Compute the terms of the loss; sums over positions are divided by ``denominator``."""
+        step = TrainingStep(self._cast(inputs), draws, self._weights, denominator)
+        with recomputed_layers(self.drafter) if self.recomputes else contextlib.nullcontext():
+            return self.drafter.objective(self.frozen, step)
 
     def _cast(self, inputs: TrainingInputs) -> TrainingInputs:
         """Cast hidden states to the drafter's dtype, in place."""
@@ -181,13 +168,9 @@ class DrafterModule(L.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def _refuse_gradients_not_finite(self) -> None:
-        # There is none where only the norm of finite gradients overflows: clipping then makes them 0.
-        bad = [
-            name
-            for name, p in self.drafter.named_parameters()
-            if p.grad is not None and not whole(p.grad).isfinite().all()
-        ]
-        if bad:
+        gradients = [(name, weight.grad) for name, weight in self.drafter.named_parameters() if weight.grad is not None]
+        bad = [name for name, gradient in gradients if not whole(gradient).isfinite().all()]
+        if bad:  # none where only the norm of finite gradients overflows: clipping then makes them 0
             raise TrainingError(
                 f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
                 "lower --learning-rate or use --precision 32-true."
@@ -196,7 +179,8 @@ class DrafterModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Reset the sums."""
         self._validation = {}
-        gather_weights(self.drafter)
+        if isinstance(self.drafter, FSDPModule):
+            self.drafter.unshard()  # once, for forwards without a backward
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the sums of one validation batch."""
@@ -206,7 +190,8 @@ class DrafterModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics, over the batches of all devices, which are the same on each device."""
-        release_weights(self.drafter)
+        if isinstance(self.drafter, FSDPModule):
+            self.drafter.reshard()
         # float64, which holds counts exactly: the sums are those of one device, to the last bit.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
@@ -247,24 +232,20 @@ class DrafterModule(L.LightningModule):
         """Build the optimizer with the zero-peak-constant schedule."""
         schedule = self.config.schedule
         optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: zero_peak_constant(
-                step, schedule.warmup_steps, schedule.peak_multiplier, self._decay_end_step
-            ),
-        )
+
+        def factor(step: int) -> float:
+            return zero_peak_constant(step, schedule.warmup_steps, schedule.peak_multiplier, self._decay_end_step)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class Choice(NamedTuple):
     """How a device takes its share of a step."""
 
-    micro_batch: int
-    """Sequences per forward."""
-    recomputes: bool
-    """Whether decoder layers are recomputed in the backward."""
-    fits: bool = True
-    """False where not even the smallest micro-batch with recomputed layers does."""
+    micro_batch: int  # sequences per forward
+    recomputes: bool  # decoder layers, in the backward
+    fits: bool = True  # False where not even the smallest micro-batch with recomputed layers does
 
 
 @dataclass(frozen=True)
@@ -272,19 +253,18 @@ class Trial:
     """Steps of a module on micro-batches of one sequence, to see how many fit into memory; they change no weight."""
 
     module: DrafterModule
+    # The longest sequence, [1, T, ...], on the CPU; all of it is taken as response, the most costly case.
     longest: TrainingInputs
-    """The longest sequence, [1, T, ...], on the CPU; all of it is taken as response, the most costly case."""
     device: torch.device
-    autocast: Callable[[], AbstractContextManager[Any]]
-    """Makes the context of a forward in the precision of the run."""
+    autocast: Callable[[], AbstractContextManager[Any]]  # makes the context of a forward in the precision of the run
 
     def choose(self, sizes: Sequence[int], free_bytes: int | None, held_copies: float) -> Choice:
         """Choose the first of some sizes that fits, without recomputed layers if there is one.
 
         Args:
             sizes: sequences per forward, descending.
-            free_bytes: free memory of a CPU; None where that is unknown: everything fits then.
-            held_copies: bytes that a step holds beside weights, gradients and activations, in copies of the weights.
+            free_bytes: of a CPU; None where that is unknown: everything fits then.
+            held_copies: what a step holds beside weights, gradients and activations, in copies of the weights.
         """
         module, on_cpu = self.module, self.device.type == "cpu"
         weights = sum(weight.nbytes for weight in module.drafter.parameters())
@@ -313,13 +293,11 @@ class Trial:
         """Run forward and backward of a micro-batch; False where the device lacks memory for it and reserved bytes."""
         try:
             reserved: Tensor | None = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.device)
-            terms: LossTerms | None = self._terms(size)
-            assert terms is not None
-            terms.total.backward()
+            self._terms(size).total.backward()
             has_run = True
         except torch.OutOfMemoryError:
             has_run = False
-        reserved = terms = None  # noqa: F841  # their memory is given back here
+        reserved = None  # noqa: F841  # its memory is given back here
         self.module.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -357,9 +335,8 @@ class Trial:
 def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Draft every round of a batch on the dataset's text, and compare the drafts with the stored activations.
 
-    Returns:
-        Positions that a round drafts, bool [B, T]; those of them where drafter and target have the same argmax, bool
-        [B, T]; the KL of the drafted positions, [P], in nats.
+    Returns positions that a round drafts, bool [B, T]; those of them where drafter and target have the same argmax,
+    bool [B, T]; the KL of the drafted positions, [P], in nats.
     """
     inputs, draws = batch.inputs, batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
@@ -383,9 +360,8 @@ def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> tuple
 def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> list[float]:
     """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
 
-    Returns:
-        Sums over the batch, which :func:`validation_metrics` reduces: KL in nats, agreements, drafted positions, tokens
-        that the rounds would commit (bonus included), rounds.
+    Returns sums that :func:`validation_metrics` reduces: KL in nats, agreements, drafted positions, tokens that the
+    rounds would commit (bonus included), rounds.
     """
     drafted, agree, kl = compare_batch(drafter, frozen, batch)
     # A round commits 1 + the leading drafts at which drafter and target have the same argmax. The drafts follow the
@@ -395,13 +371,9 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
 
 
 def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
-    """Measure the leading run of agreements in every complete round.
+    """Measure the leading run of agreements in every complete round: int64 [n_rounds], each 0..draft_length.
 
-    Args:
-        drafted: [B, T] bool; a round is a context position followed by ``draft_length`` drafted ones.
-
-    Returns:
-        [n_rounds] int64, each 0..draft_length.
+    A round is a context position followed by ``draft_length`` drafted ones.
     """
     if drafted.shape[1] <= draft_length:
         return torch.zeros(0, dtype=torch.int64)
@@ -412,11 +384,7 @@ def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
 
 
 def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Compute kl, top1_agreement and expected_acceptance_length; NaN where nothing was counted.
-
-    Args:
-        rows: number of a batch, then its sums; a batch may come several times.
-    """
+    """Reduce the number of each batch and its sums, of a batch once or several times; NaN where nothing was counted."""
     batches, totals = {int(number): sums for number, *sums in rows}, [0.0] * 5
     for number in sorted(batches):  # each once and in this order, so that the sum does not depend on the devices
         totals = [total + value for total, value in zip(totals, batches[number], strict=True)]

@@ -36,7 +36,7 @@ loss as far as the response continues, so that no block reaches into another ans
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -293,8 +293,9 @@ class LossWeights:
     @classmethod
     def of(cls, settings: Any) -> LossWeights:
         """Make the weights of the settings of a drafter in training."""
-        divergence = losses.Divergence(settings.divergence, settings.lk_decay)
-        return cls(**settings.loss_weights(), divergence=divergence)
+        names = [one.name for one in fields(cls) if hasattr(settings, f"{one.name}_weight")]
+        weights = {name: getattr(settings, f"{name}_weight") for name in names}
+        return cls(**weights, divergence=losses.Divergence(settings.divergence, settings.lk_decay))
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,10 @@ from .coding import EARLY_POSITIONS, Basis, mean_rows
 Place = Callable[[np.ndarray], Array]
 """Moves a NumPy array to where large products run; see ``codecs.field.Learning``."""
 
-MAX_COMPONENTS = 4_096
-"""Components kept of one part of one group."""
-
-MAX_FEATURES = 512
-"""Numbers that a token's keys and values are predicted from."""
-
-EXACT_WIDTH = 4_096
-"""Widest part whose axes come from the covariance; wider ones take subspace iteration."""
-
-POWER_ITERATIONS = 4
-"""Rounds of subspace iteration."""
-
+MAX_COMPONENTS = 4_096  # kept of one part of one group
+MAX_FEATURES = 512  # that a token's keys and values are predicted from
+EXACT_WIDTH = 4_096  # of the widest part whose axes come from the covariance; wider ones take subspace iteration
+_POWER_ITERATIONS = 4  # rounds of subspace iteration
 _OVERSAMPLING = 32
 _METRIC_RIDGE = 0.2
 _FEATURE_RIDGE = 1e-3
@@ -65,19 +57,11 @@ class Rows(NamedTuple):
 
 
 class Sample:
-    """Sequences of a field, cut into groups and parts, in a file without a name, which is gone when it is closed.
-
-    Args:
-        folder: any folder of the file system that has the room; None for the system's temporary folder.
-
-    Attributes:
-        lengths: tokens of each sequence.
-        tokens: int [n_tokens] of each sequence; empty where they are not used.
-    """
+    """Sequences of a field, cut into groups and parts, in a file without a name, which is gone when it is closed."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.lengths: list[int] = []
-        self.tokens: list[np.ndarray] = []
+        self.tokens: list[np.ndarray] = []  # int [n_tokens] of each sequence; empty where they are not used
         self._kept: list[list[list[Kept]]] = []
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by close)
 
@@ -98,7 +82,7 @@ class Sample:
         return rows
 
     def keep(self, array: np.ndarray) -> Kept:
-        """Write an array of float32, which may also be an intermediate one of learning."""
+        """Write an array of float32."""
         kept = Kept(self._file.seek(0, os.SEEK_END), array.shape)
         self._file.write(np.ascontiguousarray(array, np.float32).data.cast("B"))
         return kept
@@ -167,18 +151,14 @@ def metric_scale(metric: np.ndarray) -> float:
 
 
 def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
-    """Return the features of each token from which its keys and values are predicted.
+    """Return the features of each token that its keys and values are predicted from: float16 [vocab_size, n].
 
     The first layer's keys and values are a function of the normalised embedding of the token, and those of the other
     layers depend on it in part.
 
     Args:
-        embeddings: float32 [vocab_size, width], the target's input embeddings, or what gives their rows by slices and
-            by arrays of ids.
-        tokens: int [n], tokens of the sample; the features are those that differ most among them.
-
-    Returns:
-        float16 [vocab_size, min(width, MAX_FEATURES)].
+        embeddings: float32 [vocab_size, width], or what gives their rows by slices and by arrays of ids.
+        tokens: int [n_tokens], of the sample; the features are those that differ most among them.
     """
     axes = None
     if embeddings.shape[1] > MAX_FEATURES:
@@ -196,13 +176,9 @@ def _normalised(embeddings: np.ndarray) -> np.ndarray:
 
 
 def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place = np.asarray) -> np.ndarray:
-    """Return the linear prediction of a part from token features, by ridge regression.
+    """Return the linear prediction of a part, by ridge regression: float32 [n_features, width], rounded to float16.
 
-    Args:
-        features: float32 [n_tokens, n_features] of each sequence of the sample.
-
-    Returns:
-        float32 [n_features, width], rounded to half precision.
+    The features are float32 [n_tokens, n_features] of each sequence of the sample.
     """
     n_features = features[0].shape[1]
     n_tokens, width = sample.values.shape
@@ -218,17 +194,10 @@ def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place 
 
 
 def principal_axes(rows: np.ndarray, place: Place = np.asarray, max_axes: int | None = None) -> np.ndarray:
-    """Return the principal axes of rows around zero, by falling variance.
+    """Return the principal axes of rows [n, width] around zero, by falling variance: float32 [width, n_axes].
 
-    Exact up to a width of 4,096, beyond it by subspace iteration from a fixed start.
-
-    Args:
-        rows: float32 [n, width].
-        max_axes: default: ``MAX_COMPONENTS``.
-
-    Returns:
-        float32 [width, min(width, max_axes)], or ``min(n, ...)`` columns for wide parts; orthonormal. Signs are fixed:
-        the largest entry of each axis is positive.
+    Exact up to ``EXACT_WIDTH``, beyond it by subspace iteration from a fixed start, with n axes at most. They are
+    orthonormal, and the largest entry of each is positive.
     """
     n, width = rows.shape
     max_axes = min(width, MAX_COMPONENTS if max_axes is None else max_axes)
@@ -250,7 +219,7 @@ def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
     placed, subspace = place(rows), place(start)
     xp = array_namespace(placed)
     subspace = xp.linalg.qr(subspace)[0]
-    for _ in range(POWER_ITERATIONS):
+    for _ in range(_POWER_ITERATIONS):
         subspace = xp.linalg.qr(placed.T @ (placed @ subspace))[0]
     projected = placed @ subspace
     _, vectors = xp.linalg.eigh(xp.astype(projected.T @ projected, xp.float64))
@@ -259,10 +228,8 @@ def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 
 
 def _metric_factor(metric: np.ndarray, place: Place) -> Array:
-    """Factor a metric, regularised: float64 [width, width], lower triangular; times its transpose it is the metric.
-
-    Cholesky, since an eigendecomposition of a part of 16,384 takes some ten minutes and thrice the memory.
-    """
+    """Factor a metric, regularised: float64 [width, width], lower triangular; times its transpose it is the metric."""
+    # Cholesky, since an eigendecomposition of a part of 16,384 takes some ten minutes and thrice the memory.
     even = (1 - _METRIC_RIDGE) / metric_scale(metric) * np.asarray(metric, np.float64)
     even += even.T
     even /= 2
@@ -282,7 +249,6 @@ def logit_metric(
     Args:
         hidden: float32 [n_tokens, width], inputs of the LM head (after the final norm).
         head: float32 [vocab_size, width].
-        batch_tokens: tokens whose distributions are in memory at a time.
     """
     placed = place(head)
     xp = array_namespace(placed)

@@ -6,15 +6,15 @@
 
 *Packing.* A Huffman code spends at least one bit on a symbol, so codes of few levels are packed: five codes of three
 levels are one symbol of 243 values, and cost as little as 0.2 bit each. Of the numbers of levels that pack alike only
-the largest odd one is used, as levels that never occur cost nothing in a Huffman code (7 or 9 levels pack as 15 do, 31
-or 127 as 255 do). A code ``q`` in ``-(levels - 1) / 2 .. (levels - 1) / 2`` is the digit ``q mod levels``, so that
-zero, the most frequent one, is zero in the byte as well, as the padding between sequences is. Codes of ``WIDE_LEVELS``
-levels do not fit a byte; they are two digits: ``q = low + 255 * high``.
+the largest odd one is used, as levels that never occur cost nothing. A code ``q`` in
+``-(levels - 1) / 2 .. (levels - 1) / 2`` is the digit ``q mod levels``, so that zero, the most frequent one, is zero in
+the byte as well, as the padding between sequences is. Codes of ``WIDE_LEVELS`` levels do not fit a byte; they are two
+digits: ``q = low + 255 * high``.
 
-*Runs and pieces.* A run is codes of like statistics and one number of levels; they are as wide as their statistics ask.
-In a narrow group of layers each run is a stored array of its own. The runs of a wide group stand side by side in one
-array and are cut into pieces of equal width wherever that falls; each piece is an inner chunk with a Huffman code of
-its own, and a group begins with a new piece, so that a reader of some layers reads theirs only::
+*Runs and pieces.* A run is codes of like statistics and one number of levels. In a narrow group of layers each run is a
+stored array of its own. The runs of a wide group stand side by side in one array and are cut into pieces of equal
+width; each piece is an inner chunk with a Huffman code of its own, and a group begins with a new piece, so that a
+reader of some layers reads theirs only::
 
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
@@ -31,7 +31,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_numpy_namespace
+from array_api_compat import array_namespace, device
 
 from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
 from .field import Codes, Layers
@@ -54,17 +54,11 @@ _NARROW_PIECE, _WIDE_PIECE = 96, 192
 
 @dataclass(frozen=True)
 class Basis:
-    """A mean and axes for one part of one group.
+    """A mean and axes for one part of one group."""
 
-    Attributes:
-        mean: float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones.
-        synthesis: float32 [n_components, width]; components times this, plus the mean, are the values.
-        analysis: float32 [width, n_components]; values without the mean, times this, are the components.
-    """
-
-    mean: np.ndarray
-    synthesis: np.ndarray
-    analysis: np.ndarray
+    mean: np.ndarray  # float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones
+    synthesis: np.ndarray  # float32 [n_components, width]; components times this, plus the mean, are the values
+    analysis: np.ndarray  # float32 [width, n_components]; values without the mean, times this, are the components
 
     @property
     def is_orthogonal(self) -> bool:
@@ -79,25 +73,15 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CodeColumns:
-    """The codes of one token in one group of layers, in the order in which they are stored.
+    """The codes of one token in one group of layers, in the order in which they are stored: arrays [n_columns]."""
 
-    Attributes:
-        part: int32 [n_columns], which part of the field (0 keys, 1 values; 0 for hidden states).
-        component: int32 [n_columns], row of the part's basis. Two columns of one component are its two digits.
-        array: int32 [n_columns], which run; not falling.
-        levels: int32 [n_columns], levels of the digit.
-        step: float32 [n_columns], step of the component's quantiser.
-        is_high: float32 [n_columns], 1 for the high digit of a wide code.
-        rounding, shift_one, shift_more: float32 [n_columns], see ``fit``.
-    """
-
-    part: np.ndarray
-    component: np.ndarray
-    array: np.ndarray
-    levels: np.ndarray
-    step: np.ndarray
-    is_high: np.ndarray
-    rounding: np.ndarray
+    part: np.ndarray  # int32, part of the field: 0 keys, 1 values; 0 for hidden states
+    component: np.ndarray  # int32, row of the part's basis; two columns of one component are its two digits
+    array: np.ndarray  # int32, run; not falling
+    levels: np.ndarray  # int32, of the digit
+    step: np.ndarray  # float32, of the component's quantiser
+    is_high: np.ndarray  # float32, 1 for the high digit of a wide code
+    rounding: np.ndarray  # float32, as the two below see ``fit``
     shift_one: np.ndarray
     shift_more: np.ndarray
 
@@ -123,16 +107,20 @@ class CodeColumns:
 
 @dataclass(frozen=True)
 class GroupFit:
-    """What is learned for one group of layers: a basis of each part, and the codes of all parts.
-
-    Attributes:
-        regressions: for each part, float32 [n_features, width]: features times this are subtracted from the values
-            before the basis. Empty where nothing is predicted.
-    """
+    """What is learned for one group of layers: a basis of each part, and the codes of all parts."""
 
     bases: tuple[Basis, ...]
     columns: CodeColumns
+    # Of each part, float32 [n_features, width]: features times this are subtracted from the values before the basis.
+    # Empty where nothing is predicted.
     regressions: tuple[np.ndarray, ...] = ()
+
+
+def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
+    """Quantise components that are divided by their steps, [n, n_components], to codes as floats of the same shape."""
+    xp = array_namespace(scaled)
+    codes = xp.sign(scaled) * xp.floor(xp.abs(scaled) + rounding)
+    return xp.minimum(xp.maximum(codes, -limit), limit)
 
 
 def split_wide(codes: Array) -> tuple[Array, Array]:
@@ -142,15 +130,7 @@ def split_wide(codes: Array) -> tuple[Array, Array]:
 
 
 def pack(codes: Array, levels: int) -> Array:
-    """Pack codes into bytes, the last byte of a row filled up with zero codes.
-
-    Args:
-        codes: integers [n, n_codes] from -(levels - 1) / 2 to (levels - 1) / 2, NumPy or torch.
-        levels: a key of ``CODES_PER_BYTE``.
-
-    Returns:
-        uint8 [n, ceil(n_codes / CODES_PER_BYTE[levels])].
-    """
+    """Pack integers [n, n_codes] into bytes, the last one of a row filled up with zero codes: uint8 [n, n_bytes]."""
     xp = array_namespace(codes)
     per_byte = CODES_PER_BYTE[levels]
     digits = xp.astype(codes % levels, xp.uint8)
@@ -212,9 +192,7 @@ class GroupTransform:
         ]
         # Parts lie one after the other so far; the stored order puts codes of like statistics together.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
-        # Rounding below 0.5 widens the zone around zero, whose code is the cheapest.
-        codes = xp.sign(columns) * xp.floor(xp.abs(columns) + constants["rounding"])
-        codes = xp.minimum(xp.maximum(codes, -constants["limit"]), constants["limit"])
+        codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
         digits = xp.where(constants["is_high"], high, low)
         return {run.array.name: pack(digits[:, run.first : run.last], run.levels) for run in self._runs}
@@ -255,7 +233,7 @@ class GroupTransform:
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
-        """Decode the first components of each part: float32 [n_tokens, :meth:`n_leading`]."""
+        """Decode the first components of each part, side by side: float32 [n_tokens, n_components]."""
         columns = self._columns(codes, n_tokens)
         xp, constants = array_namespace(columns), self._on(columns)
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)  # of components without a high digit
@@ -265,20 +243,13 @@ class GroupTransform:
         ]
         return xp.concat(found, axis=1)
 
-    def n_leading(self, max_components: int) -> int:
-        """Count the components that :meth:`leading` decodes."""
-        return sum(min(max_components, len(basis.synthesis)) for basis in self.fit.bases)
-
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
         """Look up what each code of each token adds to its component: float32 [n_tokens, n_columns]."""
-        packed = [codes[run.array.name][:n_tokens] for run in self._runs]
-        xp = array_namespace(packed[0])
-        constants = self._on(packed[0])
-        looked_up = []
+        like = codes[self._runs[0].array.name]
+        xp, constants, looked_up = array_namespace(like), self._on(like), []
         # One table look-up undoes packing, shift and step at once: a row of the table is a value of a byte.
-        for rows, run, table, offsets in zip(
-            packed, self._runs, constants["tables"], constants["offsets"], strict=True
-        ):
+        for run, table, offsets in zip(self._runs, constants["tables"], constants["offsets"], strict=True):
+            rows = codes[run.array.name][:n_tokens]
             at = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
             values = xp.reshape(xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1]))
             looked_up.append(values[:, : run.last - run.first])
@@ -287,7 +258,7 @@ class GroupTransform:
     def _on(self, like: Array) -> dict[str, Any]:
         """Return the constants as arrays of the namespace and device of ``like``."""
         xp = array_namespace(like)
-        key = "numpy" if is_numpy_namespace(xp) else f"{xp.__name__} {device(like)}"
+        key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
             self._constants[key] = {
                 name: [xp.asarray(item, device=device(like)) for item in value]
@@ -361,19 +332,11 @@ def piece_bytes(widths: Sequence[int]) -> int:
 
 
 class Pieces:
-    """Joins the rows of runs into pieces, and splits them again.
-
-    Args:
-        name: of the stored array.
-        runs: of each group, the arrays uint8 [token, byte] that its runs would be.
-        n_bytes: width of a piece.
-
-    Attributes:
-        array: the stored array, uint8 [token, piece, byte].
-    """
+    """Joins the rows of runs into pieces of one stored array, uint8 [token, piece, byte], and splits them again."""
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        self._runs, self._n_bytes = runs, n_bytes
+        self._runs = runs  # of each group, the arrays uint8 [token, byte] that its runs would be
+        self._n_bytes = n_bytes
         self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]
         self.array = StoredArray(name, "uint8", (sum(self._n_pieces), n_bytes), (TOKEN_AXIS, PIECE_AXIS, "byte"))
 
@@ -383,7 +346,7 @@ class Pieces:
         return [piece for group in groups for piece in range(firsts[group], firsts[group + 1])]
 
     def join(self, codes: Codes) -> Array:
-        """Join the rows of all runs, uint8 [n_tokens, n_bytes] each, into uint8 [n_tokens, n_pieces, n_bytes]."""
+        """Join the rows of all runs, uint8 [n_tokens, n_bytes] each: uint8 [n_tokens, n_pieces, n_bytes]."""
         columns: list[Array] = []
         for group, n_pieces in zip(self._runs, self._n_pieces, strict=True):
             columns += [codes[run.name] for run in group]

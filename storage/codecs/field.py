@@ -53,8 +53,7 @@ class FieldCodec:
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
             tokens: int [n_tokens], its token ids; needed where the codec ``needs_tokens``.
-            features: float32 [n_tokens, n_features], ``as_features`` of the ``sources`` side by side; needed where
-                there are any.
+            features: float32 [n_tokens, n_features], ``as_features`` of the ``sources`` side by side.
 
         Returns:
             Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
@@ -72,7 +71,6 @@ class FieldCodec:
                 ``first_position`` on, with the indices of ``indices_of`` along axis 1; where a codec ``needs_tokens``,
                 also ``"tokens"``, int [at least n_tokens].
             first_position: position of the first token in its sequence, a multiple of 64.
-            n_tokens: tokens wanted; the last block's row may cover more.
 
         Returns:
             float32 [n_tokens, *token_shape], with ``len(layers)`` layers where some are chosen.
@@ -123,14 +121,10 @@ class LosslessCodec(FieldCodec):
 
 @dataclass(frozen=True)
 class Learning:
-    """How codecs learn; none of it is recorded.
+    """How codecs learn; none of it is recorded."""
 
-    Attributes:
-        folder: where the sample waits on disk, in files without names; None for the system's temporary folder.
-        place: moves a NumPy array to where large products and decompositions run, e.g. to a GPU as a torch tensor.
-        progress: called with (steps done, steps in all, message).
-    """
-
+    # Where the sample waits on disk, in files without names; None for the system's temporary folder.
     folder: Path | None = None
+    # Moves an array to where large products and decompositions run, e.g. to a GPU as a torch tensor.
     place: Callable[[np.ndarray], Array] = lambda array: array
-    progress: Progress = lambda n_done, n_all, message: None
+    progress: Progress = lambda n_done, n_all, message: None  # called with (steps done, steps in all, message)

@@ -2,9 +2,9 @@
 
 Every component has a list of options (step, rounding, number of levels), each with its bits and squared error on a
 sample. :func:`allocate` takes one option per component: the exact minimum of error + multiplier * bits, with the
-multiplier found by bisection. This is the optimum over all allocations for the bits that it spends, and within one
-component's smallest change of the optimum for any other budget. The budget is met in stored bytes, not in entropy:
-codes of the sample are packed and go through the byte chain, and the budget is corrected until the two agree.
+multiplier found by bisection, which is the optimum over all allocations for the bits that it spends. The budget is met
+in stored bytes, not in entropy: codes of the sample are packed and go through the byte chain, and the budget is
+corrected until the two agree.
 
 Quantiser: ``q = sign(x) * floor(|x| / step + rounding)``, clipped to the levels. A rounding below 0.5 widens the zone
 around zero, which costs little error and many fewer bits where most codes are zero. Decoded value:
@@ -34,6 +34,7 @@ from .coding import (
     GroupFit,
     mean_rows,
     pack,
+    quantise,
     split_wide,
 )
 from .field import Learning
@@ -69,25 +70,15 @@ _SPLIT_ROUNDS = 60
 
 @dataclass(frozen=True)
 class Quantisers:
-    """Quantisers of components, or options of them, and what they cost; arrays of one shape.
+    """Quantisers of components, or options of them, and what they cost; arrays of one shape."""
 
-    Attributes:
-        levels: int32; 1 where the component is dropped.
-        step: float32, width of a level in the component's units.
-        rounding: float32, 0.5 for the nearest level.
-        shift_one: float32, how far values of code 1 or -1 lie towards zero on average, in steps.
-        shift_more: float32, likewise for all larger codes.
-        bits: float64, bits per token after packing and Huffman coding.
-        error: float64, mean squared error, times the component's weight.
-    """
-
-    levels: np.ndarray
-    step: np.ndarray
-    rounding: np.ndarray
-    shift_one: np.ndarray
-    shift_more: np.ndarray
-    bits: np.ndarray
-    error: np.ndarray
+    levels: np.ndarray  # int32; ``DROPPED`` where the component is not stored
+    step: np.ndarray  # float32, width of a level in the component's units
+    rounding: np.ndarray  # float32, 0.5 for the nearest level
+    shift_one: np.ndarray  # float32, how far values of code 1 or -1 lie towards zero on average, in steps
+    shift_more: np.ndarray  # float32, likewise for all larger codes
+    bits: np.ndarray  # float64, per token after packing and Huffman coding
+    error: np.ndarray  # float64, mean square times the component's weight
 
     def chosen(self, index: np.ndarray) -> Quantisers:
         """Take option ``index[c]`` of component ``c``: arrays [n_components, n_options] -> [n_components]."""
@@ -95,12 +86,7 @@ class Quantisers:
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
-    """Return the error per component at which Gaussian components take ``bits`` in all (reverse water-filling).
-
-    Args:
-        variances: [n_components], not negative.
-        bits: total over all components, positive.
-    """
+    """Return the error per component at which Gaussian components take ``bits`` in all (reverse water-filling)."""
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
         return 1.0
@@ -114,7 +100,7 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 
     Args:
         sample: float32 [n_tokens, n_components], components around their means.
-        weights: [n_components], weight of a component's error.
+        weights: [n_components], of their errors.
         base_step: step of a component with weight 1; others use ``base_step / sqrt(weight)``.
     """
     scales = np.sqrt(weights)
@@ -186,11 +172,7 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
 
 
 def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
-    """Choose one option per component: int64 [n_components], whose bits are at most the budget.
-
-    Args:
-        budget_bits: bits per token over all components.
-    """
+    """Choose one option per component, whose bits per token are at most the budget: int64 [n_components]."""
     # More bits never cost error, so the bits spent fall with the multiplier: bisection, on a logarithmic scale.
     low, high = 1e-30, 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -209,7 +191,6 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
     Args:
         counts: [n_bytes, 256], how often each byte takes each value per token; neighbours should be alike.
-        chunk_tokens: tokens of one inner chunk.
     """
     # Dynamic programming over the ends of the last run.
     n_bytes = len(counts)
@@ -262,12 +243,10 @@ def fit_groups(
     the errors in these. One part of one group is in memory at a time, or the components of one group.
 
     Args:
-        sample: sequences of the field.
         groups: parts of each group.
         bits_per_token: bytes of the stored arrays times 8, of all groups together.
         metrics: of each part of each group, see ``learn_basis``.
         features: float32 [n_tokens, n_features] of each sequence, to predict the values from; None to do without.
-        learning: where products run, and the progress callback.
 
     Returns:
         One fit per group; unused components are gone from its bases.
@@ -283,15 +262,7 @@ def fit_groups(
             metric = None if metrics is None else metrics[group][part]
             fitted[-1].append(_fit_part(sample, group, part, metric, features, learning))
     learning.progress(sum(groups), n_steps, "learn: quantisers")
-    if metrics is None:  # the error of a part is relative to its energy over all groups
-        energies = [max(sum(part.energy for part in parts), 1e-30) for parts in zip(*fitted, strict=True)]
-        of_parts = [[1 / energy for energy in energies]] * len(fitted)
-    else:
-        of_parts = [[metric_scale(metric) for metric in parts] for parts in metrics]  # which is not in the basis
-    weights = [
-        np.concatenate([np.full(len(p.variances), weight) for p, weight in zip(parts, own, strict=True)])
-        for parts, own in zip(fitted, of_parts, strict=True)
-    ]
+    weights = _weights(fitted, metrics)
     variances = [np.concatenate([p.variances for p in parts]) * w for parts, w in zip(fitted, weights, strict=True)]
     # Reverse water-filling says which components can be worth bits; only their options are measured.
     level = water_level(np.concatenate(variances), bits_per_token)
@@ -350,6 +321,18 @@ def _fit_part(
     return _FittedPart(regression, basis, sample.keep(components), variances, energy)
 
 
+def _weights(
+    fitted: Sequence[Sequence[_FittedPart]], metrics: Sequence[Sequence[np.ndarray]] | None
+) -> list[np.ndarray]:
+    """Weigh the error of each component of each group, part after part."""
+    if metrics is None:  # the error of a part is relative to its energy over all groups
+        energies = [max(sum(part.energy for part in parts), 1e-30) for parts in zip(*fitted, strict=True)]
+        of_parts = [[1 / energy for energy in energies]] * len(fitted)
+    else:
+        of_parts = [[metric_scale(metric) for metric in parts] for parts in metrics]  # which is not in the basis
+    return [np.repeat(own, [len(p.variances) for p in parts]) for parts, own in zip(fitted, of_parts, strict=True)]
+
+
 def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
     """Keep on disk the components that may get bits: float32 [n_tokens, len(hopeful)], part after part."""
     first, chosen = 0, []
@@ -360,32 +343,24 @@ def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: n
     return sample.keep(np.concatenate(chosen, axis=1))
 
 
-def quantise(scaled: np.ndarray, rounding: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Quantise components that are divided by their steps: float32 [n, n_components] -> int32 of the same shape."""
-    codes = np.sign(scaled) * np.floor(np.abs(scaled) + rounding)
-    return np.asarray(np.clip(codes, -limit, limit), np.int32)
-
-
 def _place_codes(
     sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
 ) -> tuple[CodeColumns, float]:
     """Put the codes of chosen quantisers into stored arrays; also returns the bits per token that these take.
 
-    Args:
-        component: [n_components], index among all components of the group, part after part.
+    Components are indexed over the whole group, part after part.
     """
     if (quantisers.levels == DROPPED).all():  # every group stores something, from which readers know the device
         quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))
     limits = (quantisers.levels - 1) // 2  # codes are symmetric around zero
-    codes = quantise(sample / quantisers.step, quantisers.rounding, limits)
+    codes = quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = split_wide(codes)
     is_wide = quantisers.levels == WIDE_LEVELS
-    digits = {levels: np.flatnonzero(quantisers.levels == levels) for levels in CODES_PER_BYTE}
     wide = np.flatnonzero(is_wide)
     zero_share = (codes == 0).mean(0)
     order, arrays, levels_of, highs, bits, n_arrays = [], [], [], [], 0.0, 0
-    for levels, narrow in digits.items():
-        columns = [(c, 0) for c in narrow]
+    for levels in CODES_PER_BYTE:
+        columns = [(c, 0) for c in np.flatnonzero(quantisers.levels == levels)]
         columns += [(c, 0) for c in wide] if levels == LOW_LEVELS else []
         columns += [(c, 1) for c in wide] if levels == HIGH_LEVELS else []
         if not columns:
@@ -398,8 +373,7 @@ def _place_codes(
         start = 0
         # Each run of bytes with statistics of its own gets its own Huffman code, and so its own array or pieces.
         for end in split_by_statistics(counts, CHUNK_TOKENS):
-            first, last = start * CODES_PER_BYTE[levels], min(end * CODES_PER_BYTE[levels], len(ids))
-            arrays += [n_arrays] * (last - first)
+            arrays += [n_arrays] * (min(end * CODES_PER_BYTE[levels], len(ids)) - start * CODES_PER_BYTE[levels])
             bits += _stored_bits(packed[:, start:end])
             n_arrays += 1
             start = end
@@ -453,9 +427,7 @@ def _compact(parts: Sequence[_FittedPart], columns: CodeColumns) -> GroupFit:
 def left_variances(values: np.ndarray, known: np.ndarray | None = None, place: Place = np.asarray) -> np.ndarray:
     """Compute the variances of what a linear prediction leaves of a state, as shares of its energy: float64 [width].
 
-    Args:
-        values: float32 [n_tokens, width].
-        known: float32 [n_tokens, n], what it is predicted from; None for nothing.
+    The state is float32 [n_tokens, width], what it is predicted from float32 [n_tokens, n]; None for nothing.
     """
     own = place(values - values.mean(0))
     left = on_host(own.T @ own).astype(np.float64)
@@ -470,11 +442,7 @@ def left_variances(values: np.ndarray, known: np.ndarray | None = None, place: P
 
 
 def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[float]:
-    """Split the bits of a token among states, the lowest first, so that all err alike.
-
-    Args:
-        variances: of each state, as :func:`left_variances` gives them.
-    """
+    """Split the bits of a token among states, the lowest first, so that all err alike; see :func:`left_variances`."""
 
     def spent(error: float) -> list[float]:
         lowest = [np.log2(np.maximum(variances[0] / error, 1))]

@@ -28,10 +28,9 @@ from ..schema import ALIGNMENT_TOKENS, BLOCK_AXIS, KV_AXES, TOKEN_AXIS, Array, F
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
-LARGEST_CODE = 127.0
-"""The code that the largest value of a group is scaled to."""
+LARGEST_CODE = 127.0  # of the largest value of a group
+# Tokens that share a scale per channel: as many as sequences are aligned to, so that no block has two of them.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
-"""Tokens that share a scale per channel; as many as sequences are aligned to, so that no block has two of them."""
 
 _BITS = 7.9  # measured per value after the byte chain, scales included, rounded up
 _SCALE_STEP = 1 << 21  # of float32 bits: two bits of mantissa stay
@@ -85,9 +84,7 @@ class Int8Codec(FieldCodec):
 
     @override
     def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
-        decoded = [
-            _decode(codes[part.codes.name][:n_tokens, ...], codes[part.scale.name], part) for part in self._parts
-        ]
+        decoded = [_decode(part, codes, n_tokens) for part in self._parts]
         return array_namespace(*decoded).stack(decoded, axis=3) if self._is_kv else decoded[0]
 
 
@@ -107,7 +104,7 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     n_tokens = values.shape[0]
     grouped = _to_blocks(xp, values) if part.is_per_channel else values
     axis = 1 if part.is_per_channel else -1
-    scale = _round_up(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True), 1.0 / LARGEST_CODE)
+    scale = _scale(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True))
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
     # Where the scale is zero, so is every code: the values are too small for any scale.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
@@ -118,11 +115,11 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     return {part.codes.name: codes, part.scale.name: xp.squeeze(bits, axis=axis)}
 
 
-def _decode(stored: Array, bits: Array, part: _Part) -> Array:
+def _decode(part: _Part, codes: Codes, n_tokens: int) -> Array:
+    stored = codes[part.codes.name][:n_tokens, ...]
     xp = array_namespace(stored)
-    scale = (xp.astype(bits, xp.int32) << 16).view(xp.float32)
+    scale = (xp.astype(codes[part.scale.name], xp.int32) << 16).view(xp.float32)
     values = xp.astype(stored, xp.float32)
-    n_tokens = values.shape[0]
     if not part.is_per_channel:
         return values * scale[:n_tokens, ..., None]
     blocks = _to_blocks(xp, values)
@@ -139,9 +136,9 @@ def _to_blocks(xp: Any, values: Array) -> Array:
     return xp.reshape(values, (-1, BLOCK_TOKENS, *values.shape[1:]))
 
 
-def _round_up(xp: Any, largest: Array, factor: float) -> Array:
+def _scale(xp: Any, largest: Array) -> Array:
     """Return the scale for groups with this largest magnitude: two bits of mantissa, 0 below the normal numbers."""
     # By a product: dividing by a constant is a product on some devices and a division on others.
-    bits = (largest * factor).view(xp.int32)
+    bits = (largest * (1.0 / LARGEST_CODE)).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

@@ -23,11 +23,9 @@ from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, sid
 LOSSLESS = "lossless"
 TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
+# The basis with further fields while they are added; it is renamed to the former once store.json holds its hash.
 NEXT_BASIS_NAME = "next-basis.safetensors"
-"""The basis with further fields while they are added; it is renamed to the former once store.json holds its hash."""
-MAX_BASIS_BYTES = 16 << 30
-"""Longest basis that is read; that of a target of 405B with all options has 5 GB."""
-
+_MAX_BASIS_BYTES = 16 << 30  # that of a target of 405B with all options has 5 GB
 _LAYER, _LAST_LAYER = "hidden/layer_", 1 << 20
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
 
@@ -39,9 +37,6 @@ class StoreCodec:
         name: e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: the store's fields. Fields of integers are lossless in every codec.
         sources: field -> the fields that it is predicted from; None to predict what the name calls for.
-
-    Attributes:
-        fields: field name -> its codec.
 
     Raises:
         CodecUnknown: there is no codec of that name, or none for a field, or it needs a field that the store lacks.
@@ -97,15 +92,9 @@ class StoreCodec:
         return list(dict.fromkeys(one for name in self.fields for one in self.with_sources(name) if one in self.fields))
 
     def encode(self, values: Mapping[str, Array], tokens: Array) -> dict[str, dict[str, Array]]:
-        """Encode fields of one whole sequence, position 0 first.
+        """Encode fields of one whole sequence, as ``FieldCodec.encode`` does: field -> array name -> rows.
 
-        Args:
-            values: field -> [n_tokens, *token_shape], as ``FieldCodec.encode`` takes them; with a field that is
-                predicted from others, these too.
-            tokens: int [n_tokens], its token ids.
-
-        Returns:
-            Field -> array name -> rows.
+        With a field that is predicted from others, these must be given too.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
@@ -140,16 +129,15 @@ class StoreCodec:
     def joint(self) -> list[str]:
         """The joint hidden states as they are predicted from each other: from the lowest layer to the last state."""
         names = [name for name, codec in self.learned.items() if not codec.is_kv and codec.settings.is_joint]
-        return sorted(
-            names, key=lambda name: int(name.removeprefix(_LAYER)) if name.startswith(_LAYER) else _LAST_LAYER
-        )
+        layers = {name: int(name.removeprefix(_LAYER)) for name in names if name.startswith(_LAYER)}
+        return sorted(names, key=lambda name: layers.get(name, _LAST_LAYER))
 
     def describe(self) -> dict[str, Any]:
         """Return the record of the codec in ``store.json``; a change of any value changes the bytes."""
         settings = {name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity}
         document = {"name": self.name, "transform": settings or "identity", "bytes": list(BYTE_CHAIN)}
-        # The hash ties the parts to the basis that they were encoded with.
         if self.learned and all(codec.arrays for codec in self.learned.values()):
+            # The hash ties the parts to the basis that they were encoded with.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
@@ -157,11 +145,8 @@ class StoreCodec:
         """Return the content of the store's ``codec/``; empty where nothing is learned."""
         if not self.learned:
             return {}
-        arrays = {
-            f"{name}:{key}": np.ascontiguousarray(value)
-            for name, codec in self.learned.items()
-            for key, value in codec.state().items()
-        }
+        states = [(name, codec.state()) for name, codec in self.learned.items()]
+        arrays = {f"{name}:{key}": np.ascontiguousarray(own) for name, state in states for key, own in state.items()}
         # Sorted, so that equal states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
@@ -227,7 +212,7 @@ class StoreCodec:
 def read_basis(path: StorePath) -> bytes:
     """Return the content of a file of ``codec/``; no bytes, which no hash fits, where it is too long to be one."""
     try:
-        return read_file(path, MAX_BASIS_BYTES)
+        return read_file(path, _MAX_BASIS_BYTES)
     except ValueError:
         return b""
 
@@ -235,12 +220,12 @@ def read_basis(path: StorePath) -> bytes:
 def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     """Read which fields of a store are predicted from which."""
     settings = manifest.codec.get("transform")
-    found = {
-        str(name): of["predicted_from"]
-        for name, of in (settings.items() if isinstance(settings, Mapping) else ())
-        if isinstance(of, Mapping) and "predicted_from" in of
-    }
-    return {name: list(map(str, of)) if isinstance(of, list) else [str(of)] for name, of in found.items()}
+    found = {}
+    for name, of in settings.items() if isinstance(settings, Mapping) else ():
+        if isinstance(of, Mapping) and "predicted_from" in of:
+            names = of["predicted_from"]
+            found[str(name)] = [str(one) for one in (names if isinstance(names, list) else [names])]
+    return found
 
 
 def _settings(name: str) -> TransformSettings | None:

@@ -12,8 +12,8 @@ they decode, the prediction is subtracted before the mean and added after it: on
 
 Which layers share a basis, the *scope*, trades stored bytes for the cost of reading one layer. Layers hold much the
 same information about a token, so that a basis over all of them (``@all``) needs less than half the bits of a basis per
-layer (``@layer``); but a reader of one layer reads the codes of all layers of its group. Without a scope a group is as
-large as its keys are up to 4,096 numbers wide. No basis is wider than 16,384: ``@all`` makes equal groups below it.
+layer (``@layer``); but a reader of one layer reads the codes of all layers of its group. Without a scope a group's keys
+are up to 4,096 numbers wide. No basis is wider than 16,384: ``@all`` makes equal groups below it.
 
 ``,tokens`` predicts keys and values from the token ids; the basis then holds up to 1,024 bytes more for each token
 of the vocabulary (131 MB for Llama 3). ``,from-kv`` predicts hidden states from the keys and values of their token, as
@@ -39,7 +39,7 @@ from typing_extensions import override
 
 from ...errors import StoreError
 from ..schema import KV_AXES, TOKENS, Array, FieldSpec, StoredArray
-from .calibration import MAX_FEATURES, Sample, on_host, token_features
+from .calibration import Sample, on_host, token_features
 from .coding import (
     CODES_PER_BYTE,
     EARLY_POSITIONS,
@@ -54,16 +54,14 @@ from .field import Codes, FieldCodec, Layers, Learning
 from .fit import fit_groups
 
 AUTO_GROUP_WIDTH = 4_096
+# Widest part of one group. A wider basis would keep too small a share of its components, and see fewer tokens than it
+# has dimensions: for 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis.
 MAX_BASIS_WIDTH = 16_384
-"""Widest part of one group. A wider basis would keep too small a share of its components, and see fewer tokens than it
-has dimensions: in the proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit per value than
-one basis (``transform_rate.py``)."""
+# Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other.
 HIDDEN_BITS_RATIO = 1.7
-"""Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
+# Components of keys and values that hidden states are predicted from, at most: equal shares of all parts of all groups,
+# the leading ones. As many more would double the regression of an 8B model for little. Part of the format of stores.
 KV_FEATURES = 1_024
-"""Components of keys and values that hidden states are predicted from, at most: equal shares of all parts of all
-groups, each from its leading component on. Where parts have fewer these are all; at the width of an 8B model as many
-more would double the regression, for components that hold little of the variance. Part of the format of stores."""
 
 TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][,from-kv][,joint][@all|@layer|@group<layers>]"
 _NAME = re.compile(
@@ -75,23 +73,14 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class TransformSettings:
-    """The settings that the name of a transform codec spells.
+    """The settings that the name of a transform codec spells."""
 
-    Attributes:
-        kv_bits: stored bits per value of keys and values.
-        hidden_bits: stored bits per value of hidden states.
-        group_layers: layers that share a basis; 0 for all, None to choose by width.
-        from_tokens: whether keys and values are predicted from the target's embeddings of the tokens.
-        from_kv: whether hidden states are predicted from keys and values.
-        is_joint: whether hidden states are predicted from each other.
-    """
-
-    kv_bits: float
-    hidden_bits: float
-    group_layers: int | None = None
-    from_tokens: bool = False
-    from_kv: bool = False
-    is_joint: bool = False
+    kv_bits: float  # stored bits per value of keys and values
+    hidden_bits: float  # of hidden states
+    group_layers: int | None = None  # layers that share a basis; 0 for all, None to choose by width
+    from_tokens: bool = False  # keys and values are predicted from the target's embeddings of the tokens
+    from_kv: bool = False  # hidden states are predicted from keys and values
+    is_joint: bool = False  # hidden states are predicted from each other
 
     @classmethod
     def parse(cls, name: str) -> TransformSettings:
@@ -136,14 +125,10 @@ class Rope:
     rotation is the one of Llama and its relatives in ``transformers``: dimension ``i`` turns with dimension
     ``i + rotary_dim / 2`` by ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except
     for YaRN and LongRoPE). Dimensions beyond ``rotary_dim`` are not rotated (partial rotary embedding).
-
-    Attributes:
-        inv_freq: radians per position, float32 [rotary_dim / 2], or [n_layers, rotary_dim / 2] where layers differ.
-        scaling: factor on rotated dimensions, float32 [] or [n_layers].
     """
 
-    inv_freq: np.ndarray
-    scaling: np.ndarray
+    inv_freq: np.ndarray  # radians per position, float32 [rotary_dim / 2], or [n_layers, ...] where layers differ
+    scaling: np.ndarray  # factor on rotated dimensions, float32 [] or [n_layers]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", np.asarray(self.inv_freq, np.float32))
@@ -160,11 +145,9 @@ class Rope:
             raise ValueError(f"scaling has shape {self.scaling.shape}, there are {n_layers} layers")
 
     def unrotate(self, keys: Array, first_position: int = 0, layers: Layers = None) -> Array:
-        """Undo the rotation of keys.
+        """Undo the rotation of keys [n_tokens, n_layers, n_kv_heads, head_dim] at consecutive positions.
 
         Args:
-            keys: [n_tokens, n_layers, n_kv_heads, head_dim], rotated, at consecutive positions.
-            first_position: position of the first token in its sequence.
             layers: the target's layer of each index of axis 1; None for all in order.
         """
         return self._turn(keys, first_position, layers, -1.0)
@@ -201,13 +184,11 @@ class TransformCodec(FieldCodec):
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
 
     Attributes:
-        arrays: the stored arrays; empty until the codec has learned.
         groups: the layers of each group; of a hidden state one group of one layer.
         n_parts: parts that each group is cut into: keys and values, or the hidden state.
         layer_width: numbers of one token in one part of one layer.
-        metrics: metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each: of a hidden
-            state one, e.g. ``calibration.logit_metric`` for ``hidden/last``, of ``kv`` one of the keys before RoPE and
-            one of the values. None for relative error.
+        metrics: metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each, e.g.
+            ``calibration.logit_metric`` for ``hidden/last``. None for relative error.
         embeddings: the target's input embeddings [vocab_size, width]; learning needs them where ``needs_tokens``.
 
     Raises:
@@ -248,16 +229,18 @@ class TransformCodec(FieldCodec):
 
     @property
     def n_features(self) -> int:
-        """Columns of :meth:`as_features`; before the codec has learned, how many they are at most."""
+        """Columns of :meth:`as_features`."""
         if not self.is_kv:
             return self.spec.token_shape[0]
-        if not self._groups:
-            return KV_FEATURES + (MAX_FEATURES if self.needs_tokens else 0)
-        of_tokens = 0 if self._features is None else self._features.shape[1]
-        return sum(transform.n_leading(self._n_leading) for transform in self._groups) + of_tokens
+        leading = [min(self._max_leading, len(one.synthesis)) for group in self._groups for one in group.fit.bases]
+        return sum(leading) + self._n_token_features
 
     @property
-    def _n_leading(self) -> int:
+    def _n_token_features(self) -> int:
+        return 0 if self._features is None else self._features.shape[1]
+
+    @property
+    def _max_leading(self) -> int:
         """Components of each part of each group that other fields are predicted from, at most."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
@@ -273,7 +256,7 @@ class TransformCodec(FieldCodec):
             "unrotated_keys": self.rope is not None,
             "error_metric": "given" if in_metric else "plain",
             "early_positions": EARLY_POSITIONS,
-            "token_features": 0 if self._features is None else self._features.shape[1],
+            "token_features": self._n_token_features,
         }
 
     def calibrate(
@@ -296,8 +279,7 @@ class TransformCodec(FieldCodec):
             state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
         if self._features is not None:
             state["tokens/features"] = self._features
-        for group, transform in enumerate(self._groups):
-            fit = transform.fit
+        for group, fit in enumerate(transform.fit for transform in self._groups):
             for part, regression in enumerate(fit.regressions):
                 state[f"{group}/{part}/regression"] = regression.astype(np.float16)
             state[f"{group}/columns"] = fit.columns.table()
@@ -432,16 +414,13 @@ class TransformCodec(FieldCodec):
 
         A hidden state as it decodes. Of keys and values the leading components (:data:`KV_FEATURES`), and the features
         of the tokens that they are themselves predicted from: keys and values before RoPE are linear in these.
-
-        Args:
-            codes, first_position, n_tokens: as for :meth:`decode`.
-            features: of the ``sources``, as for :meth:`encode`; None to decode these too.
+        Features of the ``sources`` are decoded where they are not given.
         """
         if not self.is_kv:
             return self._decode(codes, first_position, n_tokens, None, features)
         of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         codes = self._split(codes, None)
-        found = [transform.leading(codes, n_tokens, self._n_leading) for transform in self._learned()]
+        found = [transform.leading(codes, n_tokens, self._max_leading) for transform in self._learned()]
         return side_by_side(found if of_tokens is None else [*found, of_tokens])
 
     @override
@@ -529,8 +508,7 @@ class Observation:
     """The sample of one field that a transform codec learns from; it grows sequence by sequence, on disk."""
 
     def __init__(self, codec: TransformCodec, learning: Learning) -> None:
-        self._codec, self._learning = codec, learning
-        self._sample = Sample(learning.folder)
+        self._codec, self._learning, self._sample = codec, learning, Sample(learning.folder)
         self._features: Sequence[np.ndarray] | None = None
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
@@ -552,7 +530,7 @@ class Observation:
         """Let the codec learn from what was observed; the same sample gives the same state.
 
         Args:
-            features: :meth:`as_features` of the field's ``sources``, which have learned, side by side.
+            features: :meth:`as_features` of the field's ``sources``, side by side.
             bits: that a token of the field may take; None for what the codec's name says.
         """
         codec, sample = self._codec, self._sample

@@ -3,14 +3,8 @@
 import numpy as np
 import pytest
 
-from moa_data.storage.codecs.fit import (
-    Quantisers,
-    allocate,
-    measure_options,
-    quantise,
-    split_by_statistics,
-    water_level,
-)
+from moa_data.storage.codecs.coding import quantise
+from moa_data.storage.codecs.fit import Quantisers, allocate, measure_options, split_by_statistics, water_level
 
 
 def entropy(codes: np.ndarray) -> float:
