@@ -14,13 +14,94 @@ from typing import Any
 
 from ..storage.backend import put
 from ..storage.paths import AnyPath, StorePath
-from ..storage.read.summary import FieldSummary, StoreSummary, summarize_store
+from ..storage.read.summary import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, below
 from .config import ExtractConfig
 
 # Bounds of the Hub's size categories: 1K, 10K, ...
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
 _TAGS = ("activations", "hidden-states", "kv-cache", "speculative-decoding", "distillation", "zarr", "moa-data")
+_CODES = " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
+_FROM_BFLOAT16 = "(bits.astype(np.uint32) << 16).view(np.float32)      # bfloat16 -> float32, exact"
+_CARD = """---
+{licence}
+pretty_name: {pretty_name}
+task_categories:
+- text-generation
+tags:
+{tags}
+size_categories:
+- {size}
+configs:
+- config_name: sequences
+  data_files: plan.parquet
+---
+
+# Activations of {origin.model} on {origin.dataset}
+
+What {origin.model} ({architecture}: {sizes}) computed on {summary.n_sequences:,}
+sequences of {origin.dataset}: {summary.n_tokens:,} tokens, of which the assistant wrote {summary.n_response_tokens:,}.
+Train drafters for speculative decoding, probes or autoencoders from it without running the target. `target/` holds the
+target's config, tokenizer, embeddings, final norm and LM head.
+
+## Fields
+
+{fields}
+
+{stored} in {summary.manifest.n_parts:,} parts, {summary.bytes_per_token:,.0f} bytes per token, \
+{summary.ratio:.3f} of the raw values; codec `{summary.codec}`.
+
+## Load it with moa-data
+
+```python
+from moa_data.pipeline.exchange.torch_dataset import ActivationDataset, pad_collate
+from moa_data.storage.read.store import ActivationStore
+from torch.utils.data import DataLoader
+
+store = ActivationStore("STORE")                         # where you downloaded it
+tokens = store.read(0, "tokens")                         # numpy, int32 [n_tokens]
+dataset = ActivationDataset(store, fields=("tokens", "response_mask", "{example}"))
+batch = next(iter(DataLoader(dataset, batch_size=2, collate_fn=pad_collate)))
+```
+
+## Load it without moa-data
+
+Every array is plain Zarr v3 (sharded; blosc and crc32c inside).{note} A sequence is a span of
+the token axis. Parts without a file in `commits/` do not exist.
+
+```python
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import zarr
+
+store = Path("STORE")                                    # where you downloaded it
+row = pq.read_table(store / "plan.parquet").to_pylist()[0]
+array = zarr.open_group(store / "parts", mode="r")["{plain}"]
+start = row["part"] * array.attrs["part_rows"] + row["first_token"]
+bits = array[start : start + row["n_tokens"]]
+values = {values}
+```
+
+## Conventions
+
+{conventions}
+
+## How it was made
+
+{settings}
+
+Made with `{origin.command}`.
+
+## Licence
+
+{licences}
+
+Activations derive from both; so do the tokens, from which the text can be read back. Running the \
+command again writes this card anew: give the licences as `--target-license` and `--dataset-license`, or edit \
+the card last.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,19 +131,40 @@ def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
 def card_text(store: StorePath, origin: CardOrigin) -> str:
     """Return the text of a store's card."""
     summary = summarize_store(store)
+    target = summary.manifest.target
+    sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
     # A lossy codec stores codes instead of an array of the field's own name.
-    plain = [field for field in summary.fields if [array.name for array in field.arrays] == [field.name]]
-    sections = (
-        _front_matter(summary, origin),
-        _what(summary, origin),
-        _sizes(summary),
-        _loading(summary),
-        _without_package(plain),
-        _table("Conventions", ("What", "Meaning"), summary.manifest.conventions.items()),
-        _made(summary, origin),
-        _licences(origin),
+    plain = _smallest(field for field in summary.fields if [array.name for array in field.arrays] == [field.name])
+    is_bfloat16 = plain is not None and plain.dtype == "bfloat16"
+    fields = [
+        (f"`{field.name}`", field.dtype, f"[{', '.join(['token', *map(str, field.token_shape)])}]", field.description,
+         _mb(field.stored_bytes))
+        for field in summary.fields
+    ]  # fmt: skip
+    settings = sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
+    licences = [
+        ("target", origin.model, origin.target_license or "**fill in**"),
+        ("dataset", origin.dataset, origin.dataset_license or "**fill in**"),
+    ]
+    return _CARD.format(
+        origin=origin,
+        summary=summary,
+        licence=_licence(origin.target_license, origin.dataset_license),
+        pretty_name=json.dumps(f"Activations of {origin.model} on {origin.dataset}", ensure_ascii=False),
+        tags="\n".join(f"- {tag}" for tag in _TAGS),
+        size=size_category(summary.n_sequences),
+        architecture=target.get("architecture", "transformer"),
+        sizes=", ".join(f"{target[key]} {text}" for key, text in sizes if key in target),
+        fields=_table(("Field", "Values", "Shape", "What", "On disk"), fields),
+        stored=_mb(summary.stored_bytes),
+        example=(_smallest(summary.fields) or summary.fields[0]).name,
+        note="" if plain else _CODES,
+        plain=plain.name if plain else "tokens",
+        values=_FROM_BFLOAT16 if is_bfloat16 else "bits",
+        conventions=_table(("What", "Meaning"), summary.manifest.conventions.items()),
+        settings=_table(("What", "Value"), [(key, f"`{value}`") for key, value in settings]),
+        licences=_table(("Of the", "Name", "Licence"), licences),
     )
-    return "\n\n".join(section.strip("\n") for section in sections) + "\n"
 
 
 def public_name(path_or_id: str) -> str:
@@ -78,130 +180,23 @@ def size_category(n_sequences: int) -> str:
     return names[min(max(power, 0), len(names) - 1)]
 
 
-def _front_matter(summary: StoreSummary, origin: CardOrigin) -> str:
-    one, other = origin.target_license, origin.dataset_license
-    licence = ["license: unknown  # fill in: the licences of target and dataset both apply"]
-    if one and other:
-        both = ["license: other", f"license_name: {json.dumps(f'{one}-and-{other}')}"]
-        licence = [f"license: {json.dumps(one)}"] if one == other else both
-    lines = [
-        "---",
-        *licence,
-        f"pretty_name: {json.dumps(f'Activations of {origin.model} on {origin.dataset}', ensure_ascii=False)}",
-        "task_categories:",
-        "- text-generation",
-        "tags:",
-        *(f"- {tag}" for tag in _TAGS),
-        "size_categories:",
-        f"- {size_category(summary.n_sequences)}",
-        "configs:",
-        "- config_name: sequences",
-        "  data_files: plan.parquet",
-        "---",
-    ]
-    return "\n".join(lines)
+def _licence(one: str | None, other: str | None) -> str:
+    """Return the lines of the front matter that name the licences of target and dataset."""
+    if not (one and other):
+        return "license: unknown  # fill in: the licences of target and dataset both apply"
+    if one == other:
+        return f"license: {json.dumps(one)}"
+    return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"
 
 
-def _what(summary: StoreSummary, origin: CardOrigin) -> str:
-    target = summary.manifest.target
-    sizes = ", ".join(
-        f"{target[key]} {text}"
-        for key, text in (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
-        if key in target
-    )
-    return f"""# Activations of {origin.model} on {origin.dataset}
-
-What {origin.model} ({target.get("architecture", "transformer")}: {sizes}) computed on {summary.n_sequences:,}
-sequences of {origin.dataset}: {summary.n_tokens:,} tokens, of which the assistant wrote {summary.n_response_tokens:,}.
-Train drafters for speculative decoding, probes or autoencoders from it without running the target. `target/` holds the
-target's config, tokenizer, embeddings, final norm and LM head."""
-
-
-def _sizes(summary: StoreSummary) -> str:
-    rows = []
-    for field in summary.fields:
-        shape = ", ".join(["token", *map(str, field.token_shape)])
-        rows.append((f"`{field.name}`", field.dtype, f"[{shape}]", field.description, _mb(field.stored_bytes)))
-    table = _table("Fields", ("Field", "Values", "Shape", "What", "On disk"), rows)
-    return (
-        f"{table}\n\n{_mb(summary.stored_bytes)} in {summary.manifest.n_parts:,} parts, "
-        f"{summary.bytes_per_token:,.0f} bytes per token, {summary.ratio:.3f} of the raw values; "
-        f"codec `{summary.codec}`."
-    )
-
-
-def _loading(summary: StoreSummary) -> str:
-    field = _example_field(list(summary.fields)) or summary.fields[0]
-    return f"""## Load it with moa-data
-
-```python
-from moa_data.pipeline.exchange.torch_dataset import ActivationDataset, pad_collate
-from moa_data.storage.read.store import ActivationStore
-from torch.utils.data import DataLoader
-
-store = ActivationStore("STORE")                         # where you downloaded it
-tokens = store.read(0, "tokens")                         # numpy, int32 [n_tokens]
-dataset = ActivationDataset(store, fields=("tokens", "response_mask", "{field.name}"))
-batch = next(iter(DataLoader(dataset, batch_size=2, collate_fn=pad_collate)))
-```"""
-
-
-def _without_package(plain: list[FieldSummary]) -> str:
-    field = _example_field(plain)
-    name = field.name if field else "tokens"
-    convert = "bits.astype(np.uint32) << 16).view(np.float32)"
-    is_bfloat16 = field is not None and field.dtype == "bfloat16"
-    values = f"values = ({convert}      # bfloat16 -> float32, exact" if is_bfloat16 else "values = bits"
-    lossy = " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
-    note = "" if field else lossy
-    return f"""## Load it without moa-data
-
-Every array is plain Zarr v3 (sharded; blosc and crc32c inside).{note} A sequence is a span of
-the token axis. Parts without a file in `commits/` do not exist.
-
-```python
-from pathlib import Path
-
-import numpy as np
-import pyarrow.parquet as pq
-import zarr
-
-store = Path("STORE")                                    # where you downloaded it
-row = pq.read_table(store / "plan.parquet").to_pylist()[0]
-array = zarr.open_group(store / "parts", mode="r")["{name}"]
-start = row["part"] * array.attrs["part_rows"] + row["first_token"]
-bits = array[start : start + row["n_tokens"]]
-{values}
-```"""
-
-
-def _example_field(fields: list[FieldSummary]) -> FieldSummary | None:
+def _smallest(fields: Iterable[FieldSummary]) -> FieldSummary | None:
     """Return the activation that takes the fewest bytes; None where there is none."""
     activations = [field for field in fields if field.token_shape]
     return min(activations, key=lambda field: (field.raw_bytes, field.name), default=None)
 
 
-def _made(summary: StoreSummary, origin: CardOrigin) -> str:
-    settings = {**summary.manifest.extraction, **summary.manifest.identities}
-    rows = [(key, f"`{value}`") for key, value in sorted(settings.items())]
-    return _table("How it was made", ("What", "Value"), rows) + f"\n\nMade with `{origin.command}`."
-
-
-def _licences(origin: CardOrigin) -> str:
-    rows = [
-        ("target", origin.model, origin.target_license or "**fill in**"),
-        ("dataset", origin.dataset, origin.dataset_license or "**fill in**"),
-    ]
-    table = _table("Licence", ("Of the", "Name", "Licence"), rows)
-    return (
-        f"{table}\n\nActivations derive from both; so do the tokens, from which the text can be read back. Running the "
-        "command again writes this card anew: give the licences as `--target-license` and `--dataset-license`, or edit "
-        "the card last."
-    )
-
-
-def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
-    lines = [f"## {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+def _table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
         lines.append("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
     return "\n".join(lines)

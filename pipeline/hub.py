@@ -51,8 +51,7 @@ def push(path: Path, repo: str, private: bool = False) -> HubReport:
 
     Args:
         path: a store, a drafter's folder, or a run of `moa-data train`.
-        repo: OWNER/NAME; made where it is missing.
-        private: make it private; a public repository that is there is then refused.
+        repo: OWNER/NAME; made where it is missing, and refused where it is public and ``private`` is asked for.
     """
     folder, entry, repo_type = _what(path.expanduser())
     if not os.environ.get("HF_TOKEN"):
@@ -89,7 +88,6 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
     Args:
         folder: new, empty, or of a pull that was interrupted.
         revision: branch, tag or commit; None for main.
-        progress: called with (bytes, all bytes, message) while a store is verified.
 
     Raises:
         DatasetError: there is no such repository, the Hub cannot be reached, or what came is damaged (exit code 1).
@@ -166,8 +164,7 @@ def _files(folder: Path, entry: str) -> dict[str, int]:
     """Return the files to push, by their path below the folder, and their bytes."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        top = name.split("/")[0]
+        top, name = path.relative_to(folder).parts[0], path.relative_to(folder).as_posix()
         is_ours = top in _PUSHED if entry == MANIFEST_NAME else not top.startswith(".")
         if is_ours and path.is_file() and not name.endswith(PARTIAL_SUFFIX):
             found[name] = path.stat().st_size

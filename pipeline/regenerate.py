@@ -19,11 +19,12 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import httpx2 as httpx
 import torch
@@ -70,10 +71,10 @@ class Row:
     Attributes:
         row: its number in the dataset, from 0.
         messages: the chat up to its last answer; none where the row is rejected.
-        n_tokens: tokens that were generated for the answers.
+        n_tokens: tokens of the answers.
         reason: why the row is rejected, or its later turns were not answered; empty where all were.
         turns: for each answer to come, the messages before it and after the answer before.
-        system: text that the chat template has to show; else empty.
+        system: text that the chat template has to show.
         prompt: the messages of the turn that is being asked.
     """
 
@@ -171,13 +172,12 @@ class RowCounts:
 
 
 class RegenerationPlan(NamedTuple):
-    """The rows that are read, the chats among them that ask something, and the answers that they ask for."""
+    """The rows that are read, the chats among them that ask something, their answers, and what identifies the rows."""
 
     n_rows: int
     n_chats: int
     n_answers: int
     dataset: dict[str, Any]
-    """What identifies the dataset."""
 
     def describe(self, config: RegenerateConfig) -> str:
         """Return in one line what will be done."""
@@ -211,9 +211,6 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Re
 def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> Answers:
     """Have the questions of a dataset answered; returns the file of the answers, closed.
 
-    Args:
-        progress: called with (rows, all rows, message).
-
     Raises:
         DatasetError: the dataset asks nothing, or more rows are rejected than allowed.
         OutputOccupied: the output holds something else, or answers that were begun with other settings.
@@ -236,7 +233,7 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> An
         **config.sampling.model_dump(mode="json"),
         **({} if config.server else {"batch_size": config.n_together}),
     }
-    with Answers(out, json.loads(json.dumps(settings)), work.n_rows) as answers:
+    with open_answers(out, json.loads(json.dumps(settings)), work.n_rows) as answers:
         counts = answers.counts
 
         def commit(rows: Sequence[Row]) -> None:
@@ -270,40 +267,31 @@ def _rows(config: RegenerateConfig, source: ChatSource) -> Iterator[Row]:
         yield Row.read(number, content, columns)
 
 
+@contextmanager
+def open_answers(path: Path, settings: Mapping[str, Any], n_rows: int) -> Iterator[Answers]:
+    """Lock a file of answered chats, made if missing; one that was begun with other settings is refused."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputOccupied(f"{path} is being written by another process; wait for it to end.") from error
+        yield Answers(path, file, settings, n_rows)
+
+
 class Answers:
-    """The file of answered chats and the record beside it; use it as a context, which locks the file.
+    """The file of answered chats, and the ``record`` beside it, which says who answered what and how, and how far.
 
     Args:
-        path: the file; made if missing.
-        settings: what shapes the answers; a file that was begun with others is refused.
+        settings: what shapes the answers.
         n_rows: rows that there are to answer.
-
-    Attributes:
-        record: the file that says who answered what and how, and how far.
-        counts: of the rows that were asked so far.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], n_rows: int) -> None:
+    def __init__(self, path: Path, file: BinaryIO, settings: Mapping[str, Any], n_rows: int) -> None:
         self.path, self.record = path, path.with_suffix(RECORD_SUFFIX)
         self.counts = RowCounts()
-        self._settings, self._n_rows, self._n_bytes = settings, n_rows, 0
-
-    def __enter__(self) -> Answers:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._resume()
-        except BlockingIOError as error:
-            self._file.close()
-            raise OutputOccupied(f"{self.path} is being written by another process; wait for it to end.") from error
-        except BaseException:
-            self._file.close()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._file.close()
+        self._file, self._settings, self._n_rows, self._n_bytes = file, settings, n_rows, 0
+        self._resume()
 
     def _resume(self) -> None:
         """Take up the counts of the record, and cut off what was written after it."""
@@ -407,8 +395,7 @@ class LocalTarget:
         while batch := list(islice(rows, self._config.n_together)):
             asked = batch
             while asked := [row for row in asked if row.begin_turn()]:
-                prompts = [(row, tokens) for row in asked if (tokens := self._prompt(row))]
-                self._generate(prompts)
+                self._generate([(row, tokens) for row in asked if (tokens := self._prompt(row))])
             commit([self._checked(row) for row in batch])
 
     def _prompt(self, row: Row) -> list[int]:

@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,7 +55,8 @@ _MAX_LOST = 5
 """Workers in a row that may be lost before anything is committed; machines are seldom lost so often."""
 _END_S = 10.0
 """Seconds that workers have to report what they spent once everything is committed."""
-_DEVICE_FAILED = 70
+_DEVICE_ERRORS = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+"""What an accelerator that failed raises (torch >= 2.8): its process cannot continue, but others can."""
 _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -71,6 +73,8 @@ _QUIET = {
 
 Outcome = Timings | Exception | str
 """What a worker spent, what it raised, or how it was lost."""
+Watch = Callable[[], Outcome | None]
+"""Gives what became of a worker, once; None while it runs, or waits for room."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,6 @@ class WorkOrder:
     """What a worker is told; what shapes the data is in the store itself, so that workers cannot differ in it.
 
     Attributes:
-        store: folder or URL of the store, which was begun.
         texts: Arrow file of its sequences; None for the store's own.
         model, revision: the target, a folder, or a Hub id and a commit, as this worker's machine sees it.
         n_threads: threads that torch may use on the CPU; None for its own choice.
@@ -148,12 +151,7 @@ def work_until_done(
     index: int = 0,
     n_workers: int = 1,
 ) -> None:
-    """Write and commit what has no commit: the target bundle, and parts until there are none left.
-
-    Args:
-        folder: folder of the target.
-        tell: called with the timings after each batch.
-    """
+    """Write and commit what has no commit: the bundle of the target in ``folder``, and parts until none is left."""
     n_layers = int(store.manifest.extraction["target_layers"])
     # The first worker writes the bundle; the last one to end finds out whether it was killed.
     if index == 0 and not store.has_target:
@@ -168,16 +166,8 @@ def forwards_of(
 ) -> Forwards:
     """Return the forwards that a store's manifest asks for."""
     spec, extraction = parse_fields(item.name for item in manifest.fields), manifest.extraction
-    return Forwards(
-        target=target,
-        spec=spec,
-        codec=codec,
-        dtype=getattr(torch, str(extraction["dtype"])),
-        batch_tokens=int(extraction["batch_tokens"]),
-        uses_cache=spec.kv,
-        text=sequences.text,
-        n_encode_threads=n_encode_threads,
-    )
+    dtype, batch_tokens = getattr(torch, str(extraction["dtype"])), int(extraction["batch_tokens"])
+    return Forwards(target, spec, codec, dtype, batch_tokens, spec.kv, sequences.text, n_encode_threads)
 
 
 def run_worker(order: WorkOrder) -> Timings:
@@ -200,7 +190,7 @@ def run_worker(order: WorkOrder) -> Timings:
 
 
 def direct(
-    make: Callable[[WorkOrder], ProcessWorker | RayWorker],
+    start: Callable[[WorkOrder], Watch],
     orders: Sequence[WorkOrder],
     store: StoreWriter,
     progress: PartProgress,
@@ -209,7 +199,6 @@ def direct(
     """Run workers until all is done.
 
     Args:
-        make: starts a worker.
         restarts: whether a worker that is lost is started anew; else the others do its parts.
 
     Returns:
@@ -220,15 +209,15 @@ def direct(
         Exception: what one of them raised; the caller ends the others.
     """
     timings, lost, n_in_a_row, n_committed, done_s = Timings(), list[str](), 0, -1, math.inf
-    running = {index: make(order.numbered(index, len(orders))) for index, order in enumerate(orders)}
+    running = {index: start(order.numbered(index, len(orders))) for index, order in enumerate(orders)}
     # Once all is done, tasks of Ray for which there was no room are left where they wait.
     while running and time.monotonic() < done_s + _END_S and (n_in_a_row < _MAX_LOST or not restarts):
         who = f"{len(orders) - len(lost)} of {len(orders)} workers left" if lost else f"{len(orders)} workers"
         progress.tell(timings, f", up to {len(orders)} workers of Ray" if restarts else f", {who}")
         # Asleep in Python and not in Ray, which would forget which signal has come.
         time.sleep(_RAY_LOOK_EVERY_S if restarts else _DIRECT_EVERY_S)
-        for index, worker in list(running.items()):
-            outcome = worker.outcome()
+        for index, outcome_of in list(running.items()):
+            outcome = outcome_of()
             if isinstance(outcome, Exception):
                 raise outcome
             if outcome is not None:
@@ -241,7 +230,7 @@ def direct(
                 before, n_committed = n_committed, len(store.committed_parts())
                 n_in_a_row = 1 if n_committed > before else n_in_a_row + 1
                 if restarts:
-                    running[index] = make(orders[index].numbered(index, len(orders)))
+                    running[index] = start(orders[index].numbered(index, len(orders)))
         if done_s == math.inf and is_done(store):
             done_s = time.monotonic()
     if not is_done(store):
@@ -256,12 +245,12 @@ def run_processes(orders: Sequence[WorkOrder], store: StoreWriter, progress: Par
     """Run a worker process of this machine for each order until all is done; see :func:`direct`."""
     workers = list[ProcessWorker]()
 
-    def make(order: WorkOrder) -> ProcessWorker:
+    def start(order: WorkOrder) -> Watch:
         workers.append(ProcessWorker(order))
-        return workers[-1]
+        return workers[-1].outcome
 
     try:
-        return direct(make, orders, store, progress, restarts=False)
+        return direct(start, orders, store, progress, restarts=False)
     finally:
         _stop(workers)
         store.remove_attempt(f"{store.attempt}-*")
@@ -301,11 +290,9 @@ class ProcessWorker:
 
 def _stop(workers: Sequence[ProcessWorker]) -> None:
     """End the workers that are still there, which discard what they have not committed."""
-    told_s, began_s = 0.0, time.monotonic()
+    told_s, until_s = 0.0, time.monotonic() + _LEAVE_S
     try:
-        while any(worker.process.poll() is None for worker in workers):
-            if (now_s := time.monotonic()) > began_s + _LEAVE_S:
-                break
+        while any(worker.process.poll() is None for worker in workers) and (now_s := time.monotonic()) < until_s:
             if now_s > told_s + _SIGNAL_EVERY_S:  # repeated: an exception that falls into a destructor is dropped
                 for worker in workers:
                     worker.process.terminate()
@@ -332,11 +319,7 @@ def start_process(order: WorkOrder, log: BinaryIO, result: BinaryIO) -> subproce
 
 
 def main(result: int) -> int:
-    """Run as a worker process: reads its order from standard input, and ends when that is closed.
-
-    Args:
-        result: descriptor of the file that takes what :func:`run_worker` returns or raises, pickled.
-    """
+    """Run as a worker process: takes its order from standard input, ends when that is closed; see write_outcome."""
     # Signals of the terminal are for the command, which tells its workers to end.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -347,15 +330,15 @@ def main(result: int) -> int:
 
 
 def write_outcome(result: int, work: Callable[[], Timings]) -> int:
-    """Write what ``work`` returns or raises to a descriptor; returns the exit code of the process."""
+    """Pickle what ``work`` returns or raises to a descriptor; returns the exit code of the process."""
     found: Timings | Exception
     try:
         found = work()
     except KeyboardInterrupt:  # what was not committed has been discarded
         return 128 + signal.SIGTERM
-    except Exception as error:
-        if is_of_device(error):
-            raise  # ends this process as a kill would, and others do its parts
+    except _DEVICE_ERRORS:
+        raise  # ends this process as a kill would, and others do its parts
+    except Exception as error:  # noqa: BLE001  (the command raises it)
         found = portable(error)
     with open(result, "wb", closefd=False) as file:
         pickle.dump(found, file)
@@ -379,18 +362,8 @@ def portable(error: Exception) -> Exception:
     return sent
 
 
-def is_of_device(error: BaseException) -> bool:
-    """Whether an accelerator failed: then its process cannot continue, but others can."""
-    kind = getattr(torch, "AcceleratorError", None)
-    return kind is not None and isinstance(error, kind)
-
-
 def device_orders(order: WorkOrder, device: str, n_workers: int) -> list[WorkOrder]:
-    """Return an order for each worker of this machine: on an accelerator each has a device of its own.
-
-    Args:
-        device: what ``--device`` gave, resolved: cpu, cuda, mps, or one of several such as cuda:1.
-    """
+    """Return an order for each worker of this machine; on an accelerator (cuda, mps, cuda:1) each has its own."""
     kind = torch.device(device)
     devices = [device] * n_workers
     if kind.type != "cpu":
@@ -411,7 +384,6 @@ def run_on_ray(
     """Run workers with Ray until all is done; see :func:`direct`.
 
     Each is a task of Ray, which waits until the cluster has room for it: so machines may join and leave meanwhile.
-    Threads are left to the machine that a task finds itself on.
     """
     gpus = 0.0 if order.device == "cpu" else scale.gpus_per_worker or 1.0
     needs = {"CPU": float(scale.cpus_per_worker), "GPU": gpus}
@@ -421,10 +393,10 @@ def run_on_ray(
                 num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_retries=0, scheduling_strategy="SPREAD"
             )
 
-            def make(own: WorkOrder) -> RayWorker:
-                return RayWorker(ray, task.remote(own, needs, encode_threads))
+            def start(own: WorkOrder) -> Watch:
+                return partial(_task_outcome, ray, task.remote(own, needs, encode_threads))
 
-            return direct(make, [order] * scale.workers, store, progress, restarts=True)
+            return direct(start, [order] * scale.workers, store, progress, restarts=True)
     finally:
         until_s = time.monotonic() + _RAY_LEAVE_S
         while any(map(store.is_claimed, store.pending_parts())) and time.monotonic() < until_s:
@@ -432,22 +404,15 @@ def run_on_ray(
         store.remove_attempt(f"{store.attempt}-*")
 
 
-class RayWorker:
-    """A worker that is a task of Ray; the package is imported where it is used alone."""
-
-    def __init__(self, ray: Any, reference: Any) -> None:
-        self._ray, self._reference = ray, reference
-
-    def outcome(self) -> Outcome | None:
-        """Return what became of it; None while it runs, or waits for room."""
-        if not self._ray.wait([self._reference], timeout=0)[0]:
-            return None
-        try:
-            found: Outcome = pickle.loads(self._ray.get(self._reference))
-            return found
-        except self._ray.exceptions.RayError as error:  # what became of the worker, not what it raised
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return f"{lines[-1] if lines else type(error).__name__}; started anew"
+def _task_outcome(ray: Any, reference: Any) -> Outcome | None:
+    if not ray.wait([reference], timeout=0)[0]:
+        return None
+    try:
+        found: Outcome = pickle.loads(ray.get(reference))
+        return found
+    except ray.exceptions.RayError as error:  # what became of the worker, not what it raised
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{lines[-1] if lines else type(error).__name__}; started anew"
 
 
 def ray_task(order: WorkOrder, needs: Mapping[str, float], encode_threads: int | None) -> bytes:
@@ -460,9 +425,9 @@ def ray_task(order: WorkOrder, needs: Mapping[str, float], encode_threads: int |
     own = replace(order, n_threads=core_share(n_here), n_encode_threads=resolve_encode_threads(encode_threads, n_here))
     try:
         return pickle.dumps(run_worker(own))
+    except _DEVICE_ERRORS:
+        os._exit(70)  # as a kill would: the worker is started anew, in another process
     except Exception as error:  # noqa: BLE001  (the driver raises it)
-        if is_of_device(error):
-            os._exit(_DEVICE_FAILED)  # as a kill would: the worker is started anew, in another process
         return pickle.dumps(portable(error))
 
 
@@ -482,20 +447,12 @@ def _connected(scale: ScaleSettings, n_cpus: float) -> Iterator[Any]:
 
     if ray.is_initialized():
         raise OptionInvalid("This process is connected to Ray already. Call ray.shutdown() first.")
-    own: dict[str, Any] = {
-        "include_dashboard": False,
-        "num_cpus": max(usable_cores(), math.ceil(scale.workers * n_cpus)),
-        "object_store_memory": 128 << 20,
-    }
+    n_own = max(usable_cores(), math.ceil(scale.workers * n_cpus))
+    own: dict[str, Any] = {"include_dashboard": False, "num_cpus": n_own, "object_store_memory": 128 << 20}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        ray.init(
-            address=address or "local",
-            log_to_driver=False,
-            configure_logging=False,
-            namespace="moa-data",
-            **({} if address else own),
-        )
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "moa-data"}
+        ray.init(address=address or "local", **quiet, **({} if address else own))
     except ConnectionError as error:
         raise OptionInvalid(
             f"No Ray cluster is found at {address}: {first_line(error)}. Start one with `ray start --head`, or leave "

@@ -51,9 +51,6 @@ _STATE = "state.json"
 class FileFormat(ABC):
     """How one project keeps sequences on disk; reading a file that is damaged or another's raises `DatasetError`.
 
-    Args:
-        layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
-
     Attributes:
         fields: the fields of the store that are in the files, in their order.
         gives_last: whether ``hidden/last`` (after the final norm) is in the files.
@@ -66,22 +63,13 @@ class FileFormat(ABC):
     kv_layers: tuple[int, ...] = ()
     fields: tuple[str, ...]
 
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        self.layers = layers
-
     @abstractmethod
     def file(self, folder: Path, i: int) -> Path:
         """Return the path of sequence ``i``."""
 
     @abstractmethod
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        """Return a file's content.
-
-        Args:
-            tokens: int32 [S].
-            mask: uint8 [S].
-            hidden: each of ``fields`` -> [S, E]; ``kv`` -> [S, n, H_kv, 2, d] of the ``kv_layers``.
-        """
+        """Return a file's content: of tokens [S], mask [S] and ``fields`` [S, E] (kv [S, n, H_kv, 2, d])."""
 
     def files(self, folder: Path) -> list[Path]:
         """Return the files below a folder in the order of their numbers: 10 comes after 9."""
@@ -97,7 +85,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def read_tokens(self, path: Path) -> np.ndarray:
-        """Return a file's token ids, int64 [S], without its hidden states where the container allows it."""
+        """Return a file's token ids, int64 [S], without reading its hidden states."""
 
     @abstractmethod
     def read_mask(self, path: Path) -> np.ndarray:
@@ -131,25 +119,28 @@ class EagleFormat(FileFormat):
 
     @override
     def read_tokens(self, path: Path) -> np.ndarray:
-        return _tensor(load_checkpoint(path), "input_ids", path).flatten().long().numpy()
+        return _tensor(_load_checkpoint(path), "input_ids", path).flatten().long().numpy()
 
     @override
     def read_mask(self, path: Path) -> np.ndarray:
-        return _tensor(load_checkpoint(path), "loss_mask", path).flatten().long().numpy()
+        return _tensor(_load_checkpoint(path), "loss_mask", path).flatten().long().numpy()
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        return {HIDDEN_LAST: _matrix(load_checkpoint(path), "hidden_state", path)}
+        return {HIDDEN_LAST: _matrix(_load_checkpoint(path), "hidden_state", path)}
 
 
 class SpecForgeFormat(EagleFormat):
-    """SpecForge's offline features for EAGLE-3: EAGLE's file with more in it; ``.ckpt.gz`` is read, too."""
+    """SpecForge's offline features for EAGLE-3: EAGLE's file with more in it; ``.ckpt.gz`` is read, too.
+
+    Args:
+        layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
+    """
 
     name = "specforge"
     pattern = "data_*.ckpt*"
 
     def __init__(self, layers: tuple[int, ...]) -> None:
-        super().__init__(layers)
         self.fields = (HIDDEN_LAST, *map(layer_field, layers))
 
     @override
@@ -164,9 +155,9 @@ class SpecForgeFormat(EagleFormat):
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        record = load_checkpoint(path)
+        record = _load_checkpoint(path)
         last, layers = _matrix(record, "hidden_state", path), _matrix(record, "aux_hidden_state", path)
-        width, count = last.shape[1], len(self.layers)
+        width, count = last.shape[1], len(self.fields) - 1
         if layers.shape[1] != count * width:
             raise DatasetError(
                 f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of {width}. "
@@ -187,12 +178,12 @@ class SpeculatorsFormat(FileFormat):
     gives_last = False
 
     def __init__(self, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None) -> None:
-        super().__init__((*(layer for layer in layers if layer != n_layers - 1), n_layers - 1))
+        self._layers = (*(layer for layer in layers if layer != n_layers - 1), n_layers - 1)
         self._last_layers = dict(last_layers or {})
         self.kv_layers = tuple(sorted(self._last_layers.values()))
-        self._states = tuple(map(layer_field, self.layers))
+        self._states = tuple(map(layer_field, self._layers))
         self.fields = (*self._states, "kv") if self.kv_layers else self._states
-        self._rows: tuple[Path, pa.Table] | None = None
+        self._rows: dict[Path, pa.Table] = {}
 
     @override
     def file(self, folder: Path, i: int) -> Path:
@@ -201,7 +192,7 @@ class SpeculatorsFormat(FileFormat):
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         states = torch.stack([hidden[name] for name in self._states], dim=1)  # [S, K + 1, E]
-        ids = ",".join(str(layer + 1) for layer in self.layers)  # vLLM counts the layers passed
+        ids = ",".join(str(layer + 1) for layer in self._layers)  # vLLM counts the layers passed
         tensors = {"token_ids": torch.from_numpy(tokens.astype(np.int64)), "hidden_states": states.contiguous()}
         for kind, layer in self._last_layers.items():
             of_layer = hidden["kv"][:, self.kv_layers.index(layer)]  # [S, H_kv, 2, d]
@@ -215,7 +206,6 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def read_mask(self, path: Path) -> np.ndarray:
-        """Return the loss mask of a file's row; the row's ids must be the file's."""
         rows, number = self._dataset(path), path.stem.removeprefix("hs_")
         row = int(number) if number.isdecimal() else len(rows)
         if row >= len(rows):
@@ -249,22 +239,21 @@ class SpeculatorsFormat(FileFormat):
                 f"{path.parent}: no Arrow dataset (state.json) in this folder or above it; the loss masks lie there. "
                 "Put hidden_states/ into the folder of the dataset."
             )
-        if self._rows is None or self._rows[0] != folder:
-            self._rows = (folder, _load_rows(folder))
-        return self._rows[1]
+        if folder not in self._rows:
+            self._rows = {folder: _load_rows(folder)}
+        return self._rows[folder]
 
 
 def make_format(
     name: str, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None
 ) -> FileFormat:
-    """Make a file format; raises OptionInvalid for layers that the target does not have.
+    """Make a file format; without layers EAGLE-3's, 1, L // 2 - 1 and L - 4, go in beside the last one.
 
-    Args:
-        layers: those beside the last one; empty for EAGLE-3's, 1, L // 2 - 1 and L - 4.
-        last_layers: see :class:`SpeculatorsFormat`.
+    Raises:
+        OptionInvalid: the target does not have these layers.
     """
     if name == "eagle":
-        return EagleFormat(())
+        return EagleFormat()
     try:
         layers = layers or default_fused_layers(n_layers)
     except DrafterError as error:
@@ -276,7 +265,7 @@ def make_format(
     return SpeculatorsFormat(layers, n_layers, last_layers)
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def _load_checkpoint(path: Path) -> dict[str, Any]:
     """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read."""
     with parsing(f"{path} is damaged, or holds more than tensors", DatasetError, "Make the file again, or delete it."):
         if not path.name.endswith(".gz"):
@@ -290,11 +279,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Write the Arrow dataset of an export to speculators, whole or not at all: ``state.json`` comes last.
-
-    Args:
-        texts: tokens int32 [S] and mask uint8 [S] of every sequence, in the order of the files.
-    """
+    """Write the Arrow dataset of an export to speculators, tokens [S] and mask [S] of every file; `state.json` last."""
     from datasets import Dataset
 
     partial = folder / ("rows" + PARTIAL_SUFFIX)

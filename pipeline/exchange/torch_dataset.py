@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ...errors import OptionInvalid
@@ -52,7 +53,7 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
                 f"fields {', '.join(unknown) or '(none)'} are not in {self.store.path}; "
                 f"choose from {', '.join(self.store.fields)}."
             )
-        if layers is not None and not any(self._has_layers(name) for name in self.fields):
+        if layers is not None and all(self.store.fields[name].layer_axis is None for name in self.fields):
             raise OptionInvalid(f"layers are given, but none of the fields {', '.join(self.fields)} has layers.")
 
     def __len__(self) -> int:
@@ -68,12 +69,10 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         """Read a sequence: field -> [n, *token_shape]; tokens int64, response_mask bool, activations in their dtype."""
         return {name: self._read(int(i), name) for name in self.fields}
 
-    def _has_layers(self, name: str) -> bool:
-        return self.store.fields[name].layer_axis is not None
-
     def _read(self, i: int, name: str) -> Tensor:
         spec = self.store.fields[name]
-        values = torch.from_numpy(self.store.read(i, name, layers=self._layers if self._has_layers(name) else None))
+        layers = None if spec.layer_axis is None else self._layers
+        values = torch.from_numpy(self.store.read(i, name, layers=layers))
         if spec.dtype == "bfloat16":
             values = values.view(torch.bfloat16)
         if spec.dtype in FLOAT_DTYPES:
@@ -90,9 +89,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     groups are shuffled. Give the ``DataLoader`` the same ``batch_size``, and its batches are these groups.
 
     Args:
-        store: an open store, or its folder.
-        layers: layers of the fields that have a layer axis; None for all.
-        dtype: dtype of activations; None keeps the stored one.
+        store, fields, layers, dtype: as of :class:`ActivationDataset`.
         shuffle: shuffle anew in every epoch; otherwise in the store's order.
         batch_size: sequences of a group, the unit that is dealt out to ranks and workers.
         bucket_batches: groups of a window that is sorted by length; 0 for no bucketing.
@@ -176,10 +173,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
 
 
 def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack sequences of different length, padded on the right with zeros.
-
-    Args:
-        items: B dicts with the same fields, each [n, *token_shape].
+    """Stack B sequences (field -> [n, *token_shape]) of different length, padded on the right with zeros.
 
     Returns:
         Field -> [B, T, *token_shape], and ``n_tokens`` int64 [B], the lengths without padding.
@@ -187,11 +181,5 @@ def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     if not items:
         raise OptionInvalid("pad_collate got no items; a batch needs at least one sequence.")
     n_tokens = torch.tensor([len(next(iter(item.values()))) for item in items])
-    longest = int(n_tokens.max())
-    batch: dict[str, Tensor] = {}
-    for name, first in items[0].items():
-        padded = first.new_zeros(len(items), longest, *first.shape[1:])
-        for row, item in enumerate(items):
-            padded[row, : len(item[name])] = item[name]
-        batch[name] = padded
+    batch = {name: pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]}
     return batch | {"n_tokens": n_tokens}

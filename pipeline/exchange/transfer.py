@@ -100,12 +100,16 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         # In threads, as a disk syncs many small files at once in the time of one.
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(n):
-                data = _encode_sequence(folder, file_format, dataset, i)
-                if data is not None:
-                    path = file_format.file(folder, i)
+                path, tokens = file_format.file(folder, i), store.read(i, "tokens")
+                if not path.exists():
+                    data = file_format.encode(tokens, store.read(i, "response_mask"), dataset[i])
                     path.parent.mkdir(parents=True, exist_ok=True)
                     pending.append(threads.submit(write_atomic, path, data))
                     sizes.append(len(data))
+                elif not np.array_equal(file_format.read_tokens(path), tokens):
+                    raise OutputOccupied(
+                        f"{path} holds other tokens than sequence {i} of the store. Choose another --out."
+                    )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
                 if progress:
@@ -116,17 +120,6 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         if file_format.name == "speculators" and count_rows(folder) != n:
             write_rows(folder, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
     return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
-
-
-def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationDataset, i: int) -> bytes | None:
-    """Return the content of one file; None if it exists with the same tokens."""
-    path = file_format.file(folder, i)
-    tokens = dataset.store.read(i, "tokens")
-    if not path.exists():
-        return file_format.encode(tokens, dataset.store.read(i, "response_mask"), dataset[i])
-    if not np.array_equal(file_format.read_tokens(path), tokens):
-        raise OutputOccupied(f"{path} holds other tokens than sequence {i} of the store. Choose another --out.")
-    return None
 
 
 def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequences: int) -> None:
@@ -205,7 +198,17 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
     rows: dict[str, tuple[int, int, int]] = {}
     for row, path in enumerate(paths):
         tokens, mask = file_format.read_tokens(path), file_format.read_mask(path)
-        _check_text(path, tokens, mask, vocab_size)
+        if not len(tokens) or len(tokens) != len(mask):
+            raise DatasetError(
+                f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again."
+            )
+        if not np.isin(mask, (0, 1)).all():
+            raise DatasetError(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise DatasetError(
+                f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has "
+                f"{vocab_size:,}. Give the --model that the files were made with."
+            )
         rows.setdefault(content_id(tokens, mask), (row, len(tokens), int(mask.sum())))
         if progress:
             progress(row + 1, len(paths), "read tokens")
@@ -213,18 +216,6 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
     columns = {"sequence_id": pa.array(list(rows), pa.string()), "source_row": pa.array(source_rows, pa.int64())}
     counts = {"n_tokens": n_tokens, "n_response_tokens": n_response}
     return pa.table(columns | {name: pa.array(values, pa.int32()) for name, values in counts.items()})
-
-
-def _check_text(path: Path, tokens: np.ndarray, mask: np.ndarray, vocab_size: int) -> None:
-    if not len(tokens) or len(tokens) != len(mask):
-        raise DatasetError(f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again.")
-    if not np.isin(mask, (0, 1)).all():
-        raise DatasetError(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise DatasetError(
-            f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has {vocab_size:,}. "
-            "Give the --model that the files were made with."
-        )
 
 
 def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:

@@ -31,9 +31,6 @@ SAMPLE_TOKENS = 30_000
 METRIC_TOKENS = 4_096
 """Tokens of the sample over which the effect of an error on the next-token distribution is averaged."""
 
-ReadSequence = Callable[[int], Mapping[str, np.ndarray]]
-"""Row of the plan -> each field, float32 [n_tokens, *token_shape], and the tokens, int [n_tokens]."""
-
 
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
     """Choose sequences of about so many tokens, spread evenly over the plan: ascending rows."""
@@ -80,7 +77,7 @@ class _Float32Rows:
 def calibrate(
     codec: StoreCodec,
     lengths: np.ndarray,
-    read: ReadSequence,
+    read: Callable[[int], Mapping[str, np.ndarray]],
     model_config: Any,
     lm_head: torch.Tensor,
     embeddings: torch.Tensor,
@@ -90,8 +87,8 @@ def calibrate(
 
     Args:
         lengths: tokens of each planned sequence.
+        read: row of the plan -> each field, float32 [n_tokens, *token_shape], and the tokens, int [n_tokens].
         lm_head, embeddings: [vocab_size, width], any dtype and device.
-        learning: where the sample waits and products run.
     """
     rows = sample_rows(lengths)
     ends = np.cumsum(lengths[rows])
@@ -144,8 +141,7 @@ def _joint_bits(
 ) -> dict[str, float]:
     """Split the bits of joint hidden states, given the lowest first: field -> bits per token."""
     learning.progress(0, 1, "learn: bits of joint hidden states")
-    variances: list[np.ndarray] = []
-    below: list[np.ndarray] = []
+    variances, below = list[np.ndarray](), list[np.ndarray]()
     for name in joint:
         values = observations[name].values()
         others = [np.concatenate(offered[source]) for source in codec.sources.get(name, ()) if source not in joint]
@@ -167,12 +163,7 @@ def learn_from_target(
     learning: Learning,
     uses_cache: bool | None = None,
 ) -> None:
-    """Let a codec learn from forwards of the target over a sample of the sequences.
-
-    Args:
-        tokens_of: row of the plan -> token ids, int32 [n_tokens].
-        spec, dtype, uses_cache: as for ``capture``.
-    """
+    """Let a codec learn from forwards of the target; ``tokens_of`` maps a row of the plan to ids, int32 [n_tokens]."""
     model: Any = target.model
 
     def read(row: int) -> dict[str, np.ndarray]:

@@ -41,24 +41,15 @@ class HostSlots:
     def __init__(self, device: torch.device, n_slots: int) -> None:
         self._device = device
         self.free = deque(HostSlot(self) for _ in range(n_slots))
-        self._is_needed = n_slots > 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._clock = DeviceClock(device)
-
-    def take(self) -> HostSlot | None:
-        """Take a free slot, until it is released; None where none is needed. Raises IndexError if there is none."""
-        return self.free.popleft() if self._is_needed else None
 
     def allocate(self, n_bytes: int) -> Tensor:
         """Return pinned host memory, uint8 [n_bytes]."""
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
-        """Start copies (source, target) after all work queued so far.
-
-        Returns:
-            What waits for the copies, and gives the seconds that the device copied.
-        """
+        """Start copies (source, target) after all work queued so far; what is returned waits, and gives the seconds."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -70,13 +61,13 @@ class HostSlots:
 
 
 class HostSlot:
-    """Pinned memory for the copies of one batch at a time."""
+    """Pinned memory for the copies of one batch at a time; ``wait`` gives the seconds that the device copied."""
 
     def __init__(self, slots: HostSlots) -> None:
         self._slots = slots
         self._buffers: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._arrival: Callable[[], float] | None = None
+        self.wait: Callable[[], float] = lambda: 0.0
 
     def place(self, source: Tensor) -> Tensor:
         """Return the host memory that a tensor will be copied to, of its shape and dtype."""
@@ -92,17 +83,12 @@ class HostSlot:
 
     def start(self) -> None:
         """Start all copies."""
-        self._arrival = self._slots.copy(self._copies)
-
-    def wait(self) -> float:
-        """Wait until they are complete; return the seconds that the device copied."""
-        return 0.0 if self._arrival is None else self._arrival()
+        self.wait = self._slots.copy(self._copies)
 
     def release(self) -> None:
         """Free the slot for another batch; the values in it must not be read afterwards."""
         self.wait()  # else the device would write over the values of the next batch
         self._copies.clear()
-        self._arrival = None
         self._slots.free.append(self)
 
 
@@ -150,13 +136,10 @@ class Capture:
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self, slots: HostSlots | None = None) -> Capture:
-        """Copy to host memory; what lies there already is not copied.
-
-        To slots it is copied without waiting: :meth:`wait` waits, and :meth:`release` gives the memory back.
-        """
-        slot = slots.take() if slots is not None else None
-        if slot is None:
+        """Copy to host memory: at once, or to a free slot without waiting (`wait`); IndexError if none is free."""
+        if slots is None:
             return self._mapped(Tensor.cpu)
+        slot = slots.free.popleft()
         copies = self._mapped(slot.place)
         slot.start()
         return replace(copies, slot=slot)
@@ -170,7 +153,7 @@ class Capture:
         )
 
     def wait(self) -> float:
-        """Block until the copies have arrived; return the seconds that the device copied."""
+        """Wait for the copies; return the seconds that the device copied."""
         return 0.0 if self.slot is None else self.slot.wait()
 
     def release(self) -> None:
@@ -190,10 +173,9 @@ class Capture:
                 )
 
     def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:
-        """Return a sequence's values of a field as ``PartWriter.write`` takes them; only in host memory, not copied.
+        """Return a sequence's values of a field in host memory, as ``PartWriter.write`` takes them.
 
-        Returns:
-            [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or the rows of an encoded field.
+        They are [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or the rows of an encoded field.
         """
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]
@@ -219,16 +201,13 @@ def capture(
     dtype: torch.dtype,
     uses_cache: bool | None = None,
 ) -> Capture:
-    """Run the target over a batch.
+    """Run the target over a batch; what it gives equals that of each sequence alone up to rounding.
 
     Args:
         model: transformers causal LM in evaluation mode; its LM head is not run.
         sequences: B arrays of token ids, int32 [n_tokens].
         uses_cache: whether the forward fills a cache; default: where keys and values are kept. A cache may change the
             kernels that attention picks, and so last bits.
-
-    Returns:
-        The activations, equal to those of each sequence alone up to rounding.
     """
     n_tokens = tuple(len(sequence) for sequence in sequences)
     width = max(n_tokens)

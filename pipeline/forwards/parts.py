@@ -12,10 +12,10 @@ A stage that is slower than those before it makes them wait: at most ``_BATCHES_
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,11 @@ from ..config import ActivationSpec
 from ..report import Timings
 from .capture import Capture, HostSlots, capture
 
+_BATCHES_AHEAD = 2
+"""Tasks that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
+N_HOST_SLOTS = _BATCHES_AHEAD + 2
+"""Batches in host memory: those that wait, one that is written and one that is copied."""
+
 
 @dataclass(frozen=True)
 class Forwards:
@@ -47,8 +52,7 @@ class Forwards:
     Attributes:
         spec, codec, dtype: of the activations that are kept.
         batch_tokens: tokens per forward, padding included.
-        uses_cache: whether the forward fills a key/value cache, whatever is kept; a forward of equal batches with an
-            equal cache gives equal bits.
+        uses_cache: whether the forward fills a key/value cache, whatever is kept; bits depend on it.
         text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
         engine: runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target itself.
     """
@@ -70,12 +74,6 @@ class Forwards:
         return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
 
 
-_BATCHES_AHEAD = 2
-"""Batches that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
-N_HOST_SLOTS = _BATCHES_AHEAD + 2
-"""Batches in host memory: those that wait, one that is written and one that is copied."""
-
-
 def run_parts(
     forwards: Forwards,
     store: StoreWriter | StoreAddition,
@@ -83,20 +81,17 @@ def run_parts(
     timings: Timings,
     tell: Callable[[Timings], None] = lambda _: None,
 ) -> None:
-    """Run the target over parts of a store, and write and commit each.
+    """Run the target over parts of a store, or over new fields of them, and write and commit each.
 
     Args:
-        store: takes the parts, or new fields of them; after a failure the parts in flight are discarded.
         parts: numbers of pending parts, each asked for when the forwards of the one before are done; None for none yet,
             so that an error of the writer is noticed while one is waited for.
         tell: called with the timings before the first batch, after each, and at the end.
     """
     keep_freed_memory()
-    start = time.perf_counter()
-    clock = DeviceClock(forwards.target.device)
-    pool = EncodePool(forwards.n_encode_threads)
-    writer = BackgroundWriter(_BATCHES_AHEAD)
-    slots = HostSlots(forwards.target.device, N_HOST_SLOTS if forwards.target.device.type == "cuda" else 0)
+    start, device = time.perf_counter(), forwards.target.device
+    pool, writer, clock = EncodePool(forwards.n_encode_threads), BackgroundWriter(), DeviceClock(device)
+    slots = HostSlots(device, N_HOST_SLOTS) if device.type == "cuda" else None
     open_parts: list[PartWriter] = []
 
     try:
@@ -142,7 +137,7 @@ class _Batch:
     span: tuple[Mark, Mark]
 
 
-def _run_batch(forwards: Forwards, batch: pa.Table, clock: DeviceClock, slots: HostSlots) -> _Batch:
+def _run_batch(forwards: Forwards, batch: pa.Table, clock: DeviceClock, slots: HostSlots | None) -> _Batch:
     """Run the target over sequences of a part, and start copying the activations."""
     ids, rows = batch["sequence_id"].to_pylist(), batch["source_row"].to_pylist()
     names = [f"{key[:12]} (row {row} of the dataset)" for key, row in zip(ids, rows, strict=True)]
@@ -175,27 +170,28 @@ def _commit(out: PartWriter, timings: Timings) -> None:
 
 
 class BackgroundWriter:
-    """Runs tasks in order on a thread of its own; an error is raised by the next `submit` or by `finish`.
+    """Runs tasks in order on a thread of its own; after one that fails the rest are skipped, and callers get its error.
 
-    Args:
-        depth: tasks that may wait; each holds the activations of a batch.
-
-    Attributes:
-        busy_s: seconds of CPU that the thread has spent.
+    ``busy_s`` are the seconds of CPU that the thread has spent.
     """
 
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "activation-writer")
-        self._room = threading.Semaphore(depth + 1)
-        self._error: BaseException | None = None
-        self._stopping = False
+        self._tasks: deque[Future[None]] = deque()
+        self._stopped = False
         self.busy_s = 0.0
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Queue a task, waiting for room; raises what an earlier task raised."""
+        """Queue a task, waiting for room."""
         self.check()
-        self._room.acquire()
-        self._pool.submit(self._run, task)
+        if len(self._tasks) > _BATCHES_AHEAD:
+            self._tasks.popleft().result()
+        self._tasks.append(self._pool.submit(self._run, task))
+
+    def check(self) -> None:
+        """Raise what a task has raised."""
+        while self._tasks and self._tasks[0].done():
+            self._tasks.popleft().result()
 
     def finish(self) -> None:
         """Wait for all tasks and end the thread."""
@@ -204,23 +200,19 @@ class BackgroundWriter:
 
     def abort(self) -> None:
         """Let the running task end, skip the others and end the thread."""
-        self._stopping = True
+        self._stopped = True
         self._pool.shutdown(cancel_futures=True)
 
-    def check(self) -> None:
-        """Raise what a task has raised."""
-        if self._error is not None:
-            raise self._error
-
     def _run(self, task: Callable[[], object]) -> None:
+        if self._stopped:
+            return
         try:
-            if not self._stopping and self._error is None:  # a part with a hole must not be committed
-                task()
-        except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
-            self._error = error
+            task()
+        except BaseException:
+            self._stopped = True  # a part with a hole must not be committed
+            raise
         finally:
             self.busy_s = time.thread_time()
-            self._room.release()
 
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:

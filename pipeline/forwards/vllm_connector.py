@@ -37,8 +37,6 @@ from ...files import replacing
 
 FILE_PARAMETER = "moa_data_file"
 """Parameter of a request (``kv_transfer_params``): the file that gets its values."""
-LAYOUT = "LBNHC"
-"""Layout of the cache that vLLM is asked for: the heads of a token lie together."""
 
 _HIDDEN = "HiddenStateCacheSpec"
 _TAKEN = ("FullAttentionSpec", _HIDDEN)
@@ -97,7 +95,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return LAYOUT
+        return "LBNHC"  # the heads of a token lie together
 
     @override
     def get_finished_count(self) -> int | None:
@@ -141,9 +139,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         # Finds the caches of the target's layers, in their order, and that of hidden states.
         found: dict[int, tuple[int, Tensor]] = {}
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
-            is_hidden = type(group.kv_cache_spec).__name__ == _HIDDEN
             for name in group.layer_names:
-                if is_hidden:
+                if type(group.kv_cache_spec).__name__ == _HIDDEN:
                     self._hidden = index, kv_caches[name]
                 else:
                     found[layer_number(name)] = index, kv_caches[name]
@@ -173,8 +170,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             for save in metadata.saves if isinstance(metadata, Saves) else ():
                 self._begin(save)
         self._finished |= finished_req_ids
-        done = {name for name in self._finished if name in self._copied}
-        done = {name for name in done if self._copied[name] is None or self._copied[name].query()}
+        copied = {name for name, event in self._copied.items() if event is None or event.query()}
+        done = self._finished & copied
         self._finished -= done
         for name in done:
             del self._copied[name]
@@ -193,10 +190,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._stream.wait_stream(torch.cuda.current_stream())  # what the forward wrote
             with torch.cuda.stream(self._stream):
                 on_device = self._gather(save)
-                values = {
-                    name: torch.empty_like(each, device="cpu", pin_memory=True) for name, each in on_device.items()
-                }
+                values = {}
                 for name, each in on_device.items():
+                    values[name] = torch.empty_like(each, device="cpu", pin_memory=True)
                     values[name].copy_(each, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
@@ -216,14 +212,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
 
 def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Gather the tokens of a text from the blocks of a layer.
-
-    Args:
-        cache: [n_blocks, n_heads, block_size, content], in any order in memory.
-
-    Returns:
-        [n_tokens, n_heads, content].
-    """
+    """Gather a text's tokens from a cache [n_blocks, n_heads, block_size, content] as [n_tokens, n_heads, content]."""
     if len(blocks) * cache.shape[2] < n_tokens:
         raise ValueError(f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens.")
     index = torch.tensor(blocks, device=cache.device)

@@ -28,7 +28,7 @@ from ..config import ActivationSpec
 from .capture import Capture, finite_rows
 
 VLLM_VERSION = "0.33.0"
-"""The release whose connector interface this is written for; the interface is experimental and changes."""
+"""The release whose experimental connector interface this is written for."""
 
 _CONNECTOR, _MODULE = "MoaDataConnector", "moa_data.pipeline.forwards.vllm_connector"
 _FILE_PARAMETER = "moa_data_file"  # as in the connector, which cannot be imported without vLLM

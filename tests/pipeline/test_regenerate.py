@@ -20,7 +20,7 @@ from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import RegenerateConfig
 from moa_data.pipeline.dataset import Columns
-from moa_data.pipeline.regenerate import Answers, LossReason, Row, regenerate
+from moa_data.pipeline.regenerate import Answers, LossReason, Row, open_answers, regenerate
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
@@ -187,23 +187,23 @@ def test_later_turns_see_the_new_answers_and_one_that_is_none_ends_the_chat(text
 
 def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
-    with Answers(path, {"seed": 0}, 4) as answers:
+    with open_answers(path, {"seed": 0}, 4) as answers:
         answers.append([Row(0, user("caf\u00e9"), 1, 2), Row(1, reason="late")])
         kept, counted = path.read_bytes(), answers.record.read_bytes()
         answers.append([Row(2, user("b"), 1, 2)])
         with pytest.raises(OutputOccupied, match="another process"):
-            Answers(path, {"seed": 0}, 4).__enter__()
+            open_answers(path, {"seed": 0}, 4).__enter__()
     whole = path.read_bytes()
     for n_bytes in range(len(kept), len(whole) + 1):  # the record is that of the first batch
         path.write_bytes(whole[:n_bytes])
         answers.record.write_bytes(counted)
-        with Answers(path, {"seed": 0}, 4) as again:
+        with open_answers(path, {"seed": 0}, 4) as again:
             assert (again.counts.n_rows, again.counts.n_answers) == (2, 1)
         assert (path.read_bytes(), answers.record.read_bytes()) == (kept, counted)
-    with pytest.raises(OutputOccupied, match="begun with"), Answers(path, {"seed": 1}, 4):
+    with pytest.raises(OutputOccupied, match="begun with"), open_answers(path, {"seed": 1}, 4):
         pass
     path.write_bytes(kept[:-1])
-    with pytest.raises(OutputOccupied, match="changed"), Answers(path, {"seed": 0}, 4):
+    with pytest.raises(OutputOccupied, match="changed"), open_answers(path, {"seed": 0}, 4):
         pass
 
 

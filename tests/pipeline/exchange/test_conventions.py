@@ -60,7 +60,8 @@ def test_specforge_and_eagle_hold_the_last_state_after_the_norm(store: Path, mod
 
 
 def test_default_layers_are_those_of_eagle_3() -> None:
-    assert [make_format("specforge", (), n_layers).layers for n_layers in (32, 7)] == [(1, 15, 28), (1, 2, 3)]
+    fields = [make_format("specforge", (), n_layers).fields for n_layers in (32, 7)]
+    assert fields == [("hidden/last", *(f"hidden/layer_{n}" for n in layers)) for layers in ((1, 15, 28), (1, 2, 3))]
     for layers, n_layers in (((), 1), ((), 6), ((6,), 6)):
         with pytest.raises(OptionInvalid, match="--layers"):
             make_format("specforge", layers, n_layers)
