@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from moa_data.errors import DatasetError, OutputOccupied
 from moa_data.moa.formats.checkpoint import load_drafter
@@ -20,17 +19,9 @@ NAME = "me/activations"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with serving() as hub:
+    with serving(monkeypatch, tmp_path / "hub-cache") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_TOKEN", hub.token)
-        # What the client derives from HF_ENDPOINT when it is imported.
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # this Hub is on loopback
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # of processes that a test starts
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         yield hub
 
 

@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 import torch
 
@@ -29,6 +29,8 @@ from moa_data.tests.kit.serving import MODEL, LiveServer
 from moa_data.tests.kit.stores import read_tree
 
 MAX_POSITIONS = 160
+URL = "http://scripted"
+HUNG_UP = httpx.RemoteProtocolError("hung up")
 
 
 @pytest.fixture(scope="session")
@@ -332,8 +334,7 @@ def test_settings_that_do_not_fit_are_refused(options: str) -> None:
 
 
 def asking(config: RegenerateConfig, server: str, **changes: Any) -> RegenerateConfig:
-    out = str(Path(config.out).with_name("served.jsonl"))
-    return config.replaced(**{"model": None, "server": server, "out": out, "patience_s": 0.5} | changes)
+    return elsewhere(config, "served", **{"model": None, "server": server, "patience_s": 0.5} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -357,23 +358,22 @@ def test_our_server_gives_the_answers_of_the_target(config: RegenerateConfig, li
         regenerate(asking(config, live.address, model="other"))
 
 
-def test_seeds_are_sent(config: RegenerateConfig, live: LiveServer) -> None:
-    first = asking(config, f"{live.address}/v1/", temperature=0.8, top_k=9)
-    regenerate(first)
-    again = first.replaced(out=first.out.replace("served", "again"), batch_size=1)
-    regenerate(again)
-    assert read(again) == read(first)
-    other = first.replaced(out=first.out.replace("served", "other"), seed=5)
-    regenerate(other)
-    assert read(other) != read(first)
-
-
 class Scripted:
-    """A server whose answers come from a function: body of the request -> (status, JSON or None to hang up)."""
+    """A server whose answers come from a function: body of the request -> (status, JSON), or an error to raise."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.script: Any = lambda body: (200, said("yes"))
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "scripted"}]})
+        body = json.loads(request.content)
+        self.bodies.append(body | {"authorization": request.headers.get("authorization")})
+        found = self.script(body)
+        if isinstance(found, Exception):
+            raise found
+        return httpx.Response(found[0], json=found[1])
 
 
 def said(text: str, finish_reason: str = "stop", **message: Any) -> dict[str, Any]:
@@ -383,76 +383,55 @@ def said(text: str, finish_reason: str = "stop", **message: Any) -> dict[str, An
 
 
 @pytest.fixture
-def scripted() -> Iterator[tuple[str, Scripted]]:
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     state = Scripted()
+    client = partial(httpx.AsyncClient, transport=httpx.MockTransport(state.answer))
+    monkeypatch.setattr(httpx, "AsyncClient", client)
+    return state
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            pass
 
-        def do_GET(self) -> None:
-            self.send(200, {"data": [{"id": "scripted"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            state.bodies.append(body | {"authorization": self.headers.get("authorization")})
-            self.send(*state.script(body))
-
-        def send(self, status: int, document: Any) -> None:
-            if document is not None:
-                content = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients that have gone
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", state
-        server.shutdown()
-        thread.join()
+def test_settings_of_sampling_are_sent(config: RegenerateConfig, scripted: Scripted) -> None:
+    regenerate(asking(config, f"{URL}/v1/", temperature=0.8, top_k=9, seed=5, repetition_penalty=1.1))
+    seeds = {body["messages"][0]["content"]: body["seed"] for body in scripted.bodies}
+    assert (seeds["what is 0?"], seeds["tell me of 1"]) == (5, 10)
+    wanted = {"temperature": 0.8, "top_p": 1.0, "top_k": 9, "repetition_penalty": 1.1}
+    assert all(body.items() >= wanted.items() for body in scripted.bodies)
 
 
 def test_what_passes_is_asked_again(
-    config: RegenerateConfig, scripted: tuple[str, Scripted], monkeypatch: pytest.MonkeyPatch
+    config: RegenerateConfig, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, state = scripted
-    first: dict[str, tuple[int, Any]] = {"what is 0?": (503, {}), "what is 1?": (429, {}), "what is 2?": (200, None)}
-    state.script = lambda body: first.pop(body["messages"][0]["content"], (200, said("yes")))
+    first: dict[str, Any] = {"what is 0?": (503, {}), "what is 1?": (429, {}), "what is 2?": HUNG_UP}
+    scripted.script = lambda body: first.pop(body["messages"][0]["content"], (200, said("yes")))
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     arguments = ("enable_thinking=false",)
-    served = asking(config, url, patience_s=20, template_kwargs=arguments, max_new_tokens=9)
+    served = asking(config, URL, patience_s=20, template_kwargs=arguments, max_new_tokens=9)
     regenerate(served)
     assert list(read(served)) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
-    assert {body["authorization"] for body in state.bodies} == {"Bearer secret"}
+    assert {body["authorization"] for body in scripted.bodies} == {"Bearer secret"}
     wanted = {"max_tokens": 9, "temperature": 0, "model": "scripted"}
     wanted |= {"chat_template_kwargs": {"enable_thinking": False}}
-    assert all(body.items() >= wanted.items() and "seed" not in body for body in state.bodies)
+    assert all(body.items() >= wanted.items() and "seed" not in body for body in scripted.bodies)
     assert "secret" not in Path(served.out).with_suffix(".regeneration.json").read_text()
 
 
 @pytest.mark.parametrize(
-    ("status", "document", "reason"),
+    ("answer", "reason"),
     [
-        (400, {"error": {"message": "a bad word"}}, LossReason.REFUSED),
-        (400, {"message": "This model's maximum context length is 9"}, LossReason.TOO_LONG),
-        (408, {"error": {"message": "late"}}, LossReason.LATE),
-        (200, said("on and on", "length"), LossReason.NO_END),
-        (200, said("", "tool_calls"), LossReason.TOOLS),
-        (200, said(" "), LossReason.EMPTY),
+        ((400, {"error": {"message": "a bad word"}}), LossReason.REFUSED),
+        ((400, {"message": "This model's maximum context length is 9"}), LossReason.TOO_LONG),
+        ((408, {"error": {"message": "late"}}), LossReason.LATE),
+        (httpx.ReadTimeout("slow"), LossReason.LATE),
+        ((200, said("on and on", "length")), LossReason.NO_END),
+        ((200, said("", "tool_calls")), LossReason.TOOLS),
+        ((200, said(" ")), LossReason.EMPTY),
     ],
 )
 def test_one_answer_that_fails_rejects_its_row(
-    config: RegenerateConfig, scripted: tuple[str, Scripted], status: int, document: Any, reason: LossReason
+    config: RegenerateConfig, scripted: Scripted, answer: Any, reason: LossReason
 ) -> None:
-    url, state = scripted
-    state.script = lambda body: (
-        (status, document) if body["messages"][-1]["content"] == "tell me of 1" else (200, said("yes"))
-    )
-    counts = regenerate(asking(config, url)).counts
+    scripted.script = lambda body: answer if body["messages"][-1]["content"] == "tell me of 1" else (200, said("yes"))
+    counts = regenerate(asking(config, URL)).counts
     assert counts.rejected[reason] == 1
     assert counts.examples[reason].startswith("row 5")
 
@@ -464,34 +443,32 @@ def test_one_answer_that_fails_rejects_its_row(
         ((500, {"error": {"message": "down"}}), "for 0.5 s. Start it"),
         ((200, {"hello": 1}), "gives no chat completion"),
         ((200, said("yes", reasoning_content="hm")), "keeps the reasoning apart"),
-        ((200, None), "cannot be reached"),
+        (HUNG_UP, "cannot be reached"),
     ],
 )
 def test_a_server_that_cannot_answer_stops_the_run_in_one_line(
-    config: RegenerateConfig, scripted: tuple[str, Scripted], answer: Any, line: str
+    config: RegenerateConfig, scripted: Scripted, answer: Any, line: str
 ) -> None:
-    url, state = scripted
-    state.script = lambda body: answer
-    options = ["--server", url, "--dataset", config.dataset, "--out", config.out, "--set", "serving.patience_s=0.5"]
+    scripted.script = lambda body: answer
+    options = ["--server", URL, "--dataset", config.dataset, "--out", config.out, "--set", "serving.patience_s=0.5"]
     refused(run("regenerate", *options), line)
-    state.script = lambda body: (200, said("yes"))
+    scripted.script = lambda body: (200, said("yes"))
     done = run("regenerate", *options, "--max-rejected-fraction", "1")
     assert done.exit_code == 0, done.output
 
 
-def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: tuple[str, Scripted]) -> None:
-    url, state = scripted
-    state.script = lambda body: (
+def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: Scripted) -> None:
+    scripted.script = lambda body: (
         (404, {}) if body["messages"][0]["content"] == "tell me of 2" else (200, said(body["messages"][-1]["content"]))
     )
-    served = asking(config, url, batch_size=1)
+    served = asking(config, URL, batch_size=1)
     with pytest.raises(ServingError, match="answers 404"):
         regenerate(served)
-    n_before = len(state.bodies)
-    state.script = lambda body: (200, said(body["messages"][-1]["content"]))
+    n_before = len(scripted.bodies)
+    scripted.script = lambda body: (200, said(body["messages"][-1]["content"]))
     regenerate(served.replaced(batch_size=4))
-    asked = [body["messages"][0]["content"] for body in state.bodies[n_before:]]
+    asked = [body["messages"][0]["content"] for body in scripted.bodies[n_before:]]
     assert "what is 0?" not in asked
-    whole = served.replaced(out=served.out.replace("served", "whole"))
+    whole = elsewhere(served, "whole")
     regenerate(whole)
     assert outputs(served) == outputs(whole)

@@ -31,13 +31,8 @@ MODEL, DATASET = "owner/model", "owner/chats"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub on this machine, and an empty cache."""
-    with serving() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        for settings in (huggingface_hub.constants, datasets.config):  # the hub is on this machine
-            monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
-        files_at = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files_at)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    with serving(monkeypatch, tmp_path / "cache" / "hub") as hub:
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache" / "datasets")
         yield hub

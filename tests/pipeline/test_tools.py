@@ -137,6 +137,10 @@ def calling(call: Any) -> dict[str, Any]:
     return {"messages": [ASKS, {"role": "assistant", "content": "a", "tool_calls": [call]}]}
 
 
+NO_CALLS: list[Any] = [
+    "f", {"function": "f"}, {"function": {"name": "f", "arguments": "{"}}, {"name": "f", "arguments": [1]},
+    {"arguments": {}}, {"name": "f", "arguments": {"x": float("inf")}},
+]  # fmt: skip
 SAID = [ASKS, ANSWERS]
 LONG = [{"role": "system", "content": "Be long."}, *SAID]
 
@@ -158,10 +162,7 @@ LONG = [{"role": "system", "content": "Be long."}, *SAID]
             ([{"description": "no name"}], "tool 0 is dict with description"),
             ([{"name": "f", "parameters": {"default": float("nan")}}], "tool 0 is dict"),
         )),
-        *(("qwen2.5", calling(call), RejectReason.MALFORMED_TOOL_CALLS, "message 1") for call in (
-            "f", {"function": "f"}, {"function": {"name": "f", "arguments": "{"}}, {"name": "f", "arguments": [1]},
-            {"arguments": {}}, {"name": "f", "arguments": {"x": float("inf")}},
-        )),
+        *(("qwen2.5", calling(call), RejectReason.MALFORMED_TOOL_CALLS, "message 1") for call in NO_CALLS),
         ("qwen2.5", {"messages": [ASKS | {"tool_calls": [CALL]}, ANSWERS]}, RejectReason.MALFORMED_TOOL_CALLS, "user"),
         ("qwen2.5", {"messages": LONG, "system": "Be brief."}, RejectReason.TWO_SYSTEM_TEXTS, ""),
         ("qwen2.5", {"messages": SAID, "system": ["Be brief."]}, RejectReason.MALFORMED_SYSTEM, "got list"),

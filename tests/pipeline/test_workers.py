@@ -59,35 +59,43 @@ def whole(tmp_path: Path, recipe: Recipe) -> dict[str, bytes]:
     return read_tree(path)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_LOOK_EVERY_S", 0.01)
-
-
 class Crew:
-    """A store that scripted workers write."""
+    """A store that scripted workers write: forked processes, or tasks of a Ray that runs them here."""
 
     def __init__(self, path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.recipe, self.patch, self.told = path, recipe, monkeypatch, Told()
         self.pids: list[int] = []
+        self.started: list[str] = []
 
     def run(
-        self, n_workers: int, at_part: Callable[[int, int], None] = lambda number, part: None
+        self, n_workers: int, at_part: Callable[[int, int], None] = lambda number, part: None, ray: bool = False
     ) -> tuple[Timings, list[str]]:
         """Run workers until all is written."""
         script = Script(self.recipe, at_part)
         self.pids = script.pids
+
+        def work(order: WorkOrder) -> Timings:
+            self.started.append(order.attempt)
+            return script.work(order)
+
         self.patch.setattr(workers, "start_process", script.start)
+        self.patch.setattr(workers, "run_worker", work)
         with self.opened() as store:
             progress = PartProgress(store, lambda *told: self.told.append(told))
             order = order_for(self.path, store.attempt)
-            found = run_processes(device_orders(order, "cpu", n_workers), store, progress)
+            if ray:
+                found = run_on_ray(order, store, ScaleSettings(engine="ray", workers=n_workers), None, progress)
+            else:
+                found = run_processes(device_orders(order, "cpu", n_workers), store, progress)
             progress.tell(found[0], looks=True)
             store.sweep()
         return found
 
     def opened(self) -> StoreWriter:
         return StoreWriter.create_or_resume(self.path, self.recipe.manifest, self.recipe.plan, shares=True)
+
+    def n_commits(self) -> int:
+        return len(list((self.path / "commits").glob("part-*.json")))
 
     def check_gone(self) -> None:
         for pid in self.pids:
@@ -96,18 +104,83 @@ class Crew:
         assert not list(self.path.rglob("c.*.partial"))
 
 
+class RayError(Exception):
+    """Stands for what Ray raises where a worker is lost."""
+
+
+class FakeTask:
+    """A function as Ray calls it: a reference runs it when it is waited for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def options(self, **_: Any) -> "FakeTask":
+        return self
+
+    def remote(self, *arguments: Any) -> Callable[[], Any]:
+        return lambda: self._function(*arguments)
+
+
+class FakeRay:
+    """Runs each task in this process when it is waited for."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+    remote = FakeTask
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_: Any) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "other", "Resources": {}}, {"NodeID": "node", "Resources": {"CPU": 2.0, "GPU": 4.0}}]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "node")
+
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return references, []
+
+    def get(self, reference: Any) -> Any:
+        return reference()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(workers, "_RAY_LOOK_EVERY_S", 0.0)
+
+
 @pytest.fixture
-def crew(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Crew:
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())
+
+
+@pytest.fixture
+def crew(tmp_path: Path, recipe: Recipe, ray: None, monkeypatch: pytest.MonkeyPatch) -> Crew:
     return Crew(tmp_path / "store", recipe, monkeypatch)
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 5, 20])
-def test_any_number_of_workers_writes_the_bytes_of_one(crew: Crew, whole: dict[str, bytes], n_workers: int) -> None:
-    timings, lost = crew.run(n_workers)
+@pytest.fixture
+def raises_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what a worker raises look as if Ray had raised it."""
+
+    def through(error: Exception) -> Exception:
+        raise error
+
+    monkeypatch.setattr(workers, "portable", through)
+
+
+@pytest.mark.parametrize(("n_workers", "on_ray"), [(1, False), (2, False), (20, False), (2, True)])
+def test_any_number_of_workers_writes_the_bytes_of_one(
+    crew: Crew, whole: dict[str, bytes], n_workers: int, on_ray: bool
+) -> None:
+    timings, lost = crew.run(n_workers, ray=on_ray)
     assert read_tree(crew.path) == whole
-    assert lost == []
-    assert timings.n_parts == 9
     n_tokens = crew.recipe.manifest.n_tokens
+    assert (timings.n_parts, timings.n_tokens, lost) == (9, n_tokens, [])
     counts = [done for done, total, _ in crew.told]
     assert counts == sorted(counts)
     assert crew.told[-1][:2] == (n_tokens, n_tokens)
@@ -123,7 +196,7 @@ def test_parts_of_killed_workers_are_done_by_the_others(crew: Crew, whole: dict[
 
 def test_when_no_worker_is_left_the_same_command_goes_on(crew: Crew, whole: dict[str, bytes]) -> None:
     def die_late(number: int, part: int) -> None:
-        if len(list((crew.path / "commits").glob("part-*.json"))) > 4:
+        if crew.n_commits() > 4:
             os.write(2, b"\nTraceback\nRuntimeError: the link fell off\n\n")
             die()
 
@@ -152,7 +225,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_no_file_of_theirs(
     crew: Crew, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
-        if len(list((crew.path / "commits").glob("part-*.json"))) >= 2:
+        if crew.n_commits() >= 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -210,140 +283,31 @@ def test_an_error_crosses_processes_as_it_was() -> None:
         assert str(error) in str(copied)
 
 
-class RayError(Exception):
-    """Stands for what Ray raises where a worker is lost."""
-
-
-class FakeTask:
-    """A function as Ray calls it: a reference runs it when it is waited for."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def options(self, **_: Any) -> "FakeTask":
-        return self
-
-    def remote(self, *arguments: Any) -> Callable[[], Any]:
-        return lambda: self._function(*arguments)
-
-
-class FakeRay:
-    """Runs each task in this process when it is waited for."""
-
-    exceptions = SimpleNamespace(RayError=RayError)
-    remote = FakeTask
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def init(self, **_: Any) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-    def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": "other", "Resources": {}}, {"NodeID": "node", "Resources": {"CPU": 2.0, "GPU": 4.0}}]
-
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "node")
-
-    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        return references, []
-
-    def get(self, reference: Any) -> Any:
-        return reference()
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    fake = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr(workers, "_RAY_LOOK_EVERY_S", 0.0)
-    return fake
-
-
-class Cluster:
-    """A store that tasks of Ray write."""
-
-    def __init__(self, path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.recipe, self.patch = path, recipe, monkeypatch
-        self.started: list[str] = []
-
-    def run(self, at_part: Callable[[int, int], None] = lambda number, part: None) -> tuple[Timings, list[str]]:
-        script = Script(self.recipe, at_part)
-
-        def work(order: WorkOrder) -> Timings:
-            self.started.append(order.attempt)
-            return script.work(order)
-
-        self.patch.setattr(workers, "run_worker", work)
-        with StoreWriter.create_or_resume(self.path, self.recipe.manifest, self.recipe.plan, shares=True) as store:
-            scale = ScaleSettings(engine="ray", workers=2)
-            found = run_on_ray(order_for(self.path, store.attempt), store, scale, None, PartProgress(store, None))
-            store.sweep()
-        return found
-
-    def n_commits(self) -> int:
-        return len(list((self.path / "commits").glob("part-*.json")))
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, recipe: Recipe, ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    return Cluster(tmp_path / "store", recipe, monkeypatch)
-
-
-@pytest.fixture
-def raises_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what a worker raises look as if Ray had raised it."""
-
-    def through(error: Exception) -> Exception:
-        raise error
-
-    monkeypatch.setattr(workers, "portable", through)
-
-
-def test_tasks_write_the_bytes_of_one_process(cluster: Cluster, whole: dict[str, bytes]) -> None:
-    timings, lost = cluster.run()
-    assert (timings.n_parts, timings.n_tokens, lost) == (9, cluster.recipe.manifest.n_tokens, [])
-    assert read_tree(cluster.path) == whole
-
-
 @pytest.mark.usefixtures("raises_through")
-def test_a_lost_task_is_started_anew(cluster: Cluster, whole: dict[str, bytes]) -> None:
+def test_a_lost_task_is_started_anew(crew: Crew, whole: dict[str, bytes]) -> None:
     def lose(number: int, part: int) -> None:
-        if cluster.n_commits() == 4 and len(cluster.started) == 1:
-            (cluster.path / "parts" / "kv" / f"c.0.{cluster.started[0]}.partial").touch()
+        if crew.n_commits() == 4 and len(crew.started) == 1:
+            (crew.path / "parts" / "kv" / f"c.0.{crew.started[0]}.partial").touch()
             raise RayError("The worker died because of:\nSIGKILL\n")
 
-    _, lost = cluster.run(lose)
+    _, lost = crew.run(2, lose, ray=True)
     assert lost == ["SIGKILL; started anew"]
-    assert read_tree(cluster.path) == whole
-    assert not list(cluster.path.rglob("*.partial"))
+    assert read_tree(crew.path) == whole
+    assert not list(crew.path.rglob("*.partial"))
 
 
 @pytest.mark.usefixtures("raises_through")
-def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(cluster: Cluster, whole: dict[str, bytes]) -> None:
+def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(crew: Crew, whole: dict[str, bytes]) -> None:
     def lose(number: int, part: int) -> None:
         if part == 4:
             raise RayError("The worker died because of:\nModuleNotFoundError: No module named 'moa_data'\n")
 
     with pytest.raises(WorkerError, match="ModuleNotFoundError") as caught:
-        cluster.run(lose)
+        crew.run(2, lose, ray=True)
     assert "\n" not in str(caught.value)
-    assert cluster.n_commits() == 8  # the survivors' parts
-    cluster.run()
-    assert read_tree(cluster.path) == whole
-
-
-@pytest.mark.parametrize(
-    ("needs", "n"),
-    [
-        ({"CPU": 1.0, "GPU": 1.0}, 8),
-        ({"CPU": 4.0, "GPU": 0.5}, 4),
-        ({"CPU": 1.0, "GPU": 1.0, "TPU": 1.0}, 1),
-    ],
-)
-def test_workers_share_a_machine_by_what_they_need(needs: dict[str, float], n: int) -> None:
-    assert workers_that_fit({"CPU": 16.0, "GPU": 8.0}, needs) == n
+    assert crew.n_commits() == 8  # the survivors' parts
+    crew.run(2, ray=True)
+    assert read_tree(crew.path) == whole
 
 
 @pytest.mark.usefixtures("ray")
@@ -357,6 +321,8 @@ def test_a_worker_computes_on_its_share_of_the_cores(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(workers, "run_worker", work)
     for needs, encode_threads in (({"CPU": 1.0}, None), ({"CPU": 2.0}, 3)):
         ray_task(order_for(Path("store")), needs, encode_threads)
+    needed = ({"CPU": 1.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 0.5}, {"CPU": 1.0, "TPU": 1.0})
+    assert [workers_that_fit({"CPU": 16.0, "GPU": 8.0}, needs) for needs in needed] == [8, 4, 1]
     assert [(item.n_threads, item.n_encode_threads) for item in told] == [
         (core_share(2), core_share(2)), (core_share(1), 3)
     ]  # fmt: skip
@@ -376,20 +342,14 @@ def test_ray_that_is_missing_or_taken_is_said_in_one_line(
         pass
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"address": "auto"},
-        {"gpus_per_worker": 0},
-        {"engine": "ray", "address": "ray://head:10001"},
-    ],
-)
-def test_options_that_are_refused(config: ExtractConfig, changes: dict[str, Any]) -> None:
-    with pytest.raises(OptionInvalid):
-        config.replaced(**changes)
-
-
-def test_options_of_ray(config: ExtractConfig) -> None:
+def test_options_of_workers(config: ExtractConfig) -> None:
+    refused_ones: list[dict[str, Any]] = [
+        {"address": "auto"}, {"gpus_per_worker": 0}, {"engine": "ray", "address": "ray://head:10001"},
+        {"workers": 0}, {"workers": "1:2"},
+    ]  # fmt: skip
+    for changes in refused_ones:
+        with pytest.raises(OptionInvalid):
+            config.replaced(**changes)
     scale = config.replaced(engine="ray", workers=64, address="auto", gpus_per_worker=0.5).scale
     assert (scale.workers, scale.n_local_workers, scale.is_alone) == (64, 1, False)
     assert not config.replaced(engine="ray").scale.is_alone
@@ -409,9 +369,3 @@ def test_gpus_of_workers_need_not_be_on_this_machine(config: ExtractConfig, monk
         build_plan(on_gpus.replaced(device="cpu"))
     with pytest.raises(OptionInvalid, match="learns from forwards on this machine"):
         build_plan(on_gpus.replaced(codec="transform:1"))
-
-
-def test_numbers_of_workers_that_make_no_sense_are_refused(config: ExtractConfig) -> None:
-    arguments = ["extract", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
-    refused(run(*arguments, "--workers", "0"), "--workers is '0'")
-    refused(run(*arguments, "--workers", "1:2"), "--workers is '1:2'")
