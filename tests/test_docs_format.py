@@ -7,18 +7,16 @@ import re
 import subprocess
 import sys
 import textwrap
-import zlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from moa_data.storage import schema
-from moa_data.storage.write.addition import StoreAddition, extended_codec
-from moa_data.storage.write.store import StoreWriter
+from moa_data.storage.plan import PLAN_SCHEMA
 from moa_data.tests.kit import stores as kit
 
 ROOT = Path(__file__).parents[1]
@@ -38,10 +36,6 @@ def test_the_tree_is_the_one_of_the_schema() -> None:
 
 
 def test_every_manifest_key_and_plan_column_is_explained() -> None:
-    from dataclasses import fields
-
-    from moa_data.storage.plan import PLAN_SCHEMA
-
     for name in [item.name for item in fields(schema.StoreManifest)] + PLAN_SCHEMA.names:
         assert f"`{name}`" in DOCUMENT
 
@@ -86,29 +80,6 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp
         for row in recipe.plan.to_pylist():
             for spec in recipe.manifest.fields:
                 np.testing.assert_array_equal(out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row))
-
-
-def test_zarr_python_reads_by_the_steps_of_the_document_added_fields_too(tmp_path: Path) -> None:
-    recipe = kit.make_recipe(lengths=(70, 3, 200), part_tokens=300)
-    store = recipe.write(tmp_path / "store")
-    more = recipe.with_manifest(fields=(*recipe.manifest.fields, schema.hidden_field("layer_2", 16)))
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-        addition = StoreAddition(writer, more.manifest, extended_codec(writer.codec, more.manifest.fields))
-        for part in addition.pending_parts():
-            more.write_part(addition, part)
-            manifest = json.loads((store / "store.json").read_text())
-            assert "hidden/layer_2" not in [field["name"] for field in manifest["fields"]]
-        addition.finish()
-    manifest = json.loads((store / "store.json").read_text())
-    assert (manifest["schema_version"], manifest["fields"][-1]["name"]) == (2, "hidden/layer_2")
-    for row in pq.read_table(store / "plan.parquet").to_pylist():
-        commit = json.loads((store / "commits" / f"part-{row['part']:05d}.json").read_text())
-        for file, record in commit["files"].items():
-            content = (store / "parts" / file).read_bytes()
-            assert record == {"bytes": len(content), "crc32": zlib.crc32(content)}
-        for spec in more.manifest.fields:
-            got = kit.read_by_zarr(store / "parts", spec.name, *kit.rows_in_store(store, spec.name, row))
-            np.testing.assert_array_equal(got, more.values(spec, row))
 
 
 def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path) -> None:

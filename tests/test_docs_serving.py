@@ -8,12 +8,10 @@ import torch
 from transformers import LlamaConfig
 
 from moa_data.moa.drafters.registry import drafter_class
-from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.grpc import STATUSES
 from moa_data.serving.wire import CODECS, bytes_per_position
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
-PROSE = " ".join(PAGE.split())
 LLAMA_3_8B = LlamaConfig(
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, intermediate_size=14336,
     vocab_size=128256, max_position_embeddings=8192,
@@ -39,18 +37,6 @@ def test_bytes_of_contexts() -> None:
         cells = [f"{number:,}" for number in (width, *n_bytes)]
         rows.append(f"| {name} | {' | '.join(cells)} | {n_bytes[1] * 8 / 20e6 * 1000:.1f} |")
     assert rows == [line for line in PAGE.splitlines() if re.match(r"\| `(moa|eagle|independent)`", line)]
-
-
-def test_bytes_of_messages() -> None:
-    chain = pb.Verify(start=1000, tokens=[100000] * 5)
-    committed = pb.Committed(start=1000, tokens=[100000] * 4, n_accepted=3, answers=100, call_us=25000, queue_us=100)
-    committed.draft_us = 3000
-    sizes = [
-        pb.ClientMessage(sequence=100, verify=chain).ByteSize(),
-        pb.ServerMessage(sequence=100, committed=committed).ByteSize(),
-    ]
-    text = "a chain of 5 drafts has {} bytes, a `Committed` of 4 tokens {},".format(*sizes)
-    assert text in PROSE
 
 
 def test_codes_are_those_of_the_server() -> None:

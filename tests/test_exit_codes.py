@@ -47,12 +47,9 @@ def shell(line: str, cwd: Path, env: Mapping[str, str] = ENVIRONMENT) -> subproc
 
 @pytest.mark.parametrize("streams", quick([">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full"], [">&-", ">/dev/full"]))
 def test_a_stream_that_cannot_be_written(room: Path, streams: str) -> None:
-    code = 2 if "full" in streams else 0
     done = shell(f"{MOA_DATA} verify {room / 'store'} {streams}", room)
-    assert done.returncode == code, done.stderr
-    if code == 2:
-        assert done.stderr.endswith("Error: standard output can't be written: No space left on device. What the "
-                                    "command did is kept.\n")  # fmt: skip
+    assert done.returncode == (2 if "full" in streams else 0), done.stderr
+    assert ("Error: standard output can't be written: No space left" in done.stderr) == ("full" in streams)
 
 
 def test_damage_is_reported_by_the_code_where_nobody_can_read_it(room: Path, tmp_path: Path) -> None:

@@ -154,11 +154,9 @@ def test_what_handles_signals_itself_has_its_time() -> None:
 
 def test_signals_that_are_ignored_stay_ignored() -> None:
     """As ``nohup`` and a shell's background jobs have it."""
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    code = "import signal\n" + "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in names) + FAKE_CLI
-    raised = ", ".join(f"signal.raise_signal(signal.{name})" for name in names)
-    code += f"fake.main = lambda: [{raised}]\nmain()\n"
-    done = python(code)
+    signals = "(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)"
+    code = f"import signal\nfor number in {signals}:\n    signal.signal(number, signal.SIG_IGN)\n{FAKE_CLI}"
+    done = python(f"{code}fake.main = lambda: [signal.raise_signal(number) for number in {signals}]\nmain()\n")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -191,19 +189,11 @@ MIDDLES: dict[str, tuple[str, str, str]] = {
         "plan --model model --dataset chats.jsonl --out OUT --device cpu",
         "Nothing was written; run the same command again",
     ),
-    "extract": (
-        "moa_data.pipeline.forwards.parts:capture",
-        COMMANDS["extract"],
-        "parts are committed in OUT",
-    ),
+    "extract": ("moa_data.pipeline.forwards.parts:capture", COMMANDS["extract"], "parts are committed in OUT"),
     "add": ("moa_data.pipeline.forwards.parts:capture", COMMANDS["add"].replace("OUT", "store"), "store is as it was"),
     "recode": ("moa_data.storage.write.part:PartWriter.write", COMMANDS["recode"], "parts are committed in OUT"),
     "verify": ("moa_data.storage.read.verify:_check_sequence", "verify store", "Nothing was written"),
-    "train": (
-        "moa_data.trainer.step:DrafterModule.training_step",
-        COMMANDS["train"],
-        "the same command and --resume",
-    ),
+    "train": ("moa_data.trainer.step:DrafterModule.training_step", COMMANDS["train"], "the same command and --resume"),
 }
 """Command -> a function in the middle of its work, its arguments, and what it says when SIGTERM arrives there."""
 
@@ -224,19 +214,13 @@ def test_sigterm_in_the_middle_of_a_command_ends_it_in_one_line(
 def data_files(out: Path) -> dict[str, bytes]:
     """What a command wrote, without what records runs, paths and times: a store, a drafter, a target."""
     data = re.compile(r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet")
+    of_runs = {"target/training.json", *(f"drafter/{name}.json" for name in ("report", "provenance", "store"))}
     files = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
-    of_runs = (
-        "target/training.json",
-        "drafter/run.yaml",
-        "drafter/report.json",
-        "drafter/provenance.json",
-        "drafter/store.json",
-    )
-    kept = {name: path for name, path in files.items() if data.fullmatch(name) and "/tensorboard/" not in name}
     return {
         name: path.read_bytes()
-        for name, path in kept.items()
-        if (name not in of_runs and path.suffix in (".json", ".parquet", ".safetensors", "")) or "/c." in name
+        for name, path in files.items()
+        if data.fullmatch(name) and "/tensorboard/" not in name and name not in of_runs
+        if path.suffix in (".json", ".parquet", ".safetensors", "") or "/c." in name
     }
 
 

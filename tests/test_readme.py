@@ -148,16 +148,6 @@ def test_the_readmes_python_runs_on_a_few_chats(
     assert (tmp_path / "runs/moa/drafter").is_dir()
 
 
-def test_the_settings_of_the_readme_can_be_used() -> None:
-    made = 0
-    for node in ast.walk(ast.parse("\n".join(code_blocks(ROOT / "README.md", "python")))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Config"):
-            kind = getattr(moa_data, ast.unparse(node.func))
-            kind(**{str(word.arg): ast.literal_eval(word.value) for word in node.keywords})
-            made += 1
-    assert made == 3
-
-
 def test_settings_of_training_that_are_named_exist() -> None:
     known = {setting.key for setting in moa_data.TrainConfig.settings()}
     groups = "|".join(sorted({key.split(".")[0] for key in known if "." in key}))

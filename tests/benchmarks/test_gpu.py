@@ -1,6 +1,5 @@
 """The benchmark of a GPU runs on a CPU at tiny sizes, and counts operations and kernels as they are."""
 
-import importlib
 import json
 import math
 import os
@@ -17,18 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 from moa_data.moa.drafters.registry import DRAFTERS
-from moa_data.moa.nn import attention
-from moa_data.moa.nn.masks import Mask
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "gpu.sh"
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a file of benchmarks/ as the others there do."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -82,31 +72,20 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
         assert line in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "Give a folder OUT"),
-        (["--device"], "--device needs a value"),
-        (["OUT", "--device", "tpu"], "cuda or cpu, not tpu"),
-        (["OUT", "--fast"], "no option --fast"),
-        (["OUT", "--limit-s", "1m"], "whole number of seconds"),
-        (["OUT", "OTHER"], "One OUT is enough"),
-        ([str(ROOT / "tests"), "--device", "cpu"], "is not empty"),
-    ],
-)
-def test_wrong_words_are_refused_in_one_line(words: list[str], said: str) -> None:
-    done = run(*words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not done.stdout
-
-
-def test_the_usage_names_every_option() -> None:
-    done = run("--help")
-    assert done.returncode == 0
+def test_wrong_words_are_refused_in_one_line_and_the_usage_names_every_option() -> None:
+    for words, said in {
+        (): "Give a folder OUT",
+        ("--device",): "--device needs a value",
+        ("OUT", "--device", "tpu"): "cuda or cpu, not tpu",
+        ("OUT", "--fast"): "no option --fast",
+        ("OUT", "--limit-s", "1m"): "whole number of seconds",
+        (str(ROOT / "tests"), "--device", "cpu"): "is not empty",
+    }.items():
+        done = run(*words)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+        assert said in done.stderr
     for option in ("OUT", "--device", "--tiny", "--peak-tflops", "--limit-s"):
-        assert option in done.stdout
+        assert option in run("--help").stdout
 
 
 def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Path) -> None:
@@ -126,7 +105,7 @@ def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Pa
 def test_a_step_writes_a_record_that_the_table_reads(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    sampling, report = benchmark("benchmarks.decoding.sampling"), benchmark("benchmarks.gpu.gpu_report")
+    sampling, report = benchmark("decoding.sampling"), benchmark("gpu.gpu_report")
     words = ["sampling.py", "--vocabulary", "100", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     sampling.main()
@@ -139,7 +118,7 @@ def test_a_step_writes_a_record_that_the_table_reads(
 
 
 def test_operations_from_shapes_are_those_that_a_model_executes(benchmark: Callable[[str], ModuleType]) -> None:
-    accelerator = benchmark("benchmarks.kit.accelerator")
+    accelerator = benchmark("kit.accelerator")
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=50,
@@ -154,30 +133,3 @@ def test_operations_from_shapes_are_those_that_a_model_executes(benchmark: Calla
     assert accelerator.body_flops(config, [1, 1]) == 2 * executed(1)
     unseen = 9 * 9 - 9 * 10 // 2  # pairs of a token with a later one, which plain products compute too
     assert accelerator.body_flops(config, [9]) == executed(9) - 3 * 4 * 32 * unseen
-
-
-def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(
-    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerator = benchmark("benchmarks.kit.accelerator")
-    for name, tflops in {
-        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989, "NVIDIA H200 NVL": 835,
-        "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L4": 121, "NVIDIA L40S": 362,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(accelerator, "device_name", lambda _, name=name: name)
-        assert accelerator.peak_flops("cuda", None) == tflops * 1e12
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(str(ROOT))
-    assert accelerator.peak_flops("cpu", None) is None
-    assert accelerator.utilisation(1e12, 2.0, None) is None
-    assert accelerator.utilisation(1e12, 2.0, accelerator.peak_flops("cpu", 2.0)) == 0.25
-
-
-def test_attention_is_counted_by_the_kernel_that_it_takes(benchmark: Callable[[str], ModuleType]) -> None:
-    q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
-    short_q, short_k = torch.randn(40, 4, 2, 16), torch.randn(40, 2, 2, 16)
-    with benchmark("benchmarks.kit.accelerator").watched_attention() as kernels:
-        attention.attend(q, k, k, None)
-        attention.attend(q, k, k, Mask.up_to(torch.arange(8)[None], 8))
-        attention.attend(short_q, short_k, short_k, None)
-    assert kernels == {"flash_attention": 2, "short products": 1}

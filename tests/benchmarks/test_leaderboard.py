@@ -1,8 +1,8 @@
 """One command enters a drafter in the leaderboard, with every column, and refuses one whose answers are others."""
 
-import importlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def leaderboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    module = importlib.import_module("benchmarks.training.leaderboard")
+def leaderboard(benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    module = benchmark("training.leaderboard")
     table = tmp_path / "leaderboard.json"
     shutil.copy(ROOT / "benchmarks" / "results" / "leaderboard.json", table)
     monkeypatch.setattr(module, "TABLE", table)

@@ -1,51 +1,18 @@
 """Emulated networks keep to rate, delay, jitter and loss; real packets between two namespaces need root."""
 
-import importlib
-import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-UDP_SERVER = """
-import socket
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
-    s.bind(("10.77.0.1", 7000))
-    print("ready", flush=True)
-    seen = []
-    while (got := s.recvfrom(2048))[0] != b"end":
-        seen.append(int(got[0]))
-        s.sendto(got[0], got[1])
-print(seen)
-"""
-UDP_CLIENT = """
-import contextlib, json, socket, sys, time
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
-    s.settimeout(1.0)
-    s.connect(("10.77.0.1", 7000))
-    sent, times = {}, {}
-    for n in range(int(sys.argv[1])):
-        sent[n] = time.perf_counter()
-        s.send(b"%d" % n)
-        time.sleep(5e-4)
-    with contextlib.suppress(TimeoutError):
-        while len(times) < len(sent):
-            n = int(s.recv(2048))
-            times[n] = time.perf_counter() - sent[n]
-    with contextlib.suppress(ConnectionRefusedError):  # the server has ended
-        for _ in range(20):  # some may be lost
-            s.send(b"end")
-print(json.dumps(list(times)))
-"""
 TCP_SERVER = """
 import socket
 with socket.create_server(("10.77.0.1", 7000)) as s:
@@ -69,29 +36,26 @@ with socket.create_connection(("10.77.0.1", 7000)) as s:
 
 
 @pytest.fixture
-def conditions(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.serving.network_tunnel")
+def conditions(benchmark: Callable[[str], ModuleType]) -> Any:
+    return benchmark("serving.network_tunnel")
 
 
 @pytest.fixture
 def tunnels(conditions: Any) -> Iterator[Any]:
-    module = importlib.import_module("benchmarks.serving.network_tunnel")
-    if (reason := module.unavailable_because()) is not None:
+    if (reason := conditions.unavailable_because()) is not None:
         pytest.skip(reason)
-    yield module
+    yield conditions
     assert f"moa-{os.getpid()}-" not in subprocess.check_output(["ip", "netns", "list"], text=True)
 
 
-def start(tunnel: Any, side: str, code: str, *arguments: object) -> "subprocess.Popen[str]":
-    """Start code in a namespace, and wait for its first line if it is a server."""
-    command = [sys.executable, "-S", "-c", code, *map(str, arguments)]
+def start(tunnel: Any, side: str, code: str) -> "subprocess.Popen[str]":
+    """Start code in a namespace, and wait for its first line."""
+    pipe = subprocess.PIPE
     program: subprocess.Popen[str] = tunnel.start(
-        command, side, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-S", "-c", code], side, stdin=pipe, stdout=pipe, text=True
     )
-    if side == "server":
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
+    assert program.stdout is not None
+    assert program.stdout.readline() in ("ready\n", "connected\n")
     return program
 
 
@@ -114,24 +78,9 @@ def test_a_line_keeps_to_what_was_asked_for(conditions: Any) -> None:
     assert arrivals == sorted(arrivals), "packets keep their order"
 
 
-def test_packets_are_delayed_and_lost(conditions: Any, tunnels: Any) -> None:
-    lossy = conditions.Condition(delay_ms=5, loss=0.05)
-    with tunnels.Tunnel(lossy, seed=5) as tunnel:
-        server = start(tunnel, "server", UDP_SERVER)
-        back = json.loads(start(tunnel, "client", UDP_CLIENT, 2000).communicate(timeout=100)[0])
-        seen, counts = json.loads(server.communicate(timeout=100)[0]), tunnel.counts()
-    assert 1840 < len(seen) < 1950
-    assert 0.02 < 1 - len(back) / len(seen) < 0.08
-    # The kernel answers what comes after the end; those answers may be lost too.
-    assert 0 <= counts["down"].lost - (len(seen) - len(back)) <= 20
-    assert 0 <= counts["up"].lost - (2000 - len(seen)) <= 20  # of the 20 packets that say the end
-
-
-def test_tcp_survives_a_cut(conditions: Any, tunnels: Any) -> None:
-    with tunnels.Tunnel(conditions.Condition(delay_ms=1)) as tunnel:
+def test_tcp_survives_a_cut(tunnels: Any) -> None:
+    with tunnels.Tunnel(tunnels.Condition(delay_ms=1)) as tunnel:
         server, client = start(tunnel, "server", TCP_SERVER), start(tunnel, "client", TCP_CLIENT)
-        assert client.stdout is not None
-        assert client.stdout.readline() == "connected\n"
         tunnel.cut()
         client.stdin.write("go\n")  # type: ignore[union-attr]
         client.stdin.flush()  # type: ignore[union-attr]

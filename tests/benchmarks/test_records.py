@@ -1,23 +1,14 @@
-"""What is kept of where figures come from, and how the page of results says it."""
+"""Options, figures and record of a benchmark, and what is kept of where figures come from."""
 
 import argparse
-import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a file of benchmarks/ as the others there do."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
 
 
 def record(records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any) -> Path:
@@ -31,7 +22,7 @@ def record(records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *
 def test_a_file_of_results_names_each_commit_and_machine_once(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = benchmark("benchmarks.kit.records")
+    records = benchmark("kit.records")
     path = record(records, tmp_path, monkeypatch)
     written = json.loads(path.read_text())
     assert written["figures"] == {"mb_per_s": 1.0}
@@ -48,7 +39,7 @@ def test_a_file_of_results_names_each_commit_and_machine_once(
     assert noted["rows"] == table["rows"]
     (source,) = noted["sources"]
     assert source["commit"] == "0123456789ab"
-    text = benchmark("benchmarks.pages.tables").source_text(source)
+    text = benchmark("pages.tables").source_text(source)
     assert text.startswith(f"Code: commit 0123456789ab, {source['day']}, torch {source['torch']}, ")
 
 
@@ -56,7 +47,29 @@ def test_a_file_of_results_names_each_commit_and_machine_once(
 def test_code_that_no_commit_holds_is_no_source(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
 ) -> None:
-    records = benchmark("benchmarks.kit.records")
+    records = benchmark("kit.records")
     path = record(records, tmp_path, monkeypatch, **found)
     with pytest.raises(ValueError, match="no commit holds"):
         records.sources([path])
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    return {"figures": {"seen": vars(options) | {}}}
+
+
+def test_options_have_the_types_of_their_defaults(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = benchmark("kit.harness")
+    words = ["STORE", "a", "b", "--n-prompts", "3", "--rates", "1", "2", "--folder", "x", "--fast"]
+    monkeypatch.setattr(sys, "argv", ["measure.py", *words, "--out", str(tmp_path)])
+    options = {"n_prompts": 8, "rates": [0.5], "folder": Path, "fast": False, "kind": {"choices": ["eagle"]}}
+    seen = harness.run(lambda given: f"kind-{given.n_prompts}", measure, "store", "runs+", **options)["figures"]["seen"]
+    assert seen == {
+        "store": "STORE", "runs": ["a", "b"], "n_prompts": 3, "rates": [1.0, 2.0], "folder": Path("x"), "fast": True,
+        "kind": None, "out": tmp_path,
+    }  # fmt: skip
+    (file,) = tmp_path.glob("kind-3-*.json")
+    record = json.loads(file.read_text())
+    assert record["figures"]["seen"]["folder"] == record["settings"]["folder"] == "x"
+    assert record["provenance"]["n_cpus"]

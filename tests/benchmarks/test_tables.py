@@ -1,8 +1,8 @@
 """docs/results says what benchmarks/results holds, and every figure there has a command that exists."""
 
-import importlib.util
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,27 +16,12 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_tables", ROOT / "benchmarks" / "pages" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_current(tables: ModuleType) -> None:
+def test_the_page_is_current(benchmark: Callable[[str], ModuleType]) -> None:
+    tables = benchmark("pages.tables")
     found = tables.load_tables()
     for name in tables.PAGES:
         page = tables.ROOT / "docs" / f"{name}.md"
         assert tables.page(name, found) == page.read_text(encoding="utf-8"), "run `make figures`"
-
-
-def test_an_interval_stands_behind_its_figure(tables: ModuleType) -> None:
-    assert tables.cell([4.28, 4.14, 4.43], "{:.2f}") == "4.28 (4.14-4.43)"
-    assert tables.cell([-0.75, -0.86, -0.66], "{:.2f}") == "-0.75 (-0.86 to -0.66)"
-    assert tables.cell(None, "{:.2f}") == ""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -47,14 +47,6 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
         run_demo(config)
 
 
-def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    for out in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(OptionInvalid, match="holds no demo"):
-            run_demo(TINY.replaced(out=str(out)))
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
 def test_a_start_that_was_killed_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "demo.json.partial").write_text("{")
     monkeypatch.setattr(run, "_corpus", lambda *_: 1 / 0)

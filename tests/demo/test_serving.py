@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -16,22 +16,9 @@ def tokens(start: int, kind: str, n: int) -> Tokens:
     return Tokens(start, tuple(range(n)), ("x",) * n, (kind,) * n)  # type: ignore[arg-type]
 
 
-class Proxy:
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def cut(self) -> None:
-        self.told.append("cut")
-
-    def restore(self) -> None:
-        self.told.append("restore")
-
-
 def test_what_is_shown_and_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "CUT_S", 0.01)
-    proxy: Any = Proxy()
+    proxy = Mock()
     timeline = Timeline(proxy, 2)
     timeline.note(tokens(0, "streamed", 2))
     timeline.note(tokens(2, "unverified", 3))
@@ -41,7 +28,7 @@ def test_what_is_shown_and_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> 
         timeline.note(event)
     assert [point[1:] for point in timeline.points] == [(0, 0), (2, 2), (5, 2), (5, 3), (3, 3), (4, 4)]
     assert timeline.n_rolled_back == 2
-    assert proxy.told == ["cut", "restore"]
+    assert proxy.method_calls == [call.cut(), call.restore()]
     assert 0 < timeline.cut[0] <= timeline.cut[1]
     seconds = [point[0] for point in timeline.points]
     assert seconds == sorted(seconds)

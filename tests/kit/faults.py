@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,6 +25,7 @@ RATES = {
 }
 """Share of the requests that a fault may meet which it does meet."""
 _LATE_S = 0.2
+_REFUSALS = {"slow down": (503, "SlowDown"), "conflict": (409, "ConditionalRequestConflict")}
 _SKIPPED = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -59,59 +60,37 @@ def _handler(upstream: tuple[str, int], faults: Faults) -> type[BaseHTTPRequestH
 
         def _relay(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            url = urlsplit(self.path)
-            is_list = self.command == "GET" and "list-type" in parse_qs(url.query)
+            is_list = self.command == "GET" and "list-type" in parse_qs(urlsplit(self.path).query)
             is_conditional = any(name in self.headers for name in ("If-None-Match", "If-Match"))
             fault = faults.pick(self.command, is_conditional, is_list)
+            if fault in _REFUSALS:
+                status, code = _REFUSALS[fault]
+                content = f"<Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()
+                self._answer(status, [("Content-Type", "application/xml")], content)
+                return
             if fault == "late":
                 time.sleep(_LATE_S)
-            elif fault == "reset before":
+            if fault != "reset before":
+                with closing(http.client.HTTPConnection(*upstream, timeout=60)) as connection:
+                    self._ask(connection, body[: len(body) // 2] if fault == "torn upload" else body, len(body))
+                    if fault != "torn upload":
+                        answer = connection.getresponse()
+                        status, headers, content = answer.status, answer.getheaders(), answer.read()
+            if fault in ("reset before", "torn upload"):
                 self._reset()
                 return
-            elif fault == "slow down":
-                self._refuse(503, "SlowDown")
-                return
-            elif fault == "conflict":
-                self._refuse(409, "ConditionalRequestConflict")
-                return
-            elif fault == "torn upload":
-                self._send_half(body)
-                self._reset()
-                return
-            status, headers, content = self._ask(body)
             if is_list and status == 200:
                 older = faults.lists.get(self.path)
                 faults.lists[self.path] = content
                 content = older if fault == "stale list" and older is not None else content
             if fault == "reset after":
                 self._reset()
-                return
-            self.send_response(status)
-            for name, value in headers:
-                if name.lower() not in _SKIPPED:
-                    self.send_header(name, value)
-            is_head = self.command == "HEAD"
-            length = next((value for name, value in headers if name.lower() == "content-length"), str(len(content)))
-            self.send_header("Content-Length", length if is_head else str(len(content)))
-            self.end_headers()
-            if fault == "torn answer" and len(content) > 1:
-                self.wfile.write(content[: len(content) // 2])
-                self._reset()
-            elif not is_head:
-                self.wfile.write(content)
+            else:
+                self._answer(status, headers, content, is_torn=fault == "torn answer" and len(content) > 1)
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _relay
 
-        def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-            connection = http.client.HTTPConnection(*upstream, timeout=60)
-            try:
-                self._send(connection, body, len(body))
-                answer = connection.getresponse()
-                return answer.status, answer.getheaders(), answer.read()
-            finally:
-                connection.close()
-
-        def _send(self, connection: http.client.HTTPConnection, body: bytes, announced: int) -> None:
+        def _ask(self, connection: http.client.HTTPConnection, body: bytes, announced: int) -> None:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():  # the host too, which the signature covers
                 if name.lower() not in _SKIPPED:
@@ -119,21 +98,19 @@ def _handler(upstream: tuple[str, int], faults: Faults) -> type[BaseHTTPRequestH
             connection.putheader("Content-Length", str(announced))
             connection.endheaders(body)
 
-        def _send_half(self, body: bytes) -> None:
-            connection = http.client.HTTPConnection(*upstream, timeout=60)
-            try:
-                self._send(connection, body[: len(body) // 2], len(body))
-            finally:
-                connection.close()
-
-        def _refuse(self, status: int, code: str) -> None:
-            content = f"<Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()
+        def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, is_torn: bool = False) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "application/xml")
-            self.send_header("Content-Length", str(len(content)))
+            lengths = [value for name, value in headers if name.lower() == "content-length"]
+            for name, value in headers:
+                if name.lower() not in _SKIPPED:
+                    self.send_header(name, value)
+            is_head = self.command == "HEAD"
+            self.send_header("Content-Length", lengths[0] if is_head and lengths else str(len(content)))
             self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            if not is_head:
+                self.wfile.write(content[: len(content) // 2] if is_torn else content)
+            if is_torn:
+                self._reset()
 
         def _reset(self) -> None:
             self.close_connection = True

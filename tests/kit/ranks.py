@@ -2,21 +2,15 @@
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .object_stores import free_port
+
 _MAIN = "import pickle, sys; f, args = pickle.load(open(sys.argv[1], 'rb')); f(*args)"
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(n_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, n_nodes: int = 1) -> None:

@@ -16,12 +16,6 @@ MISTRAL_TEMPLATE = (
     "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-GENERATION_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim }}{{ '<|eot_id|>' }}{% endgeneration %}"
-    "{% else %}{{ m['content'] | trim }}{{ '<|eot_id|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 BYTES_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<' + m['role'] + '>' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<eot>' }}{% endgeneration %}"

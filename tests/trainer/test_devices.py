@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from moa_data.errors import TrainingError
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.tests.kit.ranks import free_port, run_ranks
+from moa_data.tests.kit.object_stores import free_port
+from moa_data.tests.kit.ranks import run_ranks
 from moa_data.tests.kit.runs import last_state, run, settings
 from moa_data.tests.kit.training import build_store
 from moa_data.tests.kit.variants import quick

@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moa_data.demo.target import CHAT_TEMPLATE
 from moa_data.errors import TemplateError
 from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.moa.targets.template import ChatTemplate
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
-from moa_data.tests.kit.templates import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+from moa_data.tests.kit.templates import CHATML_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
 Messages = list[dict[str, str]]
 
@@ -19,7 +20,7 @@ TEMPLATES = {
     "llama3": (LLAMA3_TEMPLATE, "<|begin_of_text|>", "<|eot_id|>"),
     "chatml": (CHATML_TEMPLATE, None, "<|im_end|>"),
     "mistral": (MISTRAL_TEMPLATE, "<|begin_of_text|>", "</s>"),
-    "generation": (GENERATION_TEMPLATE, "<|begin_of_text|>", "<|eot_id|>"),
+    "generation": (CHAT_TEMPLATE, "<|begin_of_text|>", "<|eot_id|>"),
 }
 CONTENTS = [
     "a short answer",
