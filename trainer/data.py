@@ -401,9 +401,9 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     )
 
 
-def _blocks(drafter: AnyDrafter) -> BlockDraws | None:
+def _blocks(drafter: AnyDrafter) -> BlockDraws:
     if not isinstance(drafter, BlockSettings):
-        return None
+        return BlockDraws()
     n_drafts = drafter.block_size if drafter.sample_from_anchor else drafter.block_size - 1
     if drafter.position_weights == "d-pace":
         return BlockDraws(n_drafts, drafter.anchors, d_pace=drafter.d_pace_smoothing)

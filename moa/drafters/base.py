@@ -100,8 +100,7 @@ class Drafter(nn.Module, ABC):
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Set starting weights that follow from target and data, after :meth:`initialize`; by default none.
 
-        Args:
-            count_tokens: counts the tokens of the training responses, [V] int64; it reads all sequences.
+        ``count_tokens`` counts the tokens of the training responses, [V] int64; it reads all sequences.
         """
 
     def check_weights(self) -> None:
@@ -111,9 +110,7 @@ class Drafter(nn.Module, ABC):
     def reads(cls, n_layers: int, settings: Any) -> Reads:
         """Return what training reads besides tokens, response masks and the last hidden state; by default nothing.
 
-        Args:
-            n_layers: L.
-            settings: the run's settings of the drafter, or its sizes, which have the same names.
+        ``settings`` are the run's of the drafter, or its sizes, which have the same names; ``n_layers`` is L.
         """
         return Reads()
 
@@ -133,8 +130,7 @@ class Drafter(nn.Module, ABC):
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Compute features of every position of ``masks.drafted_positions``, each as its draft round gives them.
 
-        A round starts after a context position; the drafter sees target activations up to that one, and the text of
-        the batch in place of its own drafts.
+        A round sees target activations up to its context position, and the text of the batch in place of drafts.
         """
 
     # Decoding beside the target
@@ -197,21 +193,20 @@ class Drafter(nn.Module, ABC):
 
     @torch.inference_mode()
     def encode_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        """Make the contexts [n, W] of n positions that the target has seen, of one text or several.
+        """Make the contexts [n, W] of n positions [n] int64 that the target has seen, of one text or several.
 
         Args:
             hidden: [n, E] or [n, K * E], as :meth:`observe` gets them.
             kv: [n, L, D], packed KV of all layers; None unless :attr:`context_needs_kv`.
-            positions: [n] int64, in the texts.
         """
         return self._make_context(hidden, kv, positions).to(self.dtype)
 
     @torch.inference_mode()
     def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
-        """Take the contexts [n, W] of the next n positions from ``start`` on; :meth:`draft_root` comes next.
+        """Take the contexts [n, W] of the next n positions from ``start`` on, into a state of one row and a cache.
 
-        A state of one row and a cache then draft as beside a target that has committed these positions. A round begins
-        at a token whose predecessors all have contexts; known tokens after it are fed as levels of a chain.
+        A round begins at a token whose predecessors all have contexts; known tokens after it are fed as levels of a
+        chain.
         """
         width, next_one = self.context_width, cache.lengths[0]
         if context.ndim != 2 or context.shape[1] != width or start != next_one:
@@ -223,12 +218,10 @@ class Drafter(nn.Module, ABC):
         self._take_context(state, cache, context.to(weight.device, weight.dtype))
 
     def reuse_context(self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Take contexts that were made to be sent, so that drafting beside the target need not make them again.
+        """Take contexts [B, n, W] that were made to be sent, so that drafting need not make them again.
 
-        By default, and where they do not continue what the state has, they are ignored.
-
-        Args:
-            contexts: [B, n, W], of n positions of each row from ``starts`` on, of which ``counts`` are real.
+        They are of positions from each row's start on, so many real ones. By default, and where they do not continue
+        what the state has, they are ignored.
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:

@@ -13,16 +13,14 @@ the Markov head and F feature width, b nodes of one level, n positions.
 
 What the layers see of verified positions is the *context*, of one of three kinds:
 
-    hidden    outputs of m target layers -> fc -> norm                     as published
+    hidden    outputs of m target layers (-1 is the embedding) -> fc -> norm    as published
     memory    KV of all target layers -> encoded KV (:mod:`.kv_encoder`) -> norm
-    kv        each draft layer sees keys and values of one or more of the target's layers as they are, and nothing of
-              them is projected; with several, each query head of a group sees those of another one
+    kv        keys and values of one or more target layers for each draft layer, as they are; with several, each query
+              head of a group sees those of another one
 
-Of the first two each layer makes keys and values with its own projections, without its input norm. What a block is and
-sees stands in :mod:`.training`; training runs many blocks at once through :meth:`BlockDrafter.run_layers`, a round of
-decoding one. The features of a node are the hidden state of its slot, then the Markov head's state after the tokens
-before: they depend on the path, so that chains and trees are made of one forward alike. Layer -1 of the
-target is its embedding.
+Of the first two each layer makes keys and values with its own projections, without its input norm. Training runs many
+blocks at once (:mod:`.training`), a round of decoding one. The features of a node are the hidden state of its slot,
+then the Markov head's state after the tokens before, so that chains and trees are made of one forward alike.
 
 The reference is deepseek-ai/DeepSpec, and z-lab/dflash for drafts at their own positions; weights have its names. The
 contexts memory and kv have none; that drafters gain from the target's own KV is found in arXiv 2604.26412.
@@ -50,7 +48,6 @@ from .caches import KeysValues, LayerState, concatenated, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import (
-    ALL_BLOCKS,
     Draws,
     LossTerms,
     Reads,
@@ -58,7 +55,6 @@ from .training import (
     TrainingStep,
     at_queries,
     block_mask,
-    block_position_weights,
     draft_positions,
     draft_rounds,
     draft_weights,
@@ -83,14 +79,12 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     sample_from_anchor: bool  # whether the anchor's slot drafts the next token; else each further slot drafts its own
     context: str = "hidden"  # what the layers see of verified positions, see the module: hidden, kv or memory
     fused_layers: tuple[int, ...] = ()
-    """Target layers that are read. Context hidden: those whose outputs ``fc`` takes, -1 is the embedding. Context kv:
-    those whose KV the layers see, as many for each, the first layer the lowest. Context memory: none."""
+    """Target layers that are read. Context hidden: those whose outputs ``fc`` takes. Context kv: those whose KV the
+    layers see, as many for each, the first layer the lowest. Context memory: none."""
     block_layers: int = 5  # decoder layers
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON has lists only
         super().__post_init__()
-        self.check_at_least_one("block_layers", "block_size")
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
         n_kv_heads = self.kv_width // (2 * self.head_dim)
         if self.context == "memory":
@@ -195,10 +189,7 @@ def check_context(settings: Any, n_layers: int) -> None:
 
 
 class BlockState(LayerState):
-    """The context of each layer with the block of a round after it, and what the block's slots drafted.
-
-    ``fresh`` is what :meth:`BlockDrafter.project` made of committed positions after the context, [n, E] of each row.
-    """
+    """The context of each layer with the block of a round after it; ``fresh`` is what is projected of later ones."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
@@ -225,7 +216,6 @@ class BlockDrafter(KVEncoder, Drafter):
     config: BlockDrafterSizes
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
-    confidence_reads_markov = False
 
     def __init__(self, config: BlockDrafterSizes) -> None:
         super().__init__(config)
@@ -261,7 +251,11 @@ class BlockDrafter(KVEncoder, Drafter):
     @classmethod
     @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        return block_position_weights(response_mask, draws)
+        anchors, valid = draw_anchors(response_mask, draws)
+        weights = draft_weights(response_mask, anchors, valid, draws.blocks)
+        places = draft_positions(anchors, draws.blocks.n_drafts).clamp(max=response_mask.shape[1] - 1)
+        found = torch.zeros(response_mask.shape, device=weights.device)
+        return found.scatter_add_(1, places.flatten(1), weights.flatten(1))
 
     @override
     @torch.no_grad()
@@ -306,11 +300,11 @@ class BlockDrafter(KVEncoder, Drafter):
 
     # Features: the hidden state of a slot, and the Markov head's state
 
-    def begin_features(self, hidden: Tensor, anchors: Tensor) -> Tensor:
-        """Make the features [..., F] of first slots from hidden states [..., E] and anchors [...]."""
+    def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Make features [..., K, F] from hidden states [..., K, E] and the token before each draft [..., K]."""
         if self.markov_head is None:
             return hidden
-        return torch.cat((hidden, self.markov_head.begin(anchors).to(hidden.dtype)), dim=-1)
+        return torch.cat((hidden, self.markov_head.read(hidden, before).to(hidden.dtype)), dim=-1)
 
     def split_features(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Undo it: hidden states [..., E] and Markov states [..., M]."""
@@ -330,11 +324,8 @@ class BlockDrafter(KVEncoder, Drafter):
         """Compute the logit of each draft's acceptance, [...]; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        hidden, markov = self.split_features(features)
-        x = hidden
-        if self.confidence_reads_markov and self.markov_head is not None:
-            x = torch.cat((hidden, markov[..., : self.markov_head.rank]), dim=-1)
-        found: Tensor = self.confidence_head(x)
+        # The Markov state begins with the embedding of the token before.
+        found: Tensor = self.confidence_head(features[..., : self.confidence_head.proj.in_features])
         return found
 
     @override
@@ -366,12 +357,6 @@ class BlockDrafter(KVEncoder, Drafter):
         rotation = self.rotary(torch.arange(inputs.tokens.shape[1], device=context.device)[None])
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
-    def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Make features [..., K, F] from hidden states [..., K, E] and the token before each draft [..., K]."""
-        if self.markov_head is None:
-            return hidden
-        return torch.cat((hidden, self.markov_head.read(hidden, before).to(hidden.dtype)), dim=-1)
-
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
         """Pick the token before each draft of blocks [B, N] from texts [B, T], past their ends the last: [B, N, K]."""
         before = draft_positions(anchors, self.config.n_drafts).clamp(max=tokens.shape[1] - 1)
@@ -381,11 +366,10 @@ class BlockDrafter(KVEncoder, Drafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch over the drafts of its blocks, each weighed by its place.
 
-        The terms are the cross-entropy to the text, the L1 distance to the target's distribution, their forward KL, and
-        the binary cross-entropy of the confidence head to the share of its drafts that sampling would accept.
+        The confidence head learns the share of its drafts that sampling would accept.
         """
         inputs, weights = step.inputs, step.weights
-        chosen = replace(step.draws.blocks or ALL_BLOCKS, n_drafts=self.config.n_drafts)
+        chosen = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
         draws = replace(step.draws, blocks=chosen)
         anchors, valid = draw_anchors(inputs.response_mask, draws)
         shares = draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
@@ -476,7 +460,7 @@ class BlockDrafter(KVEncoder, Drafter):
         anchors = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
         hidden = self.run_layers(self.slots(frozen, anchors), positions_from(before, size, device), appends, mask)
         state.hidden = self.drafting(hidden)[:, 0]
-        return self.begin_features(state.hidden[:, :1], anchors)
+        return self.text_features(state.hidden[:, :1], anchors)
 
     def _write_after_target(
         self, cache: KVSource, before: Sequence[int], index: int, keys: Tensor, values: Tensor
@@ -492,13 +476,9 @@ class BlockDrafter(KVEncoder, Drafter):
         if not any(counts):
             return
         device, starts = frozen.lm_head_weight.device, state.n_true
-        made = (
-            self.encode_cached(cache, starts, max(counts))
-            if self.config.context == "memory"
-            else state.take_fresh(counts)
-        )
-        texts = [row[start:-1] for row, start in zip(committed, starts, strict=True)]
-        tokens = padded(texts, device)  # [B, n]
+        encodes = self.config.context == "memory"
+        made = self.encode_cached(cache, starts, max(counts)) if encodes else state.take_fresh(counts)
+        tokens = padded([row[start:-1] for row, start in zip(committed, starts, strict=True)], device)  # [B, n]
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
@@ -625,7 +605,6 @@ class DSparkSizes(BlockDrafterSizes):
         super().__post_init__()
         if self.markov_head not in MARKOV_HEADS:
             raise DrafterError(f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}.")
-        self.check_at_least_one("markov_rank")
 
 
 class DSparkDrafter(BlockDrafter):
@@ -639,6 +618,5 @@ class DSparkDrafter(BlockDrafter):
         if (head := MARKOV_HEADS[config.markov_head]) is not None:
             self.markov_head = head(config.vocab_size, config.markov_rank, config.hidden_size)
         if config.confidence_head:
-            self.confidence_reads_markov = config.confidence_with_markov and config.markov_head != "none"
-            own = config.markov_rank if self.confidence_reads_markov else 0
-            self.confidence_head = ConfidenceHead(config.hidden_size + own)
+            reads_markov = config.confidence_with_markov and config.markov_head != "none"
+            self.confidence_head = ConfidenceHead(config.hidden_size + reads_markov * config.markov_rank)

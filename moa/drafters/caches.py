@@ -26,8 +26,7 @@ KeysValues = tuple[Tensor, Tensor]
 class RowState:
     """A drafter's caches of B rows while decoding.
 
-    Attributes are of one kind each: a :class:`KVBuffer`, a tuple of them (a layer each), a list with an entry a row, a
-    tensor [B, ...], or a number of all rows.
+    Attributes are a :class:`KVBuffer`, a tuple of them, a list with an entry a row, a tensor [B, ...], or a number.
     """
 
     def forget_drafts(self) -> None:
@@ -98,11 +97,8 @@ def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
 def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor) -> KeysValues:
     """Write a drafter's newest keys and values after the target's verified ones [B, H_kv, S, d], in place.
 
-    Nothing of the context is copied; the target's next call overwrites these slots.
-
-    Args:
-        before: verified tokens of each row.
-        n_fed: tokens of this round that were fed, the newest included.
+    The target's next call overwrites these slots. Of each row so many tokens are verified ``before`` the ``n_fed`` ones
+    of this round, the newest included.
     """
     n_new = keys.shape[2]
     # Calls of longer rows, or over the whole cache, later read these slots under a mask, which stops no NaN.
@@ -114,13 +110,11 @@ def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tenso
     return view
 
 
-def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Run causal layers over x [B, S, E], slot t at position t: features of queries [B, Q], or of all slots."""
+def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor) -> Tensor:
+    """Run causal layers over x [B, S, E], slot t at position t: features of queries [B, Q]."""
     slots = torch.arange(x.shape[1], device=x.device)
     rotation = rotary(slots[None, :])
     causal = masks.Mask.up_to(slots[None], len(slots))
-    if queries is None:
-        queries = slots.expand(x.shape[0], -1)
     *before, last = blocks
     for block in before:
         x = block.attend_self(x, rotation, causal)
@@ -141,19 +135,14 @@ class Fed(NamedTuple):
 
 
 class LayerState(RowState):
-    """Keys and values of a drafter's causal layers.
-
-    Attributes:
-        slots: of each layer; the committed ones come first, then those of this round's tree in the order of feeding.
-        n_true: committed slots of each row.
-        n_fed: slots of this round's tree, the root's included.
-        fresh: per row the target's states [n, ...] of committed positions that no layer has been fed with.
-    """
+    """Keys and values of a drafter's causal layers."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
+        # Of each layer: committed slots, then those of this round's tree in the order of feeding.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
-        self.n_true = [0] * n_rows
-        self.n_fed = 0
+        self.n_true = [0] * n_rows  # committed slots of each row
+        self.n_fed = 0  # slots of this round's tree, the root's included
+        # Per row the target's states [n, ...] of committed positions that no layer has been fed with.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
 
     @override
@@ -203,7 +192,7 @@ class LayerState(RowState):
             last: what the last layer computes, if not its ``forward``.
 
         Returns:
-            Features of the root, the last real one of each row: [B, 1, E].
+            Features of the root [B, 1, E], and where it stands.
         """
         device, before, n_new = x.device, self.n_true, max(counts)
         rotation = rotary(positions_from(before, n_new, device))

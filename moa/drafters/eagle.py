@@ -158,10 +158,6 @@ class EagleSizes(LayerSizes):
     eagle_fc_bias: bool = False
     """The linear layer that joins token and hidden state has a bias, as in some of the EAGLE authors' checkpoints."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least_one("eagle_layers")
-
 
 class EagleDrafter(FeatureDrafter):
     """The trained part: the linear layer that joins token and hidden state, and the decoder layers."""
@@ -195,8 +191,8 @@ class EagleDrafter(FeatureDrafter):
         state.fresh[0] = (*state.fresh[0], context)
         cache.extend(len(context), None, 0)
 
-    def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Run the layers over slots [B, S, E], or for some of them, [B, Q]; slot t gives the feature of token t+1."""
+    def forward(self, joined: Tensor, queries: Tensor) -> Tensor:
+        """Run the layers over slots [B, S, E] for some of them, [B, Q]; slot t gives the feature of token t+1."""
         return causal_features(self.blocks, self.rotary, joined, queries)
 
     @override
@@ -210,9 +206,8 @@ class EagleDrafter(FeatureDrafter):
         queries, valid = loss_queries(inputs.response_mask[:, 1:].bool())
         features = self(self.join(embeddings, seen[:, :-1]), queries)[valid]  # [P, E]
         goal = at_queries(hidden[:, 1:], queries)[valid]
-        n_positions = int(valid.sum())
-        kl, feature = distillation(frozen, features, goal, step.scale(n_positions), weights.divergence)
-        return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, n_positions)
+        kl, feature = distillation(frozen, features, goal, step.scale(len(features)), weights.divergence)
+        return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, len(features))
 
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:

@@ -8,8 +8,8 @@ V_d draft vocabulary, J steps, H query heads, H_kv key/value heads, d head dim.
     feature -> norm -> own LM head over the draft vocabulary
 
 Slots, positions and decoding are those of EAGLE (:mod:`.eagle`): slot t is made from the feature of t and the token at
-t+1. The output of the layer is fed back as it is, without a norm, in place of a fused feature. It is not trained to
-resemble any hidden state of the target: only the distribution of the next token is taught.
+t+1. The output of the layer is fed back without a norm in place of a fused feature, and need not resemble any hidden
+state of the target: only the distribution of the next token is taught.
 
 Training-time test: step 1 is teacher forcing. In step j + 1 each position is a draft round of its own that is j tokens
 further: it sees the slots of step 1 up to where its round began, and those that it made itself since. For a round that
@@ -67,16 +67,14 @@ class Eagle3Sizes(LayerSizes):
     norm_output: bool = False  # whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON has lists only
         super().__post_init__()
         # A foreign checkpoint does not say how many layers its target has.
         check_target_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
-        if not 1 <= self.draft_vocabulary <= self.vocab_size:
+        if self.draft_vocabulary > self.vocab_size:
             raise DrafterError(
                 f"draft_vocabulary must be between 1 and the target's {self.vocab_size} tokens, got "
                 f"{self.draft_vocabulary}."
             )
-        self.check_at_least_one("test_time_steps")
 
     @classmethod
     @override
@@ -118,16 +116,12 @@ class Eagle3Block(DecoderBlock):
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """The trained part: fusing layer, decoder layer, final norm and LM head; weights have the names of other projects.
-
-    ``d2t`` [V_d] int64 is what to add to an index of the draft vocabulary to get the token, ``t2d`` [V] bool is whether
-    a token can be drafted.
-    """
+    """The trained part: fusing layer, decoder layer, final norm, LM head; weights have the names of other projects."""
 
     config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
     config: Eagle3Sizes
-    d2t: Tensor
-    t2d: Tensor
+    d2t: Tensor  # [V_d] int64, what to add to an index of the draft vocabulary to get the token
+    t2d: Tensor  # [V] bool, whether a token can be drafted
 
     def __init__(self, config: Eagle3Sizes) -> None:
         super().__init__(config)
@@ -249,10 +243,7 @@ class Eagle3Drafter(FeatureDrafter):
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run every step of training-time test; the results are sorted by the position that a step drafts from.
-
-        Args:
-            queries: [B, Q] int64, positions of the response, as :func:`loss_queries` gives them with ``valid``.
+        """Run every step of training-time test for positions of the response, as :func:`loss_queries` gives them.
 
         Returns:
             Features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is j - 1
@@ -289,10 +280,8 @@ def attend_with_own_steps(
 ) -> Tensor:
     """Let each round, a query of q [B, H, Q, d], attend to slots that all share and to slots of its own: [B, H, Q, d].
 
-    Args:
-        keys: [B, H_kv, S, d], shared, as are ``values``.
-        seen: [B, Q, S] bool, which shared slots each round sees.
-        own: per earlier step keys and values [B, H_kv, Q, d], one of each round.
+    Shared keys and values are [B, H_kv, S, d], which of them a round sees [B, Q, S] bool; ``own`` has, per earlier
+    step, keys and values [B, H_kv, Q, d], one of each round.
     """
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)

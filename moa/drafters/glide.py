@@ -4,11 +4,10 @@ Shapes: B batch, T tokens, Q queries, E target width, L target layers, D packed 
 head dim, b nodes of one level, n tokens of one call, S slots.
 
     token embeddings -> + causal self-attention -> + cross-attention to the target's own keys and values of its last
-    layer -> + MLP -> LM head
+    layer, of verified positions -> + MLP -> LM head
 
-The cross-attention has queries and an output projection of its own; keys and values are the target's as they are, of
-verified positions only. Only the tokens of drafts are fed back. There is no norm before the cross-attention and none
-before the LM head, as in the official code (``train/glide.py``).
+Only the tokens of drafts are fed back. There is no norm before the cross-attention and none before the LM head, as in
+the official code (``train/glide.py``).
 
 Training cuts the text into blocks, each a draft round: its positions see the target's KV of the blocks before it. For
 blocks of 3 and offset 1::
@@ -31,7 +30,7 @@ from typing_extensions import override
 
 from ..nn import masks
 from ..nn.kv import unpack_kv
-from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotation
+from ..nn.layers import Attention, DecoderBlock, Rotation
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
@@ -59,10 +58,6 @@ class GlideSizes(LayerSizes):
     kv_width: int  # D = 2 * target KV heads * target head dim
     block_size: int = 5  # tokens of a block in training
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least_one("block_size")
-
     @classmethod
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,14 +70,6 @@ class GlideSizes(LayerSizes):
         return self.kv_width // (2 * self.head_dim)
 
 
-class TargetAttention(Attention):
-    """Attention to keys and values that the target projected."""
-
-    def __init__(self, sizes: BlockSizes) -> None:
-        super().__init__(sizes)
-        del self.k_proj, self.v_proj
-
-
 class GlideDrafter(Drafter):
     """The trained part: a decoder layer, and queries and output projection of its cross-attention."""
 
@@ -92,7 +79,8 @@ class GlideDrafter(Drafter):
     def __init__(self, config: GlideSizes) -> None:
         super().__init__(config)
         self.self_attention = DecoderBlock(config.layer)
-        self.cross_attention = TargetAttention(replace(config.layer, n_kv_heads=config.target_kv_heads, qkv_bias=False))
+        self.cross_attention = Attention(replace(config.layer, n_kv_heads=config.target_kv_heads, qkv_bias=False))
+        del self.cross_attention.k_proj, self.cross_attention.v_proj  # the target has projected its keys and values
         self.rotary = config.rotary()
 
     @classmethod
@@ -108,9 +96,8 @@ class GlideDrafter(Drafter):
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
         features = self._features(frozen, inputs, last_seen, queries)[valid]  # [P, E]
         goal = at_queries(inputs.hidden, queries)[valid]
-        n_positions = int(valid.sum())
-        kl, feature = distillation(frozen, features, goal, step.scale(n_positions), step.weights.divergence)
-        return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), n_positions)
+        kl, feature = distillation(frozen, features, goal, step.scale(len(features)), step.weights.divergence)
+        return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), len(features))
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
@@ -124,17 +111,15 @@ class GlideDrafter(Drafter):
         return features
 
     def forward(
-        self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: masks.Mask | Tensor, queries: Tensor | None = None
+        self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: masks.Mask | Tensor, queries: Tensor
     ) -> Tensor:
-        """Run many draft rounds at once, fed with the text [B, T]: features of queries [B, Q] or of all positions.
+        """Run many draft rounds at once, fed with the text [B, T]: features of queries [B, Q].
 
         Args:
             kv: [B, T, >= 1, D], packed target KV; the last layer is attended to.
             seen: which positions' target KV each query sees; a tensor is [B, Q, T] bool, or added to the scores.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
-        if queries is None:
-            queries = positions.expand(tokens.shape[0], -1)
         embeddings = frozen.embed(tokens)
         own = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])

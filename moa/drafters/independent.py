@@ -39,9 +39,9 @@ class IndependentSizes(DrafterSizes):
     independent_layers: int = 2  # decoder layers
 
     def __post_init__(self) -> None:
-        if self.independent_width < 2 or self.independent_width % 2:
+        super().__post_init__()
+        if self.independent_width % 2:
             raise DrafterError(f"independent_width must be an even number from 2 up, got {self.independent_width}.")
-        self.check_at_least_one("independent_layers")
 
     @classmethod
     @override
@@ -83,8 +83,8 @@ class IndependentDrafter(Drafter):
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         return response_mask.bool()
 
-    def forward(self, tokens: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Run the model over tokens [B, T]: normed features [B, Q, W] of queries [B, Q], or of all positions."""
+    def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
+        """Run the model over tokens [B, T]: normed features [B, Q, W] of queries [B, Q]."""
         features: Tensor = self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
         return features
 
@@ -95,13 +95,12 @@ class IndependentDrafter(Drafter):
         queries, valid = loss_queries(inputs.response_mask.bool())
         features = self(inputs.tokens, queries)[valid]  # [P, W]
         goal = at_queries(inputs.hidden, queries)[valid]  # [P, E]
-        n_positions = int(valid.sum())
         total, _ = losses.chunked_losses(
             features[:, None], goal, frozen.lm_head_weight, features.new_ones(len(features), 1, 1),
             own_head=self.embed_tokens.weight, divergence=step.weights.divergence,
         )  # fmt: skip
-        mean = total * step.scale(n_positions)
-        return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
+        mean = total * step.scale(len(features))
+        return LossTerms(step.weights.forward_kl * mean, mean, None, len(features))
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:

@@ -5,12 +5,11 @@ E target width, G groups of layers.
 
     KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear -> encoded KV [B, T, E]
 
-Layer self-attention looks at one position at a time. With several ``layer_groups`` the mean of each goes into the
-linear layer on its own: one mean has D numbers for all that L layers know, fewer than E in targets with few KV heads.
-With ``unrotated_keys`` the target's keys are encoded as they were before RoPE: layer self-attention does not know the
-position, so that after RoPE the same content looks different everywhere. With a ``layer_stride`` every so many layers
-are encoded, counted from the last: less is read, and layer self-attention, at the widths of an 8B target most of a
-training step, has fewer rows. None of the three is the paper's.
+Layer self-attention looks at one position at a time. Three settings are not the paper's: with several ``layer_groups``
+the mean of each goes into the linear layer on its own, since one mean has D numbers, fewer than E in targets with few
+KV heads; with ``unrotated_keys`` the keys are those before RoPE, after which the same content looks different at each
+position; with a ``layer_stride`` every so many layers are encoded, counted from the last, so that less is read and
+layer self-attention, at the widths of an 8B target most of a training step, has fewer rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,17 +45,12 @@ class KVEncoderSizes(DrafterSizes):
     unrotated_keys: bool = True  # encode the target's keys as before RoPE; in the paper as after it
     layer_stride: int = 1  # encode the last layer and every so many below it; 1 is all, as in the paper
 
-    @property
-    def encoded_layers(self) -> tuple[int, ...]:
-        """The target layers whose KV is encoded, ascending."""
-        return strided_layers(self.n_layers, self.layer_stride) if self.layer_attention else (self.n_layers - 1,)
-
     def encoder_problems(self) -> list[tuple[bool, str]]:
         """List what may not fit of a drafter with a KV encoder, see :meth:`check_fit`."""
         heads, kv_heads, head_dim = (
             getattr(self, f"layer_attention_{name}") for name in ("heads", "kv_heads", "head_dim")
         )
-        n_encoded = len(strided_layers(self.n_layers, max(1, self.layer_stride)))
+        n_encoded = len(strided_layers(self.n_layers, self.layer_stride))
         return [
             (
                 min(self.kv_width, heads, kv_heads, head_dim, self.layer_attention_mlp_width) < 1,
@@ -68,11 +62,11 @@ class KVEncoderSizes(DrafterSizes):
             ),
             (head_dim % 2 > 0, f"layer_attention_head_dim ({head_dim}) must be even"),
             (
-                not 1 <= self.layer_stride <= max(1, self.n_layers),
+                self.layer_stride > max(1, self.n_layers),
                 f"layer_stride ({self.layer_stride}) must be between 1 and the {self.n_layers} layers",
             ),
             (
-                not 1 <= self.layer_groups <= max(1, n_encoded),
+                self.layer_groups > max(1, n_encoded),
                 f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers that are encoded",
             ),
         ]
@@ -98,14 +92,6 @@ class KVEncoderSizes(DrafterSizes):
             ),
             "layer_attention_mlp_width": multiple_of_32(kv_width * 1.5),
         }
-
-    @property
-    def layer_self_attention(self) -> BlockSizes:
-        """Sizes of the layer self-attention block."""
-        return BlockSizes(
-            self.kv_width, self.layer_attention_heads, self.layer_attention_kv_heads, self.layer_attention_head_dim,
-            self.layer_attention_mlp_width, self.norm_eps, qkv_bias=self.qkv_bias,
-        )  # fmt: skip
 
 
 def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
@@ -134,7 +120,11 @@ class KVEncoder(nn.Module):
         """Make the weights."""
         config = self.config
         if config.layer_attention:
-            self.layer_self_attention = DecoderBlock(config.layer_self_attention)
+            sizes = BlockSizes(
+                config.kv_width, config.layer_attention_heads, config.layer_attention_kv_heads,
+                config.layer_attention_head_dim, config.layer_attention_mlp_width, config.norm_eps, config.qkv_bias,
+            )  # fmt: skip
+            self.layer_self_attention = DecoderBlock(sizes)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
         rope = config.rope_parameters, config.max_position_embeddings
@@ -153,7 +143,7 @@ class KVEncoder(nn.Module):
             positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_layers:
-            kv = kv[:, :, list(self.config.encoded_layers)]
+            kv = kv[:, :, list(strided_layers(self.config.n_layers, self.config.layer_stride))]
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:

@@ -5,15 +5,13 @@ Shapes: B rows, T tokens, Q queries, E target width, K heads, P loss positions, 
     hidden state of token t -> x + silu(W x + c) per layer -> linear -> feature of token t+k (head k) -> LM head
 
 Hidden states are the target's AFTER its final norm, and t is the last *verified* position. The target's own head turns
-it into the root, the token at t+1; head k predicts the token at t+1+k, so it stands for the target's hidden state at
-t+k.
-All nodes of a level share the distribution of one head, whatever the path to them, so a level costs no more than its
-LM head, and K heads draft K levels.
+it into the root, the token at t+1; head k predicts the token at t+1+k. All nodes of a level share the distribution of
+one head, whatever the path to them, and K heads draft K levels.
 
-This is Medusa-1 (section 2.2.1): the target is frozen. Two things differ from the released code. There each head ends
-in an LM head of its own, V x E weights that start as the target's; here it is the target's LM head after a linear
-layer of the head's own, E x E weights that start as the identity, which starts out as the same function and costs E / V
-of it. And heads learn the target's whole distribution where the released code learns the tokens of the text.
+This is Medusa-1 (section 2.2.1): the target is frozen. In the released code each head ends in an LM head of its own,
+V x E weights that start as the target's; here it is the target's LM head after E x E weights that start as the
+identity, which is the same function at first. And heads learn the target's whole distribution where the released code
+learns the tokens of the text.
 """
 
 from collections.abc import Sequence
@@ -33,8 +31,7 @@ from .caches import RowState
 from .sizes import DrafterSizes
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, round_queries
 
-HEAD_DECAY = 0.8
-"""The loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain, and their loss large."""
+HEAD_DECAY = 0.8  # the loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +42,6 @@ class MedusaSizes(DrafterSizes):
 
     medusa_heads: int = 6  # K, heads: the most levels of drafts
     medusa_layers: int = 1  # residual layers of each head
-
-    def __post_init__(self) -> None:
-        self.check_at_least_one("medusa_heads", "medusa_layers")
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""Mixture of Attentions drafter (Zimmer et al., ICLR 2025, arXiv 2410.03804): training forward and decoding step.
+"""Mixture of Attentions drafter (Zimmer et al., ICLR 2025, arXiv 2410.03804).
 
 Shapes: B batch, T tokens, Q drafted positions (queries), L target layers, H_kv target KV heads, d target head dim,
 D = 2 * H_kv * d, E target width, V vocabulary, N target layers used for inference, b nodes of one level, n tokens of
@@ -8,9 +8,8 @@ one call.
     tokens -> embeddings -> causal self-attention -> cross-attention to encoded KV
            -> (last N target layers, final norm) -> LM head
 
-Training runs many draft rounds at once: position i sees encoded KV up to its last context position s(i), exactly what a
-draft step sees after the verification that ended at s(i). Both paths call the same blocks. In a text of nine tokens
-whose response begins at 3, with a step bound of 4, tokens 5, 6, 7 are one round: 0 to 4 are verified, 5 is the root::
+Training runs many draft rounds at once, each position with what a draft step sees. In a text of nine tokens whose
+response begins at 3, with a step bound of 4, tokens 5, 6, 7 are one round: 0 to 4 are verified, 5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2
@@ -22,8 +21,7 @@ whose response begins at 3, with a step bound of 4, tokens 5, 6, 7 are one round
     predicts token                          4      6      7      8
 
 With ``cross_attention_drafts``, which is not the paper's, the cross-attention also sees the drafts of the round; in the
-paper a draft knows those before it only as embeddings, and the further from the last verified position, the less it
-agrees with the target. How KV is encoded stands in :mod:`.kv_encoder`.
+paper a draft knows those before it only as embeddings, and agrees the less with the target the later it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +36,7 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
-from ..nn.layers import BlockSizes, DecoderBlock
+from ..nn.layers import DecoderBlock
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
@@ -63,12 +61,13 @@ class MoASizes(KVEncoderSizes):
     """Whether cross-attention sees the drafts of its round too; in the paper it sees only encoded KV."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         n_last = self.target_layer_inference
         self.check_fit(
             *self.kv_head_problems("self_attention_kv_heads", "cross_attention_kv_heads"),
             *self.encoder_problems(),
             (
-                not 0 <= n_last <= self.n_layers,
+                n_last > self.n_layers,
                 f"target_layer_inference ({n_last}) must be between 0 and the target's {self.n_layers} layers",
             ),
         )
@@ -87,24 +86,11 @@ class MoASizes(KVEncoderSizes):
             "cross_attention_mlp_width": mlp_width,
         } | cls.encoder_defaults(config, given)
 
-    @property
-    def self_attention(self) -> BlockSizes:
-        """Sizes of the causal self-attention block."""
-        return self.block(self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias)
-
-    @property
-    def cross_attention(self) -> BlockSizes:
-        """Sizes of the cross-attention block, which never has biases."""
-        return self.block(self.cross_attention_kv_heads, self.cross_attention_mlp_width, False)
-
 
 class MoADraftState(LayerState):
-    """The caches of the self-attention and of the cross-attention.
+    """The caches of the self-attention and, as ``encoded``, of the cross-attention.
 
-    Attributes:
-        encoded: cross-attention keys and values of the positions that have target KV; after them, where the drafter
-            looks at them, of this round's drafts.
-        has_drafts: whether the drafts are appended to it.
+    The latter holds the positions that have target KV and, with ``has_drafts``, then the drafts of this round.
     """
 
     def __init__(self, n_rows: int = 1, has_drafts: bool = False) -> None:
@@ -119,17 +105,6 @@ class MoADraftState(LayerState):
         super().forget_drafts()
 
 
-@dataclass
-class DrafterOutputs:
-    """Outputs of the training forward at the queries [B, Q]."""
-
-    self_attention: Tensor  # [B, Q, E]
-    cross_attention: Tensor  # [B, Q, E]
-    entering: Tensor  # [B, Q, E], what enters the last N layers: the cross-attention's output
-    leaving: Tensor  # [B, Q, E], what leaves them, before the final norm; equals ``entering`` when N = 0
-    features: Tensor  # [B, Q, E], what the LM head sees
-
-
 class MoADrafter(KVEncoder, Drafter):
     """The trained part: layer self-attention, projection, self-attention, cross-attention."""
 
@@ -138,8 +113,9 @@ class MoADrafter(KVEncoder, Drafter):
 
     def __init__(self, config: MoASizes) -> None:
         super().__init__(config)
-        self.self_attention = DecoderBlock(config.self_attention)
-        self.cross_attention = DecoderBlock(config.cross_attention)
+        own = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, config.qkv_bias)
+        cross = config.block(config.cross_attention_kv_heads, config.cross_attention_mlp_width, qkv_bias=False)
+        self.self_attention, self.cross_attention = DecoderBlock(own), DecoderBlock(cross)
         self.rotary = config.rotary()
         self.build_encoder()
 
@@ -155,21 +131,23 @@ class MoADrafter(KVEncoder, Drafter):
     @classmethod
     @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        return draws.position_weights(response_mask)
+        return torch.stack([weight * drafted for weight, drafted, _ in draws.passes(response_mask)]).sum(dim=0)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275)."""
-        rounds = Rounds.packed(step.draws, step.inputs.response_mask.bool())
-        return self.losses(frozen, step, rounds, self._forward(frozen, step.inputs, rounds))
+        inputs, rounds = step.inputs, Rounds.packed(step.draws, step.inputs.response_mask.bool())
+        return self.losses(frozen, step, rounds, *self(frozen, inputs.tokens, inputs.required_kv(), rounds))
 
-    def forward(self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds) -> DrafterOutputs:
-        """Run many draft rounds at once, fed with the text [B, T] and packed target KV [B, T, L, D]."""
+    def forward(self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor]:
+        """Run many draft rounds at once, fed with the text [B, T] and packed target KV [B, T, L, D].
+
+        Returns what enters the target's last N layers, and features, [B, Q, E] each; they are the same where N is 0.
+        """
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
         queries, context = rounds.queries, rounds.context
 
-        # Layer self-attention
         encoded = self.encode_kv(kv, positions)  # [B, T, E]
 
         # Self-attention
@@ -192,39 +170,37 @@ class MoADrafter(KVEncoder, Drafter):
 
         # Target layers
         if not self.config.target_layer_inference:
-            return DrafterOutputs(x1, x2, x2, x2, x2)
-        leaving = run_target_layers(frozen, x2, kv, rounds)
-        return DrafterOutputs(x1, x2, x2, leaving, frozen.norm(leaving))
+            return x2, x2
+        return x2, frozen.norm(run_target_layers(frozen, x2, kv, rounds))
 
-    def losses(self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, outputs: DrafterOutputs) -> LossTerms:
-        """Compare features with the target's at the loss positions of some rounds."""
+    def losses(
+        self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, entering: Tensor, features: Tensor
+    ) -> LossTerms:
+        """Compare what :meth:`forward` gives with the target's states at the loss positions of some rounds."""
         inputs, n_layers = step.inputs, self.config.target_layer_inference
-        if n_layers and inputs.entering_hidden is None:
-            layer = self.config.n_layers - n_layers - 1
-            raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
         valid = rounds.weights > 0
         weights = rounds.weights[valid]  # [P]
         scale = step.scale(float(weights.sum()))
-        features = outputs.features[valid]  # [P, E]
+        features = features[valid]  # [P, E]
         hidden = at_queries(inputs.hidden, rounds.queries)[valid]  # [P, E]
         kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights)
-        entering, feature_term = None, feature
-        if n_layers and inputs.entering_hidden is not None:
+        before, feature_term = None, feature
+        if n_layers:
+            if inputs.entering_hidden is None:
+                layer = self.config.n_layers - n_layers - 1
+                raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
             goal = at_queries(inputs.entering_hidden, rounds.queries)[valid]
-            entering = (losses.feature_loss(outputs.entering[valid], goal) * weights).sum() * scale
+            before = (losses.feature_loss(entering[valid], goal) * weights).sum() * scale
             # Features are taught after and before the last N layers alike.
-            feature_term = 0.5 * feature + 0.5 * entering
+            feature_term = 0.5 * feature + 0.5 * before
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
-        return LossTerms(total, kl, feature, len(features), entering)
+        return LossTerms(total, kl, feature, len(features), before)
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         rounds = Rounds.packed(draws, inputs.response_mask)
-        return DraftedFeatures(rounds.queries, rounds.drafted, self._forward(frozen, inputs, rounds).features)
-
-    def _forward(self, frozen: FrozenTarget, inputs: TrainingInputs, rounds: Rounds) -> "DrafterOutputs":
-        outputs: DrafterOutputs = self(frozen, inputs.tokens, inputs.required_kv(), rounds)
-        return outputs
+        _, features = self(frozen, inputs.tokens, inputs.required_kv(), rounds)
+        return DraftedFeatures(rounds.queries, rounds.drafted, features)
 
     @override
     def new_state(self, n_rows: int) -> MoADraftState:

@@ -19,8 +19,7 @@ class DrafterSizes:
     """The sizes of the target that every drafter records; drafters add their own."""
 
     kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
-    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
-    """Whole numbers that may be 0, besides those whose default is 0."""
+    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)  # whole numbers, besides those whose default is 0
 
     hidden_size: int  # E, width of the target
     n_heads: int  # query heads of the target, which the drafter's self- and cross-attention have too
@@ -32,6 +31,18 @@ class DrafterSizes:
     rope_parameters: dict[str, Any]  # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks
     qkv_bias: bool = False  # whether q, k and v of self-attention blocks have biases (Qwen2 targets)
     target: dict[str, str] = field(default_factory=dict)  # identity of the target: weights_sha256 and config_sha256
+
+    def __post_init__(self) -> None:
+        """Refuse values that no drafter has; subclasses add what must fit each other."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not self._is_valid(value, item):
+                raise DrafterError(
+                    f"{item.name} of the drafter is {str(value)[:60]!r}, which is no valid value. Restore its "
+                    "drafter.json or config.json."
+                )
+            if isinstance(value, list):  # JSON has no tuples
+                object.__setattr__(self, item.name, tuple(value))
 
     @property
     def target_layer_inference(self) -> int:
@@ -61,14 +72,9 @@ class DrafterSizes:
         """List fields with numbers of KV heads, and whether they don't divide the query heads."""
         counts, n_heads = {name: getattr(self, name) for name in names}, self.n_heads
         return [
-            (count < 1 or n_heads % count > 0, f"{name} ({count}) must divide the target's {n_heads} query heads")
+            (n_heads % count > 0, f"{name} ({count}) must divide the target's {n_heads} query heads")
             for name, count in counts.items()
         ]
-
-    def check_at_least_one(self, *names: str) -> None:
-        """Refuse fields below 1."""
-        values = {name: getattr(self, name) for name in names}
-        self.check_fit(*((value < 1, f"{name} ({value}) must be at least 1") for name, value in values.items()))
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
@@ -100,12 +106,6 @@ class DrafterSizes:
             raise DrafterError(
                 f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
             )
-        for item in fields(cls):
-            if item.name in values and not cls._is_valid(values[item.name], item):
-                raise DrafterError(
-                    f"{item.name} of the drafter is {str(values[item.name])[:60]!r}, which is no valid value. Restore "
-                    "its drafter.json or config.json."
-                )
         try:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
         except TypeError as error:
@@ -148,6 +148,7 @@ class LayerSizes(DrafterSizes):
     self_attention_mlp_width: int  # MLP width of each layer
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check_fit(*self.kv_head_problems("self_attention_kv_heads"))
 
     @classmethod
@@ -180,19 +181,19 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 
 
 def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
-    """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``)."""
+    """Refuse a drafter of other sizes than the target's, as :func:`.bundle.target_sizes` gives them."""
     sizes = {**sizes, "kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
-    for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
-            raise TargetError(
-                f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
-                f"{sizes[name]}. Pass the target that its store was extracted from."
-            )
-    layers = getattr(config, "fused_layers", ())
-    if any(layer >= sizes["n_layers"] for layer in layers):
+    wrong = [
+        f"{name} {getattr(config, name)}, this target has {sizes[name]}"
+        for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")
+        if getattr(config, name, sizes[name]) not in (sizes[name], 0)  # 0: a foreign checkpoint does not say
+    ]
+    if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
+        wrong.append(f"it reads layer {last}, this target has {sizes['n_layers']} layers")
+    if wrong:
         raise TargetError(
-            f"the drafter was trained for another target: it reads layer {max(layers)}, this target has "
-            f"{sizes['n_layers']} layers. Pass the target that its store was extracted from."
+            f"the drafter was trained for another target: {wrong[0]}. Pass the target that its store was extracted "
+            "from."
         )
 
 

@@ -3,9 +3,9 @@
 Shapes: B batch, T tokens, Q queries, N blocks of a row, G slots of a block, K drafts of a block, S context positions,
 P loss positions, L target layers, D packed KV width, E target width.
 
-**Rounds.** One forward trains many rounds. The positions that are drafted for become *queries*, packed to the left;
-those of a second pass over the batch come after those of the first. A row of nine tokens with a response from position
-3 on, a step bound of 4 (of offset 0, see ``masks``) and a second, teacher-forced pass of half the weight::
+**Rounds.** The positions that are drafted for become *queries*, packed to the left; those of a second pass over the
+batch come after those of the first. A row of nine tokens with a response from position 3 on, a step bound of 4 (of
+offset 0, see ``masks``) and a second, teacher-forced pass of half the weight::
 
     pass_index    0  0  0  0    1    1    1    1    1    1
     queries       3  5  6  7    3    4    5    6    7    8      positions that are drafted for
@@ -13,14 +13,12 @@ those of a second pass over the batch come after those of the first. A row of ni
     weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      in the loss
 
 Queries 5, 6, 7 of the first pass are one round: 6 sees target activations up to 4, and what was drafted at 5 and 6. In
-the second pass each query is a round of its own. A row with fewer queries than its neighbours is filled up with
-position 0, ``drafted`` false and weight 0.
+the second pass each query is a round of its own. A row with fewer queries than others is filled up with position 0.
 
 **Blocks** of a block-parallel drafter (:mod:`.block`). A block begins at an *anchor* a, a token whose predecessors are
-verified, as the root of a draft round is. Its slots are the anchor and G - 1 masked tokens, at positions a to
-a + G - 1; they see the target up to a - 1 and each other, in both directions. Draft k, from 0, stands at position a + k
-in the count of this package: it predicts the token at a + k + 1 and its teacher is the target's hidden state of a + k.
-For G = 4 and a = 5 (``+`` is seen)::
+verified, as the root of a draft round is. Its slots are the anchor and G - 1 masked tokens; they see the target up to
+a - 1 and each other, in both directions. Draft k, from 0, stands at position a + k: it predicts the token at a + k + 1
+and its teacher is the target's hidden state of a + k. For G = 4 and a = 5 (``+`` is seen)::
 
     position          0 1 2 3 4 5 6 7 8 9
     context           + + + + + . .             never the anchor's own: decoding does not know it
@@ -29,8 +27,8 @@ For G = 4 and a = 5 (``+`` is seen)::
     with the first slot left out
     drafts                        0 1 2         of 6, 7, 8: in the original DFlash a slot predicts its own position
 
-An anchor is drawn among the positions whose token and whose next token are of the response. The drafts of a block carry
-loss as far as the response continues, so that no block reaches into another answer.
+Anchors are positions whose token and whose next token are of the response. The drafts of a block carry loss as far as
+the response continues, so that no block reaches into another answer.
 """
 
 from __future__ import annotations
@@ -98,14 +96,11 @@ class TrainingInputs:
 class BlockDraws:
     """Which blocks of a response are trained, and what their positions weigh."""
 
-    n_drafts: int  # K, drafts of a block
+    n_drafts: int = 1  # K, drafts of a block
     max_anchors: int | None = None  # blocks of a sequence at most, drawn at random; None for all
     position_decay: float = 0.0  # draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each
     anchors: Tensor | None = None  # [B, N] int64, given anchors in place of drawn ones; -1 for none
     d_pace: float | None = None  # smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`
-
-
-ALL_BLOCKS = BlockDraws(n_drafts=1)
 
 
 @dataclass
@@ -121,7 +116,7 @@ class Draws:
     # Of a pass in which each position is the first draft of its own round, whatever the step bound: what the paper
     # calls standard training.
     teacher_forced_weight: float = 0.0
-    blocks: BlockDraws | None = None  # None for all, each position of a block weighing 1
+    blocks: BlockDraws = BlockDraws()  # all of them, each position of a block weighing 1
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
         """List the passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.
@@ -139,10 +134,6 @@ class Draws:
             before = (torch.arange(drafted.shape[1], device=drafted.device) - 1).clamp(min=0)
             found.append((self.teacher_forced_weight, drafted, before.expand_as(drafted)))
         return found
-
-    def position_weights(self, response_mask: Tensor) -> Tensor:
-        """The weight of each position in the loss over all passes, from response masks [B, T]: [B, T] float32."""
-        return torch.stack([weight * drafted for weight, drafted, _ in self.passes(response_mask)]).sum(dim=0)
 
 
 # Rounds
@@ -215,7 +206,7 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
     Returns anchors [B, N] int64, 0 where a row has fewer, and which are real, [B, N] bool; N >= 1.
     """
-    blocks = draws.blocks or ALL_BLOCKS
+    blocks = draws.blocks
     if blocks.anchors is not None:
         valid = blocks.anchors >= 0
         return torch.where(valid, blocks.anchors, 0), valid
@@ -248,16 +239,6 @@ def draft_weights(response_mask: Tensor, anchors: Tensor, valid: Tensor, blocks:
     if blocks.position_decay:
         weights = weights * torch.exp(-torch.arange(blocks.n_drafts, device=weights.device) / blocks.position_decay)
     return weights
-
-
-def block_position_weights(response_mask: Tensor, draws: Draws) -> Tensor:
-    """Add up the weights of all drafts at each position of response masks [B, T]: [B, T] float32."""
-    anchors, valid = draw_anchors(response_mask, draws)
-    blocks = draws.blocks or ALL_BLOCKS
-    weights = draft_weights(response_mask, anchors, valid, blocks)
-    places = draft_positions(anchors, blocks.n_drafts).clamp(max=response_mask.shape[1] - 1)
-    found = torch.zeros(response_mask.shape, device=weights.device)
-    return found.scatter_add_(1, places.flatten(1), weights.flatten(1))
 
 
 def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> masks.Mask:

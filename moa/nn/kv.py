@@ -34,11 +34,7 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the keys of packed KV [n, L, D] of n positions and leave the values; the inverse rotation undoes RoPE.
-
-    Args:
-        rotation: cos and signed sin of these positions, each [n, d].
-    """
+    """Rotate the keys of packed KV [n, L, D] by cos and signed sin [n, d]; the inverse rotation undoes RoPE."""
     cos, sin = rotation
     keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
     rotated = rotate(keys.permute(1, 2, 0, 3), (cos[None], sin[None])).permute(2, 0, 1, 3)
@@ -107,8 +103,7 @@ class KVBuffer:
         """Find the slots of n tokens after each row: the first where all rows are alike, else all, [B, n] int64."""
         if len(set(self.lengths)) == 1:
             return self.lengths[0] + offset
-        starts = torch.tensor(self.lengths, device=device) + offset
-        return starts[:, None] + torch.arange(n_tokens, device=device)
+        return positions_from([length + offset for length in self.lengths], n_tokens, device)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
         """Put keys and values [B, H_kv, n, d] of a layer into reserved slots, given as by :meth:`next_slots`."""
@@ -147,9 +142,8 @@ class KVBuffer:
         if len(set(starts)) == 1:
             part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
             return part.permute(2, 4, 1, 3, 0, 5).flatten(3)
-        device = buffer.device
-        slots = torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)
-        rows = torch.arange(len(starts), device=device)[:, None]
+        slots = positions_from(starts, n_tokens, buffer.device)
+        rows = torch.arange(len(starts), device=buffer.device)[:, None]
         picked = buffer[:, :, rows, :, slots]  # [B, n, 2, L, H_kv, d]: indexed axes come first
         return picked.permute(0, 1, 3, 4, 2, 5).flatten(3)
 

@@ -268,21 +268,16 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Mask | Tensor | None
     ) -> Tensor:
-        """Let the queries x [B, Q, E] attend to given keys and values: [B, Q, E].
+        """Let the queries x [B, Q, E] attend to rotated keys and values [B, H_kv, S, d]: [B, Q, E].
 
         Args:
-            rotation: rotation of the queries' positions, [B or 1, Q, d].
-            keys: [B, H_kv, S, d], rotated.
-            values: [B, H_kv, S, d].
+            rotation: of the queries' positions, [B or 1, Q, d].
             mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
         """
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
     def attend_cached(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
-        """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
-
-        Rotation and mask are those of :meth:`forward`.
-        """
+        """Let x [B, Q, E] attend to what came before and to itself: :meth:`forward` on what ``append`` gives."""
         normed = self.normed(x)
         keys, values = append(*self.self_attn.keys_values(normed, rotation))
         return self.finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))

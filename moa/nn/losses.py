@@ -104,7 +104,7 @@ def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
 def _log_draft(features: Tensor, head: Tensor, code: Tensor | None, correction: Tensor | None) -> Tensor:
     logits = logits_of(features, head).float()
     if code is not None and correction is not None:
-        logits += F.linear(code, correction)
+        logits += F.linear(code, correction.to(code.dtype))
     return logits.log_softmax(dim=-1)
 
 
@@ -119,8 +119,7 @@ def _terms_and_error(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the terms [n, J, K], and the gradient of their weighted sum in the logits; ``log_draft`` is overwritten.
 
-    The gradient [n, J, V_d] may lack a factor [n, J, 1], which is returned too. ``probability`` and its sum ``mass``,
-    None for 1, are [n, 1 or J, ...].
+    The gradient may lack a factor [n, J, 1], which is returned too. The sum ``mass`` of ``probability`` is None for 1.
     """
     own = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
@@ -233,7 +232,7 @@ def chunked_losses(
         features: [N, J, E], the drafter's of J draft steps at each position.
         hidden: [N, E], the target's, after its final norm.
         head: [V, E], frozen, in any dtype.
-        weights: [N, J, K], of the terms in the sum, at least 0.
+        weights: [N, J, K], at least 0.
         own_head: [V_d, E], trained; its gradient can be asked for once. None for the target's.
         tokens: [V_d] int64, the draft vocabulary, outside of which the target's tokens contribute 0; None for all.
         labels: [N, J] int64, tokens of the text.
@@ -241,8 +240,7 @@ def chunked_losses(
         correction: [V, r], trained.
 
     Returns:
-        The weighted sum, a float32 scalar in nats with gradients for features, own head, code and correction; and the
-        terms [N, J, K] float32, which have none.
+        The weighted sum in nats, which alone has gradients, and the terms [N, J, K], both float32.
     """
     dtype, head = _autocast(features, head)
     own_head, code, correction = (None if x is None else x.to(dtype) for x in (own_head, code, correction))
@@ -266,10 +264,8 @@ def chunked_cross_entropy(
     n_rows = chunk_rows(len(features), head.shape[0])
     for first in range(0, len(features), n_rows):
         part = slice(first, first + n_rows)
-        logits = logits_of(features[part], head).float()
-        if code is not None and correction is not None:
-            logits += F.linear(code[part], correction.to(code.dtype))
-        found[part] = F.cross_entropy(logits, labels[part], reduction="none")
+        log_draft = _log_draft(features[part], head, None if code is None else code[part], correction)
+        found[part] = F.nll_loss(log_draft, labels[part], reduction="none")
     return found
 
 
@@ -277,7 +273,7 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
     """Weigh the drafts of blocks by what they add to the expected acceptance length (D-PACE, arXiv 2605.18810).
 
     A draft of probability q = exp(-cross-entropy) counts as (1 - smoothing) * q + smoothing. Its weight is the sum over
-    itself and the later drafts of the product of these up to each: the first drafts weigh most while they are unsure.
+    itself and the later drafts of the product of these up to each.
 
     Args:
         cross_entropy: [..., K], to the text's tokens.

@@ -11,9 +11,8 @@ adds to its logits a term of that token x, through two narrow matrices::
     rnn        G, C, O = Wj [s; e; h]; logits += W2 tanh(O); s <- sigmoid(G) s + (1 - sigmoid(G)) tanh(C)
     product    logits += W2 (Wh h * e)          the scores of DFlash 2's candidate selector, here of all tokens
 
-The state s is 0 in the first slot. The *memory* [..., M] of a slot is what it needs of earlier tokens: e, and for rnn
-s.
-Weights have the names of the official code (deepseek-ai/DeepSpec); the product has no counterpart there.
+The state s is 0 in the first slot. The *memory* [..., M] of a slot is e, and for rnn s after it. Weights have the names
+of the official code (deepseek-ai/DeepSpec); the product has no counterpart there.
 """
 
 import torch
@@ -24,8 +23,7 @@ from typing_extensions import override
 class MarkovHead(nn.Module):
     """The vanilla head: a bias that depends on the previous token alone."""
 
-    n_states = 0
-    """Width of the memory after the embedding, in ranks."""
+    n_states = 0  # width of the memory after the embedding, in ranks
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__()
@@ -36,7 +34,7 @@ class MarkovHead(nn.Module):
     def begin(self, tokens: Tensor) -> Tensor:
         """Make the memory of first slots from their anchors [...]: [..., M]."""
         embedded: Tensor = self.markov_w1(tokens)
-        return torch.nn.functional.pad(embedded, (0, self.n_states * self.rank))
+        return nn.functional.pad(embedded, (0, self.n_states * self.rank))
 
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Make the memory of the next slots, from memory [..., M], hidden [..., E] and drafts [...] of those before."""

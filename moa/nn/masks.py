@@ -50,8 +50,7 @@ def last_context(drafted: Tensor) -> Tensor:
 class Mask:
     """Rule of what each query sees: indices of a row, a query and a key, which broadcast -> bool.
 
-    One rule serves the dense mask and kernels that evaluate it block by block. Keys may be the concatenation of parts,
-    each with a rule that counts its own keys from 0.
+    One rule serves the dense mask and kernels that evaluate it block by block; each part counts its keys from 0.
     """
 
     n_rows: int
@@ -108,18 +107,12 @@ def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircas
 
 
 def round_mask(
-    queries: Tensor,
-    last_context_of_query: Tensor,
-    pass_index: Tensor | None,
-    n_keys: int,
-    window: int | None = None,
+    queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None, n_keys: int, window: int | None = None
 ) -> Mask:
-    """Mask drafted queries' view of T verified positions and, after these, of each other.
-
-    Of each other they see the block of their own round up to themselves.
+    """Let drafted queries see verified positions, T keys, and after these the queries of their round up to themselves.
 
     Args:
-        pass_index: [Q] int64, queries of different passes do not share blocks; None where there is one pass.
+        pass_index: [Q] int64, queries of different passes share no rounds; None where there is one pass.
         window: positions that a sliding-window layer looks back, itself included; None for no bound.
     """
     context = last_context_of_query
@@ -148,14 +141,15 @@ def staircase_drop_probability(progress: float) -> float:
 
 
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
-    """Mask the pending tokens of a decoding call: they see all committed slots, and their pending ancestors.
-
-    The pending tokens stand after the row's committed part. Gives [B, Q, max(lengths) + P] bool.
+    """Let the pending tokens of a decoding call see a row's committed slots and, after these, their ancestors.
 
     Args:
         lengths: committed slots of each of B rows.
         seen: [B, Q, P] bool, which pending tokens the last Q of P pending tokens see, themselves included.
         window: as for :func:`round_mask`.
+
+    Returns:
+        [B, Q, max(lengths) + P] bool.
     """
     n_pending, device = seen.shape[2], seen.device
     n_slots = max(lengths) + n_pending

@@ -4,7 +4,6 @@ Why the package differs is told in docs/decisions/0001. File names and lines are
 huawei-noah/HEBO, branch ``mixture-of-attentions``.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -14,28 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moa_data.moa.drafters.eagle import EagleDrafter
 from moa_data.moa.drafters.glide import GlideDrafter, block_context
-from moa_data.moa.drafters.mixture import DrafterOutputs, MoADrafter
-from moa_data.moa.drafters.training import (
-    Draws,
-    LossTerms,
-    Rounds,
-    TrainingInputs,
-    TrainingStep,
-    distillation,
-)
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.training import Draws, LossTerms, Rounds, TrainingInputs, TrainingStep, distillation
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import rotate_packed_keys
 from moa_data.moa.targets.bundle import FrozenTarget
 
 NO_DRAWS = Draws(None, torch.zeros(1, dtype=torch.bool))
-
-
-def draw_norms(drafter: torch.nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
-    """Norms from N(0, std) like matrices (``train/moa_spec.py``, lines 78-91); half the acceptance of a short run."""
-    with torch.no_grad():
-        for name, weight in drafter.named_parameters():
-            if weight.ndim == 1 and not name.endswith("bias"):
-                weight.normal_(0.0, std, generator=generator)
 
 
 def everywhere(draws: Draws, response_mask: Tensor) -> Rounds:
@@ -52,23 +36,25 @@ def everywhere(draws: Draws, response_mask: Tensor) -> Rounds:
     )
 
 
-def moa_forward(drafter: MoADrafter, frozen: FrozenTarget, inputs: TrainingInputs, rounds: Rounds) -> DrafterOutputs:
+def moa_forward(
+    drafter: MoADrafter, frozen: FrozenTarget, inputs: TrainingInputs, rounds: Rounds
+) -> tuple[Tensor, Tensor, Tensor]:
     """Overwrite context positions before target layer inference, and make all keys anew from that stream.
 
-    They are overwritten with the target's own hidden state (``train/moa_spec.py``, lines 223-251).
+    They are overwritten with the target's own hidden state (``train/moa_spec.py``, lines 223-251). Returns what enters
+    the last layers, what leaves them, and features.
     """
-    assert inputs.kv is not None
-    outputs: DrafterOutputs = drafter(frozen, inputs.tokens, inputs.kv, rounds)
+    entering, features = drafter(frozen, inputs.tokens, inputs.kv, rounds)
     if inputs.entering_hidden is None:
-        return outputs
-    entering = torch.where(rounds.drafted[..., None], outputs.cross_attention, inputs.entering_hidden)
+        return entering, entering, features
+    entering = torch.where(rounds.drafted[..., None], entering, inputs.entering_hidden)
     positions = torch.arange(entering.shape[1])
     causal = (positions[None, :] <= positions[:, None])[None]
     assert set(frozen.windows) == {None}, "the released code knows no windows"
     leaving = entering
     for layer in frozen.blocks:
         leaving = layer.attend_self(leaving, frozen.rotary(positions[None]), causal)
-    return replace(outputs, entering=entering, leaving=leaving, features=frozen.norm(leaving))
+    return entering, leaving, frozen.norm(leaving)
 
 
 def eagle_objective(drafter: EagleDrafter, frozen: FrozenTarget, inputs: TrainingInputs, noise: Tensor) -> LossTerms:
@@ -81,10 +67,8 @@ def eagle_objective(drafter: EagleDrafter, frozen: FrozenTarget, inputs: Trainin
         return drafter.objective(frozen, TrainingStep(replace(inputs, hidden=inputs.hidden + noise[0]), NO_DRAWS))
 
 
-def glide_features(
-    drafter: GlideDrafter, frozen: FrozenTarget, inputs: TrainingInputs, watch: Callable[[Tensor], None] | None = None
-) -> Tensor:
-    """Features of all positions [B, T, E]: blocks begin at 0, and the first one attends to all keys alike.
+def glide_features(drafter: GlideDrafter, frozen: FrozenTarget, inputs: TrainingInputs) -> tuple[Tensor, Tensor]:
+    """Features of all positions [B, T, E], and what each sees: blocks begin at 0, the first attends to all keys alike.
 
     See ``train/glide.py``, lines 145-147. The target's keys are rotated a second time (``train/cross_attention.py``,
     lines 241-242).
@@ -93,14 +77,11 @@ def glide_features(
     n_tokens = inputs.tokens.shape[1]
     positions = torch.arange(n_tokens)[None]
     seen = masks.Mask.up_to(block_context(positions, drafter.config.block_size), n_tokens).dense
-    if watch is not None:
-        watch(seen)
     # The least number is added to the scores, beside which they are lost. Fused kernels get the gradients of a query
     # without a key wrong: with the scores the logarithm of how many keys there are is lost too.
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     with sdpa_kernel(SDPBackend.MATH):
-        features: Tensor = drafter(frozen, inputs.tokens, rotated_twice(drafter, inputs.kv), added)
-    return features
+        return drafter(frozen, inputs.tokens, rotated_twice(drafter, inputs.kv), added, positions), seen
 
 
 def rotated_twice(drafter: GlideDrafter, kv: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Chain and tree decoding equal the official code on every decoding vector: logits, trees, acceptances, tokens."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,32 +12,21 @@ from transformers import LlamaForCausalLM
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, TreeShape, ancestors
-from moa_data.moa.drafters.base import Drafter
-from moa_data.moa.formats.checkpoint import build_drafter
-from moa_data.moa.formats.moa import MOA, sizes_from_official
-from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 
-from .vectors import ACTIVATION, Vectors, drafter_weights, meta, names, set_of, target_config, tensors
+from .vectors import Vectors, load_official, meta, names, set_of, target_config, tensors, weights_of
 
 UNREAD = {"draft_cross_len", "draft_position", "scores", "selected", "tree_depth", "verify_logits"}
 
 
-def build(name: str) -> tuple[Target, Drafter, FrozenTarget]:
-    """Target, drafter and its frozen pieces from the weights beside a vector file, float32."""
-    weights, config = tensors(f"{set_of(name)}moa_weights"), target_config(meta(name)["target"])
-    own = drafter_weights(f"{set_of(name)}moa_{'trained_drafter_' if '_trained_' in name else ''}weights")
-    model = LlamaForCausalLM(config).eval()
-    model.load_state_dict({key: value for key, value in weights.items() if key.startswith(("model.", "lm_head."))})
-    drafter = build_drafter(sizes_from_official(own, config), {MOA.own_name(key): value for key, value in own.items()})
-    return Target(model), drafter, FrozenTarget.from_model(model, 0)
-
-
 @pytest.mark.parametrize("name", names("moa_infer_"))
-def test_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = meta(name)
-    expected = Vectors(name, torch.ones(1), unread=(key for key in tensors(name) if key.split(".")[1] in UNREAD))
-    target, drafter, frozen = build(name)
+def test_decoding(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, config = meta(name), target_config(name)
+    expected = Vectors(tensors(name), unread=(key for key in tensors(name) if key.split(".")[1] in UNREAD))
+    own = weights_of(f"{set_of(name)}moa_{'trained_drafter_' if '_trained_' in name else ''}weights", of_target=False)
+    model, drafter = LlamaForCausalLM(config).eval(), load_official(tmp_path, own, config)
+    model.load_state_dict(weights_of(f"{set_of(name)}moa_weights", of_target=True))
+    target = Target(model)
     depth = settings["depth"] - 1
     shape = TreeShape(depth, settings["breadth"], settings["total_tokens"])
     calls: list[Tensor] = []
@@ -46,7 +36,7 @@ def test_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def draft(*args: Any) -> Tensor:
             features = call(*args)
-            calls.append(frozen.logits(features)[0])
+            calls.append(target.logits(features)[0])
             return features
 
         return draft
@@ -71,7 +61,7 @@ def test_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             target,
             [prompt],
             max_new_tokens=run["max_new_tokens"] + depth + 2,
-            proposer=DrafterProposer(target, drafter, frozen),
+            proposer=DrafterProposer(target, drafter),
             tree=shape,
         )
         assert (prompt + generation.tokens)[: len(output)] == output
@@ -88,5 +78,5 @@ def test_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(ancestors(tree.parents)[0], case["tree_allowed"][index].bool())
         if "draft_logits" in case:
             for got, wanted in zip(calls[: n_rounds * depth], case["draft_logits"], strict=True):
-                torch.testing.assert_close(got, wanted[: len(got)], rtol=0, atol=ACTIVATION)
+                torch.testing.assert_close(got, wanted[: len(got)], rtol=0, atol=2e-5)
     expected.all_read()

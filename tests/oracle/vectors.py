@@ -1,35 +1,114 @@
-"""Official vectors: the folder they lie in, the kinds of files it may hold, and one file as a test reads it.
+"""Official vectors: folders of files, and one file as a test reads it.
 
-A file is named ``SET`` + kind + case, for example ``alt_moa_train_tli2_vfl1_stmix``; the weights and the batch that it
-belongs to are those of the same set. Every file of the folder is read, and every tensor of a file is compared with
-something: a name that nobody knows fails. A file may lack tensors of intermediate steps.
+Every file of a folder is read, and every tensor of a file is compared with something: a name that nobody knows fails. A
+file may lack tensors of intermediate steps. The folder of Mixture of Attentions, EAGLE and GLIDE holds files named
+``SET`` + kind + case, for example ``alt_moa_train_tli2_vfl1_stmix``; weights and batch beside them are those of the
+same set.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.training import LossTerms, TrainingInputs
+from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
 
 COMMITTED = Path(__file__).parent / "data"
 FOLDER = Path(os.environ.get("MOA_ORACLE") or COMMITTED).resolve()
 KINDS = ("moa_weights", "moa_batch", "moa_trained_drafter_weights", "moa_train_", "moa_infer_", "eagle_train_",
          "glide_train_")  # fmt: skip
-ACTIVATION, LOSS, GRADIENT = 2e-5, 1e-5, 1e-4
-"""Largest absolute differences in float32; of a gradient, relative to its largest value."""
+LOSS, GRADIENT = 1e-5, 1e-4
+"""Largest absolute differences; of a gradient, relative to its largest value."""
 
 _NAME = re.compile(rf"(?P<set>.*?)(?P<kind>{'|'.join(KINDS)}).*")
+
+
+@cache
+def tensors(name: str, folder: Path = FOLDER) -> dict[str, Tensor]:
+    """The tensors of a file; those in bfloat16, which is exact for them, in float32."""
+    found = load_file(folder / f"{name}.safetensors")
+    return {key: value.float() if value.dtype == torch.bfloat16 else value for key, value in found.items()}
+
+
+@cache
+def meta(name: str, folder: Path = FOLDER) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())["meta"]
+    return values
+
+
+class Vectors:
+    """The tensors of one file, each of which has to be read or compared, but for ``unread`` ones.
+
+    Args:
+        at: [B, T] bool, positions that are compared unless others are given; None for all.
+        activation: largest absolute difference in float32.
+        is_relative: whether that is relative to a tensor's largest value.
+    """
+
+    def __init__(
+        self,
+        found: dict[str, Tensor],
+        at: Tensor | None = None,
+        unread: Iterable[str] = (),
+        activation: float = 2e-5,
+        is_relative: bool = False,
+    ) -> None:
+        self.tensors, self._waiting = found, set(found) - set(unread)
+        self._at, self._activation, self._is_relative = ... if at is None else at, activation, is_relative
+
+    def __getitem__(self, key: str) -> Tensor:
+        self._waiting.discard(key)
+        return self.tensors[key]
+
+    def starting_with(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors by the rest of their names."""
+        return {key.removeprefix(prefix): self[key] for key in self.tensors if key.startswith(prefix)}
+
+    def close(self, key: str, got: Tensor, at: Any = None, tolerance: float | None = None) -> None:
+        """Compare numbers, where the file has them."""
+        if key in self.tensors:
+            at = self._at if at is None else at
+            goal, got = self[key][at], got.detach()[at]
+            largest = goal.abs().max().item() if self._is_relative and goal.numel() else 1.0
+            atol = largest * (self._activation if tolerance is None else tolerance)
+            torch.testing.assert_close(got, goal, rtol=0, atol=atol, msg=lambda m: f"{key}: {m}")
+
+    def equal(self, key: str, got: Tensor, at: Any = None) -> None:
+        """Compare a mask or whole numbers exactly, where the file has them."""
+        if key in self.tensors:
+            at = self._at if at is None else at
+            assert torch.equal(got[at], self[key][at].to(got.dtype)), key
+
+    def gradients(self, drafter: Drafter, own_key: Callable[[str], str] = str) -> set[str]:
+        """Compare the gradient of every weight that the file has one of; ``own_key`` makes our name of theirs."""
+        weights = dict(drafter.named_parameters())
+        goals = {own_key(key): goal for key, goal in self.starting_with("grad.").items()}
+        for key, goal in goals.items():
+            got, atol = weights[key].grad, GRADIENT * goal.abs().max().item()
+            torch.testing.assert_close(got, goal, rtol=0, atol=atol, msg=f"{key}: {{}}".format)
+        return set(goals)
+
+    def losses(self, terms: LossTerms) -> None:
+        """Compare the loss and its terms."""
+        found = {"loss": terms.total, "stat.forward_KL": terms.forward_kl, "stat.feature_loss": terms.feature}
+        for key, got in (found | {"stat.prev_feature_loss": terms.entering_feature}).items():
+            if got is not None:
+                self.close(key, got, ..., LOSS)
+
+    def all_read(self) -> None:
+        """Fail if a tensor of the file was left out."""
+        assert not self._waiting, f"tensors that nobody compared: {sorted(self._waiting)}"
 
 
 def kind_of(name: str) -> str | None:
@@ -50,122 +129,35 @@ def names(kind: str) -> list[str]:
     return [file.stem for file in sorted(FOLDER.glob("*.safetensors")) if kind_of(file.stem) == kind]
 
 
-@cache
-def tensors(name: str) -> dict[str, Tensor]:
-    return load_file(FOLDER / f"{name}.safetensors")
+def target_config(name: str) -> LlamaConfig:
+    """The config of the target of a file."""
+    sizes = dict(meta(name)["target"])
+    return LlamaConfig(rope_parameters={"rope_theta": sizes.pop("rope_theta"), "rope_type": "default"}, **sizes)
 
 
-@cache
-def meta(name: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())["meta"]
-    return values
+def load_official(folder: Path, weights: dict[str, Tensor], config: PretrainedConfig) -> Drafter:
+    """Load a drafter from a folder as the official code writes it, with these weights and the target's config."""
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
+    return load_drafter(folder)
 
 
-class Compared:
-    """The tensors of one file, each of which has to be read or compared, but for ``unread`` ones."""
-
-    def __init__(self, found: dict[str, Tensor], unread: Iterable[str] = ()) -> None:
-        self.tensors, self._waiting = found, set(found) - set(unread)
-
-    def __getitem__(self, key: str) -> Tensor:
-        self._waiting.discard(key)
-        return self.tensors[key]
-
-    def starting_with(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors by the rest of their names."""
-        return {key.removeprefix(prefix): self[key] for key in self.tensors if key.startswith(prefix)}
-
-    def skip(self, *keys: str) -> None:
-        """Leave out tensors that say nothing of this package."""
-        self._waiting -= set(keys)
-
-    def all_read(self) -> None:
-        """Fail if a tensor of the file was left out."""
-        assert not self._waiting, f"tensors that nobody compared: {sorted(self._waiting)}"
-
-
-class Vectors(Compared):
-    """The tensors of a file of Mixture of Attentions, EAGLE or GLIDE.
-
-    Args:
-        name: stem of the file.
-        real: [B, T] bool, positions where intermediate tensors are compared; the others are padding.
-        unread: names that say nothing more than the others do.
-    """
-
-    def __init__(self, name: str, real: Tensor, unread: Iterable[str] = ()) -> None:
-        super().__init__(tensors(name), unread)
-        self.name, self._real = name, real
-
-    def close(self, key: str, got: Tensor, real: Tensor | None = None) -> None:
-        """Compare an intermediate tensor [B, T, ...], where the file has it."""
-        if key in self.tensors:
-            at = self._real if real is None else real
-            torch.testing.assert_close(got[at], self[key][at], rtol=0, atol=ACTIVATION, msg=lambda m: f"{key}: {m}")
-
-    def equal(self, key: str, got: Tensor, real: Tensor | None = None) -> None:
-        """Compare a mask or positions exactly, where the file has them."""
-        if key in self.tensors:
-            at = self._real if real is None else real
-            assert torch.equal(got[at], self[key].to(got.dtype)[at]), key
-
-    def losses(self, terms: LossTerms) -> None:
-        """Compare the loss and its terms."""
-        found = {
-            "loss": terms.total,
-            "stat.forward_KL": terms.forward_kl,
-            "stat.feature_loss": terms.feature,
-            "stat.prev_feature_loss": terms.entering_feature,
-        }
-        for key, got in found.items():
-            if key not in self.tensors:
-                continue
-            assert got is not None, key
-            goal = self[key]
-            torch.testing.assert_close(got.detach(), goal, rtol=0, atol=LOSS, msg=f"{key}: {{}}".format)
-
-    def gradients(self, drafter: Drafter, own_key: Any) -> None:
-        """Compare the gradient of every weight that the file has one of; ``own_key`` makes our name of theirs."""
-        found = {key: weight.grad for key, weight in drafter.named_parameters()}
-        goals = {own_key(key): goal for key, goal in self.starting_with("grad.").items()}
-        assert goals, f"{self.name} holds no gradient"
-        for key, goal in goals.items():
-            got = found[key]
-            assert got is not None, key
-            atol = GRADIENT * goal.abs().max().item()
-            torch.testing.assert_close(got, goal, rtol=0, atol=atol, msg=f"{key}: {{}}".format)
-
-
-def target_config(sizes: dict[str, Any]) -> LlamaConfig:
-    sizes = dict(sizes)
-    sizes["rope_parameters"] = {"rope_theta": sizes.pop("rope_theta"), "rope_type": "default"}
-    return LlamaConfig(**sizes)
-
-
-def drafter_weights(name: str) -> dict[str, Tensor]:
-    """The tensors of a file of weights that are not the target's."""
-    return {key: value for key, value in tensors(name).items() if not _is_target(key)}
+def weights_of(name: str, of_target: bool) -> dict[str, Tensor]:
+    """The tensors of a file of weights that are the target's, or that are not."""
+    return {key: value for key, value in tensors(name).items() if key.startswith(("model.", "lm_head.")) == of_target}
 
 
 def frozen_target(name: str, n_layers: int = 0) -> FrozenTarget:
     """The target's pieces of the set that a file belongs to, float32."""
-    weights = tensors(f"{set_of(name)}moa_weights")
-    own = {key.removeprefix("model."): value for key, value in weights.items() if _is_target(key)}
-    return FrozenTarget(target_config(meta(name)["target"]), own, n_layers)
+    weights = weights_of(f"{set_of(name)}moa_weights", of_target=True)
+    pieces = {key.removeprefix("model."): value for key, value in weights.items()}
+    return FrozenTarget(target_config(name), pieces, n_layers)
 
 
 def inputs_of(name: str, n_layers: int = 0) -> tuple[Tensor, TrainingInputs]:
     """Which positions of the set's batch are real, [B, T] bool, and the batch; ``n_layers`` of target inference."""
     batch = tensors(f"{set_of(name)}moa_batch")
     hidden = batch["hidden_states"]
-    return batch["attention_mask"].bool(), TrainingInputs(
-        tokens=batch["input_ids"],
-        response_mask=batch["response_mask"],
-        kv=batch["kv_stack"],
-        hidden=hidden[-1],
-        entering_hidden=hidden[-1 - n_layers] if n_layers else None,
-    )
-
-
-def _is_target(key: str) -> bool:
-    return key.startswith(("model.", "lm_head."))
+    entering = hidden[-1 - n_layers] if n_layers else None
+    inputs = TrainingInputs(batch["input_ids"], batch["response_mask"], batch["kv_stack"], hidden[-1], entering)
+    return batch["attention_mask"].bool(), inputs

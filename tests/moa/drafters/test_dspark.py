@@ -14,6 +14,7 @@ from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters import training as blocks
+from moa_data.moa.drafters.block import BlockDrafter
 from moa_data.moa.drafters.training import BlockDraws, Draws, LossWeights, TrainingStep
 from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
@@ -174,11 +175,10 @@ def test_no_block_reaches_into_another_answer() -> None:
     draws = Draws(None, torch.zeros(1, dtype=torch.bool), blocks=BlockDraws(3, position_decay=1.0))
     anchors, valid = blocks.draw_anchors(response, draws)
     assert anchors.tolist() == [[1, 2, 5]]
-    assert draws.blocks is not None
     weights = blocks.draft_weights(response, anchors, valid, draws.blocks)
     assert (weights > 0).tolist() == [[[True, True, False], [True, False, False], [True, False, False]]]
     assert weights[0, 0, 1].item() == pytest.approx(0.36788, abs=1e-5)
-    assert blocks.block_position_weights(response, draws)[0].tolist() == pytest.approx([0, 1, 1.36788, 0, 0, 1, 0, 0])
+    assert BlockDrafter.loss_positions(response, draws)[0].tolist() == pytest.approx([0, 1, 1.36788, 0, 0, 1, 0, 0])
     mask = blocks.block_mask(anchors, valid, 2, 8).dense[0]
     assert mask[:, :8].sum(dim=1).tolist() == [1, 1, 2, 2, 5, 5], "strictly before the anchor"
     assert torch.equal(mask[:, 8:], torch.block_diag(*[torch.ones(2, 2)] * 3).bool())

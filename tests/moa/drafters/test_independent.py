@@ -30,7 +30,7 @@ def test_loss_and_gradient_equal_a_plain_reference() -> None:
     response = torch.zeros_like(tokens, dtype=torch.bool)
     response[0, 6:15] = response[1, 0:4] = True
     inputs = TrainingInputs(tokens, response, None, model.model(tokens).last_hidden_state)
-    logits = drafter(tokens) @ drafter.embed_tokens.weight.T
+    logits = drafter(tokens, torch.arange(15).expand(2, -1)) @ drafter.embed_tokens.weight.T
     teacher = frozen.logits(inputs.hidden).softmax(dim=-1)
     expected = F.cross_entropy(logits[response], teacher[response], reduction="sum") / 13
     goal = torch.autograd.grad(expected, list(drafter.parameters()))
