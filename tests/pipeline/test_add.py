@@ -85,6 +85,10 @@ def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
 def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig, codec: str) -> None:
     config = config.replaced(codec=codec)
     before = begun(config)
+    plan = plan_addition(addition(config))
+    assert plan.forward.spec.fields == ("hidden/layer_0", "hidden/layer_1")
+    assert plan.raw_bytes == plan.n_stored_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
+    assert "(128 bytes per token)" in plan.describe()
     calls: list[tuple[int, int, str]] = []
     Path(config.dataset).rename(f"{config.dataset}.away")  # the tokens are in the store
     report = add(addition(config), progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
@@ -136,15 +140,6 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     assert after == fresh(config)
     assert add(bundle).n_parts_done == 0
     assert read_tree(config.out) == after
-
-
-def test_what_a_plan_shows(config: ExtractConfig) -> None:
-    begun(config)
-    plan = plan_addition(addition(config))
-    assert plan.forward.spec.fields == ("hidden/layer_0", "hidden/layer_1")
-    assert plan.raw_bytes == plan.n_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
-    assert plan.n_tokens == plan.n_stored_tokens
-    assert "(128 bytes per token)" in plan.describe()
 
 
 def interrupt_at(phase: str, n_parts: int = -1) -> Callable[[int, int, str], None]:
@@ -242,17 +237,6 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
         add(addition(config, activations=("hidden:layer:2",)))
 
 
-def test_a_damaged_added_field_is_extracted_again(config: ExtractConfig) -> None:
-    begun(config)
-    add(addition(config))
-    whole = read_tree(config.out)
-    flip(next(Path(config.out).glob("parts/hidden/layer_1/c.1.*")))
-    plan = plan_repair(config.out)
-    assert plan.parts == (1,)
-    assert repair(plan, config.model).n_parts_done == 1
-    assert read_tree(config.out) == whole
-
-
 def test_a_recoded_store_takes_fields_too(config: ExtractConfig, tmp_path: Path) -> None:
     begun(config)
     recode(config.out, "int8", tmp_path / "int8")
@@ -264,13 +248,18 @@ def test_a_recoded_store_takes_fields_too(config: ExtractConfig, tmp_path: Path)
     assert read_tree(tmp_path / "int8") == expected
 
 
-def test_keys_and_values_can_be_added(config: ExtractConfig) -> None:
+def test_keys_and_values_can_be_added_and_repaired(config: ExtractConfig) -> None:
     extract(config.replaced(activations=("hidden:last",), codec="int8"))
     add(addition(config, activations=("kv", "hidden:layer:0")))
     assert read_tree(config.out) == fresh(config, codec="int8")
+    flip(next(Path(config.out).glob("parts/kv/*/c.1.*")))
+    plan = plan_repair(config.out)
+    assert plan.parts == (1,)
+    assert repair(plan, config.model).n_parts_done == 1
+    assert read_tree(config.out) == fresh(config, codec="int8")
 
 
-def test_another_target_and_another_device_are_refused(config: ExtractConfig, tmp_path: Path) -> None:
+def test_another_target_another_device_and_unknown_forwards_are_refused(config: ExtractConfig, tmp_path: Path) -> None:
     before = begun(config)
     other = str(write_target(tmp_path / "other", seed=1))
     refused: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
@@ -290,6 +279,15 @@ def test_another_target_and_another_device_are_refused(config: ExtractConfig, tm
             command(given)
         assert not key or (isinstance(caught.value, StoreMismatch) and key in caught.value.changes)
     assert read_tree(config.out) == before
+    store = Path(config.out)
+    (store / "commits/store.json").unlink()
+    document = json.loads((store / "store.json").read_text())
+    del document["extraction"]["batch_tokens"]
+    for origin, text in (({}, "does not say its batch_tokens"), ({"imported_from": "eagle"}, "imported from eagle")):
+        document["extraction"] |= origin
+        (store / "store.json").write_text(json.dumps(document))
+        with pytest.raises(OptionInvalid, match=text):
+            add(addition(config))
 
 
 def test_a_target_that_computes_something_else_is_refused(
@@ -312,19 +310,6 @@ def test_a_target_that_computes_something_else_is_refused(
         patch.setattr(add_module, "capture", scaled(1.004))
         assert "relative error of" in add(addition(config)).describe()
     assert read_tree(config.out) == fresh(config)
-
-
-def test_a_store_whose_forwards_are_unknown_is_refused(config: ExtractConfig) -> None:
-    begun(config)
-    store = Path(config.out)
-    (store / "commits/store.json").unlink()
-    document = json.loads((store / "store.json").read_text())
-    del document["extraction"]["batch_tokens"]
-    for origin, text in (({}, "does not say its batch_tokens"), ({"imported_from": "eagle"}, "imported from eagle")):
-        document["extraction"] |= origin
-        (store / "store.json").write_text(json.dumps(document))
-        with pytest.raises(OptionInvalid, match=text):
-            add(addition(config))
 
 
 def test_training_reads_the_new_field(config: ExtractConfig) -> None:

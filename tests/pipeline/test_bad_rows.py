@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,20 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.storage.plan import plan_bytes
-from moa_data.tests.kit.chats import random_chats, rejected, write_jsonl
+from moa_data.tests.kit.chats import random_chats, rejected
 
 GOOD = [json.dumps(row) for row in random_chats(60)]
 DEEP = "[" * 100_000 + "]" * 100_000
 SURROGATE = '{"messages": [{"role": "user", "content": "a \\ud800"}, {"role": "assistant", "content": "b"}]}'
-BAD_ROWS = {
-    "surrogate": (SURROGATE, RejectReason.NO_UNICODE, "message 0, character 2: '\\ud800'"),
-    "deep": (f'{{"messages": {DEEP}}}', RejectReason.MALFORMED_ROW, "nested too deeply"),
-    "deep tools": (SURROGATE.replace(" \\ud800", "").replace('{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1),
-                   RejectReason.MALFORMED_TOOLS, "tool 0 is list"),
-    "integer": (f'{{"messages": [], "id": {"9" * 5000}}}', RejectReason.MALFORMED_ROW, "limit (4300"),
-    "nan": ('{"messages": NaN}', RejectReason.MALFORMED_MESSAGES, "got float"),
-    "latin-1": ('{"messages": "caf\udce9"}', RejectReason.MALFORMED_ROW, "can't decode byte 0xe9"),
-}  # fmt: skip
+DEEP_TOOLS = SURROGATE.replace(" \\ud800", "").replace('{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1)
+BAD_ROWS = [
+    (SURROGATE, RejectReason.NO_UNICODE, "message 0, character 2: '\\ud800'"),
+    (f'{{"messages": {DEEP}}}', RejectReason.MALFORMED_ROW, "nested too deeply"),
+    (DEEP_TOOLS, RejectReason.MALFORMED_TOOLS, "tool 0 is list"),
+    (f'{{"messages": [], "id": {"9" * 5000}}}', RejectReason.MALFORMED_ROW, "limit (4300"),
+    ('{"messages": NaN}', RejectReason.MALFORMED_MESSAGES, "got float"),
+    ('{"messages": "caf\udce9"}', RejectReason.MALFORMED_ROW, "can't decode byte 0xe9"),
+]
 
 
 def plan_of(target: Path, dataset: Path, tmp_path: Path, **options: Any) -> ExtractPlan:
@@ -44,25 +45,18 @@ def write_rows(path: Path, rows: list[str]) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def whole(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ExtractPlan:
-    """The plan of the good rows alone."""
-    folder = tmp_path_factory.mktemp("whole")
-    return plan_of(target_folder, write_rows(folder / "chats.jsonl", GOOD), folder, max_length=128)
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_one_bad_row_of_61_is_counted_and_named(
-    target_folder: Path, tmp_path: Path, whole: ExtractPlan, name: str
-) -> None:
-    row, reason, detail = BAD_ROWS[name]
-    path = write_rows(tmp_path / "chats.jsonl", [*GOOD[:17], row, *GOOD[17:]])
-    plan = plan_of(target_folder, path, tmp_path, max_length=128)
-    assert plan.sequences.rejections == {reason.value: 1}
-    assert plan.sequences.examples[reason.value].startswith("row 17: ")
-    assert detail in plan.sequences.examples[reason.value]
-    assert plan.sequences.n_rows == 61
-    assert plan.table["sequence_id"].equals(whole.table["sequence_id"])
+def test_bad_rows_among_60_are_counted_and_named(target_folder: Path, tmp_path: Path) -> None:
+    whole = plan_of(target_folder, write_rows(tmp_path / "whole.jsonl", GOOD), tmp_path, max_length=128)
+    bad = [row for row, _, _ in BAD_ROWS]
+    path = write_rows(tmp_path / "chats.jsonl", [*GOOD[:17], *bad, *GOOD[17:]])
+    found = plan_of(target_folder, path, tmp_path, max_length=128, max_rejected_fraction=0.2).sequences
+    assert found.n_rows == 60 + len(bad)
+    assert found.rejections == Counter(reason.value for _, reason, _ in BAD_ROWS)
+    assert list(found.ids) == list(whole.sequences.ids)
+    for number, (row, reason, detail) in enumerate(BAD_ROWS):
+        alone = plan_of(target_folder, write_rows(path, [GOOD[0], row]), tmp_path, max_rejected_fraction=0.5)
+        assert alone.sequences.examples[reason.value].startswith("row 1: "), number
+        assert detail in alone.sequences.examples[reason.value]
 
 
 def test_plain_chats_give_the_plan_they_always_gave(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
@@ -144,9 +138,3 @@ def test_a_parquet_file_that_grows_to_gigabytes_is_refused(tmp_path: Path, monke
         assert path.stat().st_size < 2000
         with pytest.raises(DatasetError, match=path.name):
             next(ChatSource(str(path), None).rows())
-
-
-def test_too_many_bad_rows_still_fail_the_run(target_folder: Path, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "chats.jsonl", [*GOOD[:9], SURROGATE])
-    with pytest.raises(DatasetError, match=r"1 of 10 rows \(10.0%\) cannot be used.*half a surrogate pair.*\(row 9: "):
-        plan_of(target_folder, path, tmp_path)

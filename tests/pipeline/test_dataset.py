@@ -20,21 +20,20 @@ from moa_data.tests.kit.chats import chat, rejected, write_jsonl
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 
+def asks(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
 PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
 
 
 @pytest.mark.parametrize(
-    "row",
-    [{"messages": CHAT, "prompt_id": "x"}, SHAREGPT, {"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}],
-)
-def test_chats_of_every_form_are_read(row: Any) -> None:
-    assert parse_chat(row) == Chat(CHAT)
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
+    ("row", "expected"),
     [
+        ({"messages": CHAT, "prompt_id": "x"}, None),
+        (SHAREGPT, None),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}, None),
         ("no JSON: bad", RejectReason.MALFORMED_ROW),
         (None, RejectReason.MALFORMED_ROW),
         ({"text": "hi"}, RejectReason.NO_MESSAGES),
@@ -43,15 +42,19 @@ def test_chats_of_every_form_are_read(row: Any) -> None:
         ({"messages": ["hi"]}, RejectReason.MALFORMED_MESSAGES),
         ({"messages": [{"content": "hi"}]}, RejectReason.MALFORMED_MESSAGES),
         ({"messages": [{"role": "robot", "content": "hi"}]}, RejectReason.UNKNOWN_ROLE),
-        ({"messages": [{"role": "user", "content": " "}]}, RejectReason.EMPTY_CONTENT),
-        ({"messages": [{"role": "user", "content": None}]}, RejectReason.EMPTY_CONTENT),
-        ({"messages": [{"role": "user", "content": []}]}, RejectReason.EMPTY_CONTENT),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, RejectReason.NON_TEXT_PART),
-        ({"messages": [{"role": "user", "content": "hi"}]}, RejectReason.NO_RESPONSE),
+        (asks(" "), RejectReason.EMPTY_CONTENT),
+        (asks(None), RejectReason.EMPTY_CONTENT),
+        (asks([]), RejectReason.EMPTY_CONTENT),
+        (asks([{"type": "image"}]), RejectReason.NON_TEXT_PART),
+        (asks("hi"), RejectReason.NO_RESPONSE),
     ],
 )
-def test_unusable_rows_are_rejected_with_their_reason(row: Any, reason: RejectReason) -> None:
-    rejected(parse_chat(row), reason)
+def test_rows_are_chats_or_rejected_with_their_reason(row: Any, expected: RejectReason | None) -> None:
+    found = parse_chat(row)
+    if expected is None:
+        assert found == Chat(CHAT)
+    else:
+        rejected(found, expected)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -72,7 +75,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", ".feather"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
-    rows = [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}]
+    rows: list[Any] = [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}]
     path = tmp_path / f"chats{suffix}"
     write_rows(path, rows)
     assert list(ChatSource(str(path), "train").rows()) == list(enumerate(rows))
@@ -104,20 +107,11 @@ def test_missing_and_foreign_paths_are_refused(tmp_path: Path) -> None:
 ALPACA = {"instruction": "Add.", "input": "1, 2", "output": "3", "text": "### the same in one text"}
 
 
-def parsed(columns: str, row: Any) -> Chat:
-    found = parse_chat(Columns.parse(columns.split(",")).apply(row))
-    assert isinstance(found, Chat), found
-    return found
-
-
-def roles_and_texts(found: Chat) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in found.messages]
-
-
 def turns(*texts: str) -> list[tuple[str, str]]:
     return [(("user", "assistant")[index % 2], text) for index, text in enumerate(texts)]
 
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
 TRL = {"prompt": chat("a")["messages"], "completion": [{"role": "assistant", "content": "b"}]}
 TWICE = {"q1": "1", "a1": "2", "q2": "3", "a2": "4"}
 
@@ -133,15 +127,14 @@ TWICE = {"q1": "1", "a1": "2", "q2": "3", "a2": "4"}
         ("human=q, gpt=a, system=s", {"q": "1", "a": "2", "s": "3"}, [("system", "3"), *turns("1", "2")]),
         ("user=q1,assistant=a1,user=q2,assistant=a2", TWICE, turns("1", "2", "3", "4")),
         ("messages=dialog", {"dialog": chat("a", "b")["messages"], "messages": 3}, turns("a", "b")),
+        ("messages=m,tools=t", {"m": chat("a", "b")["messages"], "t": json.dumps(TOOLS)}, turns("a", "b")),
     ],
 )
 def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, str]]) -> None:
-    assert roles_and_texts(parsed(columns, row)) == expected
-
-
-def test_tools_may_have_a_column_of_another_name() -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    assert parsed("messages=m,tools=t", {"m": chat("a", "b")["messages"], "t": json.dumps(tools)}).tools == tools
+    found = parse_chat(Columns.parse(columns.split(",")).apply(row))
+    assert isinstance(found, Chat), found
+    assert [(message["role"], message["content"]) for message in found.messages] == expected
+    assert found.tools == (TOOLS if "tools=" in columns else None)
 
 
 @pytest.mark.parametrize(
@@ -204,89 +197,76 @@ def read(dataset: str, split: str | None) -> list[str]:
     return [row["at"] for _, row in ChatSource(dataset, split).rows()]
 
 
-HUB = ["data/train_sft-00000-of-00002-a3e.jsonl", "data/train_sft-00001-of-00002-b4f.jsonl",
-       "data/test_sft-00000-of-00001-c5a.jsonl"]  # fmt: skip
-LAYOUTS = [
-    (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"], "train", "test"),
-    (HUB, "train_sft", "test_sft"),
-    (["default/train/0000.jsonl", "default/train/0001.jsonl", "default/test/0000.jsonl"], "train", "test"),
-    (["chats_train.jsonl", "chats_eval.jsonl"], "train", "eval"),
-    (["data/cooking-00000-of-00001.jsonl", "data/travel-00000-of-00001.jsonl"], "cooking", "travel"),
-    (["trainset.jsonl", "testset.jsonl"], "trainset", "testset"),
-    (["trainSet.jsonl", "testSet.jsonl"], "trainSet", "testSet"),
-    (["chats_heldout.jsonl", "chats_train.jsonl"], "train", "heldout"),
-    (["x-train_sft-00000-of-00002.jsonl", "x-train_gen-00000-of-00001.jsonl"], "train_sft", "train_gen"),
-]
+SFT = ["data/train_sft-00000-of-00002-a3e.jsonl", "data/train_sft-00001-of-00002-b4f.jsonl"]
+TRAIN = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
+MIXED = ["a.jsonl", "chats-1.jsonl", "chats-2.jsonl", "contest.jsonl", "more/latest-00000-of-00002.jsonl"]
 
 
-@pytest.mark.parametrize(("names", "one", "other"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("names", "one", "other"),
+    [
+        ([*TRAIN, "test-00000-of-00001.jsonl"], "train", "test"),
+        ([*SFT, "data/test_sft-00000-of-00001-c5a.jsonl"], "train_sft", "test_sft"),
+        (["default/train/0000.jsonl", "default/train/0001.jsonl", "default/test/0000.jsonl"], "train", "test"),
+        (["chats_train.jsonl", "chats_eval.jsonl"], "train", "eval"),
+        (["data/cooking-00000-of-00001.jsonl", "data/travel-00000-of-00001.jsonl"], "cooking", "travel"),
+        (["trainset.jsonl", "testset.jsonl"], "trainset", "testset"),
+        (["trainSet.jsonl", "testSet.jsonl"], "trainSet", "testSet"),
+        (["chats_heldout.jsonl", "chats_train.jsonl"], "train", "heldout"),
+        (["x-train_sft-00000-of-00002.jsonl", "x-train_gen-00000-of-00001.jsonl"], "train_sft", "train_gen"),
+    ],
+)
 def test_a_folder_of_splits_gives_one_of_them_or_names_them(
     tmp_path: Path, names: list[str], one: str, other: str
 ) -> None:
     dataset = folder(tmp_path, names)
-    wanted = sorted(name for name in names if one in name)
-    assert read(dataset, one) == wanted
-    assert read(dataset, other) == sorted(name for name in names if other in name)
+    for split in (one, other):
+        assert read(dataset, split) == sorted(name for name in names if split in name)
     with pytest.raises(DatasetError, match=rf"splits .*{other}.* called 'nope'\. Choose one with --split"):
         ChatSource(dataset, "nope")
     if one == "train_sft":
-        assert read(dataset, None) == wanted
+        assert read(dataset, None) == read(dataset, one)
     else:
         with pytest.raises(DatasetError, match=r"none that is called 'train_sft' \(the default\)"):
             ChatSource(dataset, None)
 
 
-def test_files_that_look_like_no_split_are_one_dataset(tmp_path: Path) -> None:
-    names = ["a.jsonl", "chats-1.jsonl", "chats-2.jsonl", "contest.jsonl", "more/latest-00000-of-00002.jsonl"]
+@pytest.mark.parametrize(
+    ("names", "split", "found", "said"),
+    [
+        (MIXED, None, MIXED, ""),
+        (MIXED, "more", MIXED[-1:], ", split more (1 of 5 files)"),  # a folder of that very name
+        (TRAIN, None, TRAIN, ", split train"),  # the only one
+        (TRAIN, "train_sft", None, r"holds the split train \(2 files\), and none that is called 'train_sft'"),
+        (["train.jsonl", "stats.jsonl"], "train", ["train.jsonl"], ", split train (1 of 2 files)"),
+        (["train.jsonl", "stats.jsonl"], None, None, r"split train \(1 file\), beside 1 file of no split, and none"),
+        (["cooking/train.jsonl", "cooking/test.jsonl"], "cooking", None, r"splits test .*, train .*, and none"),
+    ],
+)
+def test_files_that_are_read_of_a_folder(
+    tmp_path: Path, names: list[str], split: str | None, found: list[str] | None, said: str
+) -> None:
+    """``said`` of the dataset, or where ``found`` is None of the error."""
     dataset = folder(tmp_path, names)
-    assert read(dataset, None) == names
-    assert ChatSource(dataset, None).describe() == dataset
-    assert read(dataset, "more") == names[-1:]  # a folder of that very name
+    if found is None:
+        with pytest.raises(DatasetError, match=said):
+            ChatSource(dataset, split)
+        return
+    assert read(dataset, split) == found
+    assert ChatSource(dataset, split).describe() == dataset + said
 
 
-def test_the_only_split_is_the_default_and_is_named(tmp_path: Path) -> None:
-    names = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
-    dataset = folder(tmp_path, names)
-    assert read(dataset, None) == names
-    assert ChatSource(dataset, None).describe() == f"{dataset}, split train"
-    with pytest.raises(DatasetError, match=r"holds the split train \(2 files\), and none that is called 'train_sft'"):
-        ChatSource(dataset, "train_sft")
-
-
-def test_files_of_no_split_beside_a_split_are_neither_mixed_in_nor_picked(tmp_path: Path) -> None:
-    dataset = folder(tmp_path, ["train.jsonl", "statistics.jsonl"])
-    assert read(dataset, "train") == ["train.jsonl"]
-    assert ChatSource(dataset, "train").describe() == f"{dataset}, split train (1 of 2 files)"
-    with pytest.raises(DatasetError, match=r"split train \(1 file\), beside 1 file of no split, and none"):
-        ChatSource(dataset, None)
-
-
-def test_a_name_that_covers_two_splits_is_refused(tmp_path: Path) -> None:
-    dataset = folder(tmp_path, ["cooking/train.jsonl", "cooking/test.jsonl"])
-    with pytest.raises(DatasetError, match=r"splits test .*, train .*, and none that is called 'cooking'"):
-        ChatSource(dataset, "cooking")
-
-
-def saved(path: Path, *names: str) -> Any:
-    dataset = datasets.Dataset.from_list([{"at": name} for name in names])
-    dataset.save_to_disk(path)
-    return datasets.load_from_disk(path)
-
-
-def test_a_cache_of_map_in_a_saved_dataset_is_not_read(tmp_path: Path) -> None:
-    loaded = saved(tmp_path / "saved", "a", "b")
-    loaded.map(lambda row: {"at": row["at"].upper()})
-    assert list((tmp_path / "saved").glob("cache-*.arrow"))
-    assert read(str(tmp_path / "saved"), None) == ["a", "b"]
-
-
-def test_a_saved_dictionary_of_splits_is_read_by_split(tmp_path: Path) -> None:
-    path = tmp_path / "saved"
+def test_saved_datasets_are_read_without_their_caches(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
     parts = {name: datasets.Dataset.from_list([{"at": name}]) for name in ("cooking", "travel")}
-    datasets.DatasetDict(parts).save_to_disk(path)
-    datasets.load_from_disk(path)["cooking"].map(lambda row: {"at": "mapped"})
-    assert read(str(path), "cooking") == ["cooking"]
-    assert ChatSource(str(path), "travel").describe() == f"{path}, split travel (1 of 2 files)"
+    parts["cooking"].save_to_disk(one)
+    datasets.DatasetDict(parts).save_to_disk(other)
+    for saved in (datasets.load_from_disk(one), datasets.load_from_disk(other)["cooking"]):
+        saved.map(lambda row: {"at": "mapped"})
+    assert list(one.glob("cache-*.arrow"))
+    assert read(str(one), None) == ["cooking"]
+    assert read(str(other), "cooking") == ["cooking"]
+    assert ChatSource(str(other), "travel").describe() == f"{other}, split travel (1 of 2 files)"
     for split in (None, "nope"):
         with pytest.raises(DatasetError, match=r"splits cooking \(1 file\), travel \(1 file\)"):
-            ChatSource(str(path), split)
+            ChatSource(str(other), split)

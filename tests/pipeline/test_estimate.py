@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from moa_data.pipeline import estimate as estimate_module
@@ -13,12 +14,15 @@ from moa_data.pipeline.plan import build_plan
 from moa_data.tests.kit.command import run
 
 
-def test_batches_are_those_of_the_extraction(config: ExtractConfig) -> None:
+def test_batches_hold_neighbours_of_a_part_and_keep_to_the_budget(config: ExtractConfig) -> None:
+    lengths, parts = [50, 30, 30, 9, 9, 9, 1, 40], [0] * 7 + [1]
+    table = pa.table({"n_tokens": pa.array(lengths, pa.int32()), "part": pa.array(parts, pa.int32())})
+    found = [batch["n_tokens"].to_pylist() for batch in batches_of(table, 60)]
+    assert found == [[50], [30, 30], [9, 9, 9, 1], [40]]
+    assert [len(batch) for batch in batches_of(table, 1)] == [1] * 8
     plan = build_plan(config)
-    report = extract(config)
-    lengths = [batch["n_tokens"].to_numpy() for batch in batches_of(plan.table, plan.forward.batch_tokens)]
-    assert sum(int(batch.sum()) for batch in lengths) == plan.n_tokens
-    assert sum(len(batch) * int(batch.max()) for batch in lengths) == report.timings.n_padded_tokens
+    lengths = [batch["n_tokens"].to_pylist() for batch in batches_of(plan.table, plan.forward.batch_tokens)]
+    assert sum(len(batch) * max(batch) for batch in lengths) == extract(config).timings.n_padded_tokens
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:1,tokens,from-kv"])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +40,8 @@ def make_config(target: Path, dataset: Path, tmp_path: Path, **overrides: Any) -
 
 
 def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_path: Path) -> None:
-    rows: list[Any] = random_chats(30)
-    rows += [rows[0], {"messages": [{"role": "user", "content": "x"}]}, "{broken"]
+    rows: list[Any] = ["{broken", *random_chats(30)]
+    rows += [rows[1], {"messages": [{"role": "user", "content": "x"}]}]
     config = make_config(target_folder, write_jsonl(tmp_path / "c.jsonl", rows), tmp_path, max_rejected_fraction=0.2)
     plan = build_plan(config)
     assert plan.manifest.n_sequences == 30
@@ -51,129 +52,83 @@ def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_
     assert plan.raw_bytes == n_tokens * (3 * 2 * 2 * 8 * 2 + 32 * 2 + 4 + 1)
     assert not (tmp_path / "store").exists()
     text = plan.describe()
-    for part in (
-        "33 rows read",
-        "1 duplicate",
-        "2 of 33 rows",
-        "first: row 31",
-        "bytes per token",
-        "free disk",
-        "memory",
-    ):
+    for part in ("33 rows", "1 duplicate", "2 of 33 rows", "first: row 32", "bytes per token", "free disk", "memory"):
         assert part in text, text
+    first = build_plan(config.replaced(max_sequences=4))
+    assert sorted(first.table["source_row"].to_pylist()) == [1, 2, 3, 4]  # the first usable ones
 
 
-def test_equal_inputs_give_equal_plans(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    config = make_config(target_folder, chats_file, tmp_path, part_tokens=512)
-    first, second = build_plan(config, with_weights=True), build_plan(config, with_weights=True)
-    assert first.manifest == second.manifest
-    assert first.table.equals(second.table)
-    assert first.manifest.n_parts > 1
-    assert "target.weights_sha256" in first.manifest.identities
+def without(name: str) -> Callable[[Path], Any]:
+    return lambda model: (model / name).unlink()
 
 
-def test_max_sequences_takes_the_first_usable_ones(target_folder: Path, tmp_path: Path) -> None:
-    rows: list[Any] = ["{broken", *random_chats(10)]
-    path = write_jsonl(tmp_path / "c.jsonl", rows)
-    plan = build_plan(make_config(target_folder, path, tmp_path, max_sequences=4, max_rejected_fraction=0.5))
-    assert sorted(plan.table["source_row"].to_pylist()) == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "is empty: no rows"),
-        ([{"text": "hi"}] * 3, r"has no usable chat among 3 rows: .*columns: text.*Expected a column `messages`"),
-        (["{broken", "nonsense"], r"has no usable chat among 2 rows: 2 x the row is no JSON object \(row 0"),
-        ([{"messages": 3}], "has no usable chat among 1 rows: 1 x messages is no list"),
-    ],
-)
-def test_datasets_without_chats_are_refused(target_folder: Path, tmp_path: Path, rows: list[Any], message: str) -> None:
-    path = write_jsonl(tmp_path / "c.jsonl", rows)
-    with pytest.raises(DatasetError, match=message):
-        build_plan(make_config(target_folder, path, tmp_path))
-
-
-def test_too_many_unusable_rows_fail_the_run_and_are_counted(target_folder: Path, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "c.jsonl", [*random_chats(8), "{broken", {"messages": []}])
-    with pytest.raises(DatasetError, match=r"2 of 10 rows \(20\.0%\) cannot be used.*0\.05.*1 x the row is no JSON"):
-        build_plan(make_config(target_folder, path, tmp_path))
-
-
-def test_a_sequence_longer_than_the_positions_is_named(target_folder: Path, tmp_path: Path) -> None:
-    long = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 400}]}
-    path = write_jsonl(tmp_path / "c.jsonl", [*random_chats(2), long])
-    with pytest.raises(DatasetError, match=r"Row 2 of .* tokens after truncation to 2,048.*Use --max-length 256"):
-        build_plan(make_config(target_folder, path, tmp_path, max_length=2048))
-    for length in (256, None):  # the default is the target's positions
-        plan = build_plan(make_config(target_folder, path, tmp_path, max_length=length))
-        assert (plan.sequences.n_truncated, plan.config.data.max_length) == (1, 256)
-
-
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [
-        ("config.json", r"has no config\.json"),
-        ("model.safetensors", r"has no \*\.safetensors weights"),
-        ("tokenizer.json", "has no tokenizer; put"),
-    ],
-)
-def test_an_incomplete_model_folder_is_refused(
-    model: Path, chats_file: Path, tmp_path: Path, removed: str, message: str
-) -> None:
-    (model / removed).unlink()
-    with pytest.raises(TargetError, match=message):
-        build_plan(make_config(model, chats_file, tmp_path))
-
-
-def test_a_rotation_that_no_drafter_can_use_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
+def rotate(model: Path) -> None:
+    """Let the rotation depend on the length, which no drafter can use."""
     document = json.loads((model / "config.json").read_text())
-    factors = [1.0] * 4
-    document["rope_parameters"] = {
-        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "short_factor": factors, "long_factor": factors,
-        "original_max_position_embeddings": 128,
-    }  # fmt: skip
+    document["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     (model / "config.json").write_text(json.dumps(document))
-    config = make_config(model, chats_file, tmp_path)
-    with pytest.raises(TargetError, match="rope type 'dynamic'"):
+
+
+def shrink(model: Path) -> None:
+    build_text_model("llama", vocab_size=100).save_pretrained(model)
+
+
+LONG = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 400}]}
+GOOD: list[Any] = random_chats(8)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "options", "error", "message"),
+    [
+        (None, [], {}, DatasetError, "is empty: no rows"),
+        (None, [{"text": "hi"}] * 3, {}, DatasetError, r"no usable chat among 3 rows: .*Expected a column `messages`"),
+        (None, ["{broken", "nonsense"], {}, DatasetError, r"2 x the row is no JSON object \(row 0"),
+        (None, [*GOOD, "{broken", {"messages": []}], {}, DatasetError, r"2 of 10 rows \(20\.0%\).*0\.05.*1 x the row"),
+        (None, [*GOOD, LONG], {"max_length": 2048}, DatasetError, "Row 8 of .*Use --max-length 256"),
+        (shrink, GOOD, {}, DatasetError, r"vocabulary has 100 entries.*does not belong to this model"),
+        (without("config.json"), GOOD, {}, TargetError, r"has no config\.json"),
+        (without("model.safetensors"), GOOD, {}, TargetError, r"has no \*\.safetensors weights"),
+        (without("tokenizer.json"), GOOD, {}, TargetError, "has no tokenizer"),
+        (rotate, GOOD, {}, TargetError, "rope type 'dynamic'"),
+        (None, GOOD, {"device": "nonsense"}, TargetError, "device 'nonsense' cannot be used"),
+        (None, None, {"codec": "zip"}, OptionInvalid, "Unknown codec 'zip'.*--codec"),
+        (None, None, {"codec": "transform:1,tokens@group99"}, OptionInvalid, "@group2"),  # too wide
+    ],
+)
+def test_input_that_cannot_be_used_is_refused(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], Any] | None,
+    rows: list[Any] | None,
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    """``rows`` are None where a refusal comes before the chats are read."""
+    monkeypatch.setattr(codec_module, "MAX_BASIS_WIDTH", 32)
+    if change is not None:
+        change(model)
+    dataset = tmp_path / "chats.jsonl" if rows is None else write_jsonl(tmp_path / "chats.jsonl", rows)
+    config = make_config(model, dataset, tmp_path, **options)
+    with pytest.raises(error, match=message):
         build_plan(config)
     assert not Path(config.out).exists()
 
 
-def test_a_tokenizer_of_another_model_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
-    build_text_model("llama", vocab_size=100).save_pretrained(model)
-    with pytest.raises(DatasetError, match=r"vocabulary has 100 entries.*does not belong to this model"):
-        build_plan(make_config(model, chats_file, tmp_path))
+def test_the_default_length_is_that_of_the_positions(target_folder: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", [*GOOD, LONG])
+    for length in (256, None):
+        plan = build_plan(make_config(target_folder, path, tmp_path, max_length=length))
+        assert (plan.sequences.n_truncated, plan.config.data.max_length) == (1, 256)
 
 
-def test_unknown_codec_and_device_are_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionInvalid, match=r"Unknown codec 'zip'.*--codec"):
-        build_plan(make_config(target_folder, chats_file, tmp_path, codec="zip"))
-    config = make_config(target_folder, chats_file, tmp_path, device="nonsense")
-    with pytest.raises(TargetError, match=r"device 'nonsense' cannot be used.*--device cpu"):
-        build_plan(config)
-
-
-def test_the_plan_says_what_learning_takes(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    plans = [build_plan(make_config(target_folder, chats_file, tmp_path, codec=c)) for c in ("int8", "transform:1")]
-    lines = [[line for line in plan.describe().splitlines() if line.startswith("learn ")] for plan in plans]
-    assert lines[0] == []
-    sample = f"forwards of {plans[1].n_tokens:,} tokens before the first part"
-    assert sample in lines[1][0]
-
-
-def test_a_codec_that_is_too_wide_is_refused_before_chats_are_read(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codec_module, "MAX_BASIS_WIDTH", 32)
-    config = ExtractConfig.of(
-        model=str(target_folder),
-        dataset=str(tmp_path / "not-there.jsonl"),
-        out=str(tmp_path / "store"),
-        codec="transform:1,tokens@group99",
-    )
-    with pytest.raises(OptionInvalid, match="@group2"):
-        build_plan(config)
+def test_a_codec_that_learns_counts_what_it_needs(config: ExtractConfig) -> None:
+    codecs = ("int8", "transform:1", "transform:1,tokens")
+    exact, plain, predicted = (build_plan(config.replaced(codec=codec)) for codec in codecs)
+    assert "learn " not in exact.describe()
+    assert f"forwards of {plain.n_tokens:,} tokens before the first part" in plain.describe()
+    assert predicted.stored_bytes - plain.stored_bytes == 2 * 400 * 32  # float16 [vocab_size, width] of features
 
 
 def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lacks(
