@@ -28,12 +28,10 @@ from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
 
-# Tokens of the sequences on which metrics of keys and values are measured, roughly.
-METRIC_TOKENS = 60_000
-# Name of the identity of a store whose keys and values were coded in a drafter's metric.
-METRIC_IDENTITY = "drafter.weights_sha256"
-# Tokens of a response that draft rounds fit into.
+_METRIC_TOKENS = 60_000
+"""Tokens of the sequences on which metrics of keys and values are measured, roughly."""
 _MIN_RESPONSE = 8
+"""Tokens of a response that draft rounds fit into."""
 
 
 class KVMetrics(Protocol):
@@ -84,8 +82,8 @@ def recode(
         is_folder = isinstance(target_store, Path) and target_store.exists() and isinstance(source.path, Path)
         if target_store == source.path or (is_folder and os.path.samefile(str(target_store), str(source.path))):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
-        new = codec_for(source, codec, target_store, progress, kv_metrics)
-        metric = {} if kv_metrics is None else {METRIC_IDENTITY: kv_metrics.identity}
+        new = _learned_codec(source, codec, target_store, progress, kv_metrics)
+        metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
         identities = {**source.manifest.identities, **metric}
         manifest = dataclasses.replace(
             source.manifest, codec=new.describe(), identities=identities, schema_version=SCHEMA_VERSION
@@ -112,12 +110,8 @@ def recode(
     return report
 
 
-def codec_for(
-    source: ActivationStore,
-    name: str,
-    out: StorePath | None = None,
-    progress: Progress | None = None,
-    kv_metrics: KVMetrics | None = None,
+def _learned_codec(
+    source: ActivationStore, name: str, out: StorePath, progress: Progress | None, kv_metrics: KVMetrics | None
 ) -> StoreCodec:
     """Make a codec, and let it learn from a lossless store if it must; ``out`` may hold what an earlier run learned."""
     try:
@@ -134,7 +128,7 @@ def codec_for(
         )
     if not codec.learned:
         return codec
-    if out is not None and (before := learned_before(codec, out)) is not None:
+    if (before := learned_before(codec, out)) is not None:
         return before
 
     def read(row: int) -> dict[str, np.ndarray]:
@@ -149,10 +143,10 @@ def codec_for(
                 f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which a drafter could be "
                 "measured. Leave --drafter out."
             )
-        spread = sample_rows(source.lengths[answered], METRIC_TOKENS)
+        spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)  # a drafter needs room before
-    learning = learning_on("cpu", None if out is None else existing_parent(out), progress)
+    learning = learning_on("cpu", existing_parent(out), progress)
     calibrate(codec, source.lengths, read, frozen.config, frozen.lm_head_weight, frozen.embed_tokens.weight, learning)
     return codec
 
@@ -170,11 +164,8 @@ def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
 
 def _encoded(source: ActivationStore, i: int, codec: StoreCodec) -> dict[str, Any]:
     values = {name: source.read(i, name) for name in source.fields}
-    exact = {
-        name: to_float32(values[name], spec.dtype)
-        for name, spec in source.fields.items()
-        if not codec.fields[name].is_identity
-    }
+    lossy = [name for name in values if not codec.fields[name].is_identity]
+    exact = {name: to_float32(values[name], source.fields[name].dtype) for name in lossy}
     return {**values, **codec.encode(exact, values[TOKENS])}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,10 @@ class Timings:
         copy_s: copies to the host on a GPU, which work beside the forwards.
         wait_s: the next forward waited for the writer.
         writer_s, encode_s: CPU time of the writer's thread, and of all threads that encode.
-        extract_s: from the first forward to the last commit.
-        wall_s: the whole run.
-        n_tokens: tokens of the parts whose commit is of this run.
-        n_computed_tokens: tokens of its forwards, those of parts that another run committed first included.
-        n_padded_tokens: those tokens, padding included.
+        extract_s, wall_s: from the first forward to the last commit, and the whole run.
+        n_tokens, n_parts: of the parts whose commit is of this run.
+        n_computed_tokens, n_padded_tokens: of its forwards, without and with padding; also of ``n_late`` parts.
         n_before_tokens: tokens that earlier runs had committed.
-        n_parts: parts whose commit is of this run.
         n_late: parts that this run wrote when another run had committed them already.
     """
 
@@ -69,9 +66,9 @@ class Timings:
 
     def __add__(self, other: Timings) -> Timings:
         """Return the sums of two workers; the seconds of ``extract_s`` and ``wall_s`` are those of the longer one."""
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        longest = {name: max(getattr(self, name), getattr(other, name)) for name in ("extract_s", "wall_s")}
-        return Timings(**(sums | longest))
+        one, two = asdict(self), asdict(other)
+        longest = {name: max(one[name], two[name]) for name in ("extract_s", "wall_s")}
+        return Timings(**({name: one[name] + two[name] for name in one} | longest))
 
     def record(self) -> dict[str, float]:
         """Return the values for runs/."""
@@ -94,9 +91,8 @@ class WriteReport:
     Attributes:
         n_sequences, n_tokens, n_parts, stored_bytes: of all committed parts.
         compared: what ``stored_bytes`` is a fraction of, as text; empty for nothing.
-        lines: what the command adds to the text, a name in 13 columns before each.
-        timings: what this run spent, and the parts that it wrote.
-        restored: what it wrote beside parts, of a store whose parts were all there.
+        lines: what the command adds to the text.
+        restored: what this run wrote beside parts, of a store whose parts were all there.
     """
 
     store: StorePath
@@ -152,14 +148,7 @@ class WriteReport:
 
 
 class PartProgress:
-    """Tells how much of a store's plan is done: parts by their commits, and tokens of this run.
-
-    Args:
-        progress: called with (tokens done, tokens of the plan, message).
-
-    Attributes:
-        n_before_tokens: tokens of the parts that were committed at the beginning.
-    """
+    """Tells how much of a store's plan is done: parts by their commits, and tokens of this run."""
 
     def __init__(self, store: StoreWriter, progress: Progress | None) -> None:
         self._store, self._progress = store, progress
@@ -171,10 +160,9 @@ class PartProgress:
         self._looked_s = time.monotonic()
 
     def tell(self, timings: Timings, workers: str = "", looks: bool = False) -> None:
-        """Report progress.
+        """Call back with (tokens done, tokens of the plan, message).
 
         Args:
-            timings: what this run has computed and committed, as far as is known here.
             workers: who works, for the message.
             looks: whether to ask for the commits now; else at most once a second, as a folder may be on a network.
         """

@@ -21,8 +21,8 @@ def test_batches_hold_neighbours_of_a_part_and_keep_to_the_budget(config: Extrac
     assert found == [[50], [30, 30], [9, 9, 9, 1], [40]]
     assert [len(batch) for batch in batches_of(table, 1)] == [1] * 8
     plan = build_plan(config)
-    lengths = [batch["n_tokens"].to_pylist() for batch in batches_of(plan.table, plan.forward.batch_tokens)]
-    assert sum(len(batch) * max(batch) for batch in lengths) == extract(config).timings.n_padded_tokens
+    planned = [batch["n_tokens"].to_pylist() for batch in batches_of(plan.table, plan.forward.batch_tokens)]
+    assert sum(len(batch) * max(batch) for batch in planned) == extract(config).timings.n_padded_tokens
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:1,tokens,from-kv"])

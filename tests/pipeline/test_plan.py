@@ -93,6 +93,7 @@ GOOD: list[Any] = random_chats(8)
         (None, GOOD, {"device": "nonsense"}, TargetError, "device 'nonsense' cannot be used"),
         (None, None, {"codec": "zip"}, OptionInvalid, "Unknown codec 'zip'.*--codec"),
         (None, None, {"codec": "transform:1,tokens@group99"}, OptionInvalid, "@group2"),  # too wide
+        (None, None, {"codec": "transform:4,from-kv", "activations": "hidden:last"}, OptionInvalid, "no field 'kv'"),
     ],
 )
 def test_input_that_cannot_be_used_is_refused(

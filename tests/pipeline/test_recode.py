@@ -33,9 +33,17 @@ def data(store: Path) -> dict[str, bytes]:
     return {name: content for name, content in read_tree(store).items() if name.startswith(kept)}
 
 
-def test_recoding_gives_the_bytes_of_extracting(lossless: Path, config: ExtractConfig, tmp_path: Path) -> None:
+def test_recoding_gives_the_bytes_of_extracting_also_after_an_interruption(
+    lossless: Path, config: ExtractConfig, tmp_path: Path
+) -> None:
+    def interrupt(done: int, total: int, message: str) -> None:
+        if "part 2" in message:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=r"1 of \d parts are committed"):
+        recode(lossless, "int8", tmp_path / "recoded", progress=interrupt)
     report = recode(lossless, "int8", tmp_path / "recoded")
-    assert report.n_parts_done == report.n_parts > 1
+    assert report.n_parts_done == report.n_parts - 1 > 0
     assert "int8" in report.describe()
     extract(config.replaced(out=str(tmp_path / "extracted"), codec="int8"))
     assert data(tmp_path / "recoded") == data(tmp_path / "extracted")
@@ -57,19 +65,6 @@ def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: P
     again = recode(lossless, "transform:3", tmp_path / "small")
     assert again.n_parts_done == 0
     assert again.stored_bytes == report.stored_bytes
-
-
-def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int, message: str) -> None:
-        if "part 2" in message:
-            raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted, match=r"1 of \d parts are committed"):
-        recode(lossless, "int8", tmp_path / "stopped", progress=interrupt)
-    report = recode(lossless, "int8", tmp_path / "stopped")
-    assert report.n_parts_done == report.n_parts - 1
-    recode(lossless, "int8", tmp_path / "whole")
-    assert data(tmp_path / "stopped") == data(tmp_path / "whole")
 
 
 def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path) -> None:
@@ -101,32 +96,6 @@ def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folde
     kv = report.worst()["kv"]
     assert 0.003 < kv.relative_error < kv.tolerance < 0.3
     assert audit(lossless, str(target_folder), samples=1, device="cpu").worst()["kv"].tolerance < 0.1
-
-
-def test_keys_and_values_are_predicted_from_tokens(lossless: Path, config: ExtractConfig, tmp_path: Path) -> None:
-    codec = "transform:3,tokens@all"
-    recode(lossless, codec, tmp_path / "recoded")
-    recode(lossless, codec, tmp_path / "again")
-    assert data(tmp_path / "recoded") == data(tmp_path / "again")
-    extract(config.replaced(out=str(tmp_path / "extracted"), codec=codec))
-    assert audit(tmp_path / "extracted", config.model, samples=1, device="cpu").ok
-    values: dict[str, Any] = {}
-    for name in ("lossless", "recoded", "extracted"):
-        with ActivationStore(tmp_path / name) as store:
-            values[name] = np.concatenate([to_float32(store.read(i, "kv"), "bfloat16") for i in range(len(store))])
-            if name != "lossless":
-                assert verify_store(tmp_path / name).ok
-                assert store.manifest.codec["name"] == codec
-                assert store.manifest.codec["transform"]["kv"]["token_features"] == 32
-    # Both paths see the same embeddings; their values differ in last bits, so that their codes may.
-    tables = [
-        safetensors.numpy.load_file(tmp_path / name / "codec/basis.safetensors")["kv:tokens/features"]
-        for name in ("recoded", "extracted")
-    ]
-    np.testing.assert_array_equal(tables[0], tables[1])
-    for name in ("recoded", "extracted"):
-        error = np.linalg.norm(values[name] - values["lossless"]) / np.linalg.norm(values["lossless"])
-        assert 0.01 < error < 0.03, f"{name}: {error}"  # without tokens 0.077
 
 
 @pytest.mark.parametrize("array", ["kv/codes_00", "kv/codes"])
