@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
-from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -55,11 +55,7 @@ class BearerTokens:
     def __init__(self, tokens: Iterable[str] = ()) -> None:
         # Hashes have one length, so that comparing them shows nothing of a token's.
         self._hashes = [_hash(token) for token in tokens]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether everybody is let in."""
-        return not self._hashes
+        self.is_open = not self._hashes
 
     @classmethod
     def load(cls, path: str | Path) -> "BearerTokens":
@@ -79,7 +75,7 @@ class BearerTokens:
         Returns:
             What stands for the owner of the token, without telling it; empty where everybody is let in.
         """
-        if not self._hashes:
+        if self.is_open:
             return ""
         if len(authorization) > 1:  # a proxy may have checked another one
             raise NotAllowed(f"the request has {len(authorization)} authorization headers; send one.")
@@ -112,13 +108,6 @@ class Rate:
         return max(0.0, -self._left / self._per_second)
 
 
-def _name_of(authority: str) -> str:
-    try:
-        return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
-
-
 class Guard:
     """Middleware of all routes, inside the log's; ``/health`` is answered to everybody.
 
@@ -128,19 +117,18 @@ class Guard:
         checks_pages: whether web pages of other sites are kept out.
     """
 
-    def __init__(self, app: Any, names: frozenset[str], checks_hosts: bool, checks_pages: bool) -> None:
+    def __init__(self, app: ASGIApp, names: frozenset[str], checks_hosts: bool, checks_pages: bool) -> None:
         self._app, self._names, self._checks_hosts, self._checks_pages = app, names, checks_hosts, checks_pages
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it and close its connection."""
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-            return
-        scope["moa_data.facts"].error = error.message
-        await JSONResponse(error.body, error.status, error.headers | {"connection": "close"})(scope, receive, send)
+        serve = self._app
+        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+            scope["moa_data.facts"].error = error.message
+            serve = error.response(connection="close")
+        await serve(scope, receive, send)
 
-    def _refusal(self, scope: Any) -> ApiError | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
         if {b"transfer-encoding", b"content-length"} <= names:  # a proxy may have believed the other one
             message = "a request has either a content-length or a transfer-encoding; send one."
@@ -174,34 +162,31 @@ class Guard:
 
     def _is_own(self, host: str) -> bool:
         name = _name_of(host)
-        if name == "localhost" or name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        with contextlib.suppress(ValueError):
+            return name == "localhost" or name in self._names or bool(ipaddress.ip_address(name))
+        return False
+
+
+def _name_of(authority: str) -> str:
+    with contextlib.suppress(ValueError):
+        return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
+    return ""
 
 
 class Connection(H11Protocol):
-    """One connection, by uvicorn's protocol.
-
-    Attributes:
-        is_working: whether a request has arrived completely and is not answered.
-        is_surplus: whether there were too many when it came, all of them working.
-        is_cut: whether the server broke it off.
-        has_asked: whether it has ever sent the head of a request.
-        since: ``time.monotonic()`` from which it waits.
-        ends_s: ``time.monotonic()`` at which its answer has to end.
-    """
+    """One connection, by uvicorn's protocol. Times are of ``time.monotonic()``."""
 
     def __init__(self, pool: "Connections", sock: socket.socket, address: str, **options: Any) -> None:
         super().__init__(**options)
         self.pool, self.address, self._socket = pool, address, sock
         self._routes, self.app = self.app, self._answer
-        self.is_working = self.is_surplus = self.is_cut = self.has_asked = False
-        self.ends_s, self.blocked_s = float("inf"), float("inf")
-        self._n_active, self.since = 0, time.monotonic()
+        self.is_working = False  # whether a request has arrived completely and is not answered
+        self.is_surplus = False  # whether there were too many when it came, all of them working
+        self.is_cut = False  # whether the server broke it off
+        self.has_asked = False  # whether it has ever sent the head of a request
+        self.since = time.monotonic()  # from which it waits
+        self.ends_s = self.blocked_s = float("inf")  # when its answer has to end; since when its reader takes nothing
+        self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     @override
@@ -209,7 +194,7 @@ class Connection(H11Protocol):
         self.forget()
         super().connection_lost(exc)
 
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Work on a request whose head has arrived; one that was sent together with it may begin before its end."""
         scope["moa_data.connection"] = self
 
@@ -285,8 +270,7 @@ class Connections:
     def make_room(self, crowd: set[Connection], most: int) -> bool:
         """Break off connections that have waited longest, those that never sent a request first.
 
-        Returns:
-            Whether there is room, or will be as soon as one of those that wait is late.
+        Returns whether there is room, or will be as soon as one of those that wait is late.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
@@ -308,13 +292,54 @@ class Connections:
         stuck.abort()
         return True
 
+    # What uvicorn asks of an ``asyncio.Server``, which knows a connection only when its TLS handshake has ended.
+
+    def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
+        """Accept connections from now on."""
+        listener.listen(2048)
+        self._tasks = {asyncio.create_task(self._accept(listener, make, tls))}
+
+    def close(self) -> None:
+        """Accept no more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of that."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
+        while True:
+            try:
+                sock, peer = await asyncio.get_running_loop().sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError:  # too many open files
+                self.make_room(self.open, len(self.open))
+                await asyncio.sleep(_RETRY_S)
+                continue
+            task = asyncio.create_task(self._connect(make(self, sock, str(peer[0])), sock, tls))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(0)  # let others run, however many connect
+
+    async def _connect(self, connection: Connection, sock: socket.socket, tls: Any) -> None:
+        self.add(connection)
+        try:
+            await connection.loop.connect_accepted_socket(
+                lambda: connection, sock, ssl=tls, ssl_handshake_timeout=self.limits.head_s if tls else None
+            )
+        except OSError:  # no TLS, or it took too long
+            sock.close()
+            connection.forget()
+
 
 class HttpServer(uvicorn.Server):
     """uvicorn with bounded connections, and without signal handlers of its own."""
 
     def __init__(self, config: uvicorn.Config, limits: LimitOptions) -> None:
         super().__init__(config)
-        self.pool = Connections(limits)
+        self._pool = Connections(limits)
 
     @override
     @contextlib.contextmanager
@@ -324,53 +349,8 @@ class HttpServer(uvicorn.Server):
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
-        options = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
-        make = partial(Connection, self.pool, **options)
-        self.servers: list[Any] = [_Acceptor(listener, make, self.config.ssl, self.pool) for listener in sockets or ()]
+        state = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        for listener in sockets or ():
+            self._pool.listen(listener, partial(Connection, config=self.config, **state), self.config.ssl)
+        self.servers: list[Any] = [self._pool]
         self.started = True
-
-
-class _Acceptor:
-    """Accepts the connections of a listening socket, as ``asyncio.Server`` does for uvicorn."""
-
-    # Not asyncio.Server: it knows a connection only when its TLS handshake has ended.
-
-    def __init__(self, listener: socket.socket, make: Callable[..., Connection], tls: Any, pool: Connections) -> None:
-        self._listener, self._make, self._tls, self._pool = listener, make, tls, pool
-        self._loop = asyncio.get_running_loop()
-        listener.listen(2048)
-        self._tasks = {self._loop.create_task(self._accept())}
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-    async def wait_closed(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, peer = await self._loop.sock_accept(self._listener)
-            except ConnectionAbortedError:
-                continue
-            except OSError:  # too many open files
-                self._pool.make_room(self._pool.open, len(self._pool.open))
-                await asyncio.sleep(_RETRY_S)
-                continue
-            task = self._loop.create_task(self._connect(sock, str(peer[0])))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            await asyncio.sleep(0)  # let others run, however many connect
-
-    async def _connect(self, sock: socket.socket, address: str) -> None:
-        connection = self._make(sock, address)
-        self._pool.add(connection)
-        handshake_s = self._pool.limits.head_s if self._tls else None
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: connection, sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
-            )
-        except OSError:  # no TLS, or it took too long
-            sock.close()
-            connection.forget()

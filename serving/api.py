@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import override
 
@@ -49,32 +50,34 @@ class ApiError(Exception):
     code: str | None = None  # a word for programs
     retry_after_s: float | None = None  # when it makes sense to try again
 
-    _TYPES: ClassVar[dict[int, str]] = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """Turn any error of a request into one of the API."""
+        if isinstance(error, cls):
+            return error
+        for kind, status, code, retry_s in (
+            (RequestInvalid, 400, "invalid_value", None), (NotAllowed, 401, "invalid_api_key", None),
+            (Overloaded, 503, "overloaded", 1), (ServingError, 500, "internal_error", None),
+        ):  # fmt: skip
+            if isinstance(error, kind):
+                return cls(status, str(error), code=code, retry_after_s=retry_s)
+        # A fault of the server, which the log has in full.
+        return cls(500, "the server failed at this request.", code="internal_error")
+
+    def response(self, **headers: str) -> JSONResponse:
+        """Make the answer."""
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return JSONResponse(self.body, self.status, headers)
 
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer."""
-        kind = self._TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kinds = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
-        headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
-        if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        return headers
-
-    @classmethod
-    def of(cls, error: ServingError) -> "ApiError":
-        """Turn an error of serving into one of the API."""
-        for kind, status, code, retry_s in (
-            (RequestInvalid, 400, "invalid_value", None), (NotAllowed, 401, "invalid_api_key", None),
-            (Overloaded, 503, "overloaded", 1),
-        ):  # fmt: skip
-            if isinstance(error, kind):
-                return cls(status, str(error), code=code, retry_after_s=retry_s)
-        return cls(500, str(error), code="internal_error")
 
 
 class _StreamOptions(BaseModel):
@@ -107,16 +110,6 @@ class AnswerRequest(BaseModel):
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    @property
-    def n_max_tokens(self) -> int | None:
-        """The bound on the tokens of the answer."""
-        return self.max_tokens
-
-    @property
-    def has_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Read the body of a request, or raise ApiError."""
@@ -125,12 +118,10 @@ class AnswerRequest(BaseModel):
         except ValidationError as error:
             raise _invalid(error) from error
         for name, value in (request.model_extra or {}).items():
-            if name in _OF_THE_CALLER or (value is None and name in _NOTHING):
-                continue
-            if name not in _NOTHING:
+            if name not in _NOTHING and name not in _OF_THE_CALLER:
                 message = f"unrecognized request argument: {name[:60]}. Leave it out."
                 raise ApiError(400, message, name[:60], "unknown_parameter")
-            if value not in _NOTHING[name]:
+            if name in _NOTHING and value is not None and value not in _NOTHING[name]:
                 message = f"{name} is not supported by this server. Leave it out."
                 raise ApiError(400, message, name, "unsupported_parameter")
         if len(request.stops) > _MAX_STOPS or not all(1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops):
@@ -147,6 +138,10 @@ class ChatRequest(AnswerRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
+    @override
+    def model_post_init(self, context: Any) -> None:
+        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     @property
     def n_chars(self) -> int:
         """Characters of all contents."""
@@ -154,11 +149,6 @@ class ChatRequest(AnswerRequest):
         parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
         found = [part.get("text") if isinstance(part, dict) else part for part in parts]
         return sum(len(text) for text in found if isinstance(text, str))
-
-    @property
-    @override
-    def n_max_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(AnswerRequest):
@@ -194,11 +184,6 @@ class AnswerText:
 
     Args:
         decode: turns token ids into text, without special tokens.
-
-    Attributes:
-        n_tokens: tokens that the engine has made.
-        finish_reason: ``stop``, ``length`` or ``deadline`` when the answer has ended.
-        first_s: seconds from the request to its first token; None before.
     """
 
     def __init__(
@@ -207,23 +192,17 @@ class AnswerText:
         self._engine, hand_over = engine, asyncio.get_running_loop().call_soon_threadsafe
         self._commits: deque[Commit] = deque()
         self._has_come, self._is_held = asyncio.Event(), False
-        self._error: ServingError | None = None
         self._text, self._stops = Detokenizer(decode), StopStrings(stops)
         self._began = time.perf_counter()
-        self.n_tokens, self.finish_reason = 0, ""
-        self.first_s: float | None = None
-        # The engine calls both from its thread.
-        self._id: int | None = engine.add(
-            request, lambda commit: hand_over(self._arrive, commit), lambda error: hand_over(self._fail, error)
-        )
+        self.n_tokens, self.finish_reason = 0, ""  # the latter stop, length or deadline when the answer has ended
+        self.first_s: float | None = None  # seconds from the request to its first token
+        self._id: int | None = engine.add(request, lambda commit: hand_over(self._arrive, commit))
         engine.set_work(self._id, work)
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text as it comes, each piece not empty; ServingError where the engine failed with it."""
+        """Yield the text as it comes, each piece not empty; ServingError or ApiError where it does not end well."""
         while not self.finish_reason:
             await self._has_come.wait()
-            if self._error is not None:
-                raise self._error
             while self._commits and not self.finish_reason:
                 if piece := self._take(self._commits.popleft()):
                     yield piece
@@ -231,6 +210,8 @@ class AnswerText:
                 self._has_come.clear()
             if self._is_held and len(self._commits) <= _RELEASE_AT:
                 self._hold(False)
+        if self.finish_reason == "deadline":
+            raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
 
     async def whole(self) -> str:
         """Wait for the end, and return the text."""
@@ -244,6 +225,8 @@ class AnswerText:
 
     def _take(self, commit: Commit) -> str:
         """Take the tokens of one call up to a stop string; returns the text that they add."""
+        if commit.error is not None:
+            raise commit.error
         if commit.tokens and self.first_s is None:
             self.first_s = time.perf_counter() - self._began
         text = ""
@@ -267,10 +250,6 @@ class AnswerText:
         if len(self._commits) >= _HOLD_AT and not self._is_held:
             self._hold(True)
 
-    def _fail(self, error: ServingError) -> None:
-        self._error = error
-        self._has_come.set()
-
 
 class AnswerForm:
     """Writes the answer to a request as JSON, whole or as server-sent events.
@@ -281,7 +260,8 @@ class AnswerForm:
     """
 
     def __init__(self, asked: AnswerRequest, fingerprint: str, n_prompt: int) -> None:
-        self._is_chat, self._n_prompt, self._has_usage = isinstance(asked, ChatRequest), n_prompt, asked.has_usage
+        self._is_chat, self._n_prompt = isinstance(asked, ChatRequest), n_prompt
+        self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
             "model": asked.model, "system_fingerprint": fingerprint or None,

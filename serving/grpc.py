@@ -1,7 +1,7 @@
 """The gRPC server of ``moa.v1``: one bidirectional stream a drafting session, see docs/protocol.md.
 
-A *stream* reads messages and writes those of its outbox; a *session* (``sessions``) is the text, which outlives its
-streams; the engine computes. Whatever comes in ends at most its own stream, with a :class:`Failure` and the gRPC status
+A *stream* carries messages both ways; a *session* (``sessions``) is the text, which outlives its streams; the engine
+computes. Whatever comes in ends at most its own stream, with a :class:`Failure` and the gRPC status
 that goes with it.
 """
 
@@ -17,42 +17,23 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ..errors import (
-    DrafterError,
-    MoaDataError,
-    NotAllowed,
-    Overloaded,
-    ProtocolMismatch,
-    RequestInvalid,
-    ServingError,
-)
+from ..errors import DrafterError, MoaDataError, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..moa.decoding.sampling import SamplingConfig
 from ..text import first_line
 from . import moa_v1_pb2 as pb
 from .access import BearerTokens, Rate
 from .config import DraftingOptions, LimitOptions
-from .engine.engine import Engine
+from .engine.engine import Engine, count
 from .engine.sequence import Request
-from .sessions import DraftingSession, Outbox
-from .wire import PROTOCOL, check_codec
+from .sessions import DraftingSession, Stream
+from .wire import ERRORS, PROTOCOL, STATUSES, check_codec
 
 _LOG = logging.getLogger(__name__)
 
-_CODES: dict[type[MoaDataError], str] = {
-    Overloaded: "overloaded", RequestInvalid: "invalid", NotAllowed: "not_allowed", ProtocolMismatch: "mismatch",
-    DrafterError: "invalid",
-}  # fmt: skip
 # Open connections; further ones are closed at once.
 _MAX_CONNECTIONS = 8192
 # Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another.
 _SILENT_S = 10.0
-STATUSES = {
-    "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED, "invalid": grpc.StatusCode.INVALID_ARGUMENT,
-    "not_allowed": grpc.StatusCode.UNAUTHENTICATED, "mismatch": grpc.StatusCode.FAILED_PRECONDITION,
-    "unavailable": grpc.StatusCode.UNAVAILABLE, "idle": grpc.StatusCode.DEADLINE_EXCEEDED,
-    "internal": grpc.StatusCode.INTERNAL,
-}  # fmt: skip
-"""Code of a failure that ends a stream -> the stream's status."""
 
 
 @dataclass(frozen=True)
@@ -96,35 +77,21 @@ class Identities:
 
 @dataclass
 class DraftingCounts:
-    """What the server has done and holds, for ``metrics``."""
+    """What the server has done and holds."""
 
-    n_sessions: int = 0
-    n_streams: int = 0
-    n_opened: int = 0
-    n_resumed: int = 0
-    n_rebuilt: int = 0
-    n_messages: Counter[str] = field(default_factory=Counter)
-    n_failures: Counter[str] = field(default_factory=Counter)
-    n_bytes_in: int = 0
-    n_bytes_out: int = 0
-
-
-class _Stream:
-    def __init__(self) -> None:
-        self.owner, self.address, self.outbox = "", "", Outbox()
-        self.session: DraftingSession | None = None
-        self.last_sequence = 0
-
-    def end(self) -> None:
-        self.outbox.fail("unavailable", "the server is going down; open the session again later.", ends=True)
+    n_sessions: int = count("moa_drafting_sessions", "Drafting sessions, with a stream or without.", True)
+    n_streams: int = count("moa_drafting_streams", "Open streams.", True)
+    n_opened: int = count("moa_drafting_opened", "Sessions that were opened.")
+    n_resumed: int = count("moa_drafting_resumed", "Times that a session was resumed.")
+    n_rebuilt: int = count("moa_drafting_rebuilt", "Times that a resumed text had to be read again.")
+    n_messages: Counter[str] = count("moa_drafting_messages", "Messages of clients by kind.", labels=("kind",))  # noqa: RUF009
+    n_failures: Counter[str] = count("moa_drafting_failures", "Failures told to clients by code.", labels=("code",))  # noqa: RUF009
+    n_bytes_in: int = count("moa_drafting_bytes_in", "Bytes of messages from clients.")
+    n_bytes_out: int = count("moa_drafting_bytes_out", "Bytes of messages to clients.")
 
 
 class DraftingServer:
-    """Serves streams, and keeps the sessions.
-
-    Attributes:
-        port: where it listens.
-    """
+    """Serves streams, and keeps the sessions."""
 
     def __init__(
         self, engine: Engine, identities: Identities, settings: DraftingOptions, limits: LimitOptions,
@@ -134,16 +101,11 @@ class DraftingServer:
         self._engine, self._identities, self._tokens = engine, identities, tokens
         self._settings, self._limits = settings, limits
         self._sessions: dict[str, DraftingSession] = {}
-        self._streams: set[_Stream] = set()
+        self._streams: set[Stream] = set()
         self._is_draining = False
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, credentials: Any = None) -> None:
-        """Serve in the running event loop from now on.
-
-        Args:
-            port: 0 for any free one.
-            credentials: ``grpc.ServerCredentials`` for TLS; None for none.
-        """
+        """Serve in the running event loop from now on; port 0 is any free one, ``credentials`` are for TLS."""
         settings, keepalive_ms = self._settings, round(self._settings.keepalive_s * 1000)
         self._server = server = grpc.aio.server(
             options=[
@@ -183,20 +145,20 @@ class DraftingServer:
         while self._streams and time.monotonic() < end:
             for stream in self._streams:
                 if stream.session is None or stream.session.stopped.is_set():
-                    stream.end()
+                    _end(stream)
             await asyncio.sleep(0.02)
         for stream in self._streams:
-            stream.end()
+            _end(stream)
         await self._server.stop(1.0)
         self._sweeper.cancel()
 
     async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        stream = _Stream()
+        stream = Stream()
         self._streams.add(stream)
         self.counts.n_streams = len(self._streams)
         reader = asyncio.create_task(self._read(stream, requests, context))
         try:
-            while (message := await stream.outbox.next()) is not None:
+            while (message := await stream.next()) is not None:
                 data = message.SerializeToString()
                 async with asyncio.timeout(self._limits.write_s):
                     await context.write(data)
@@ -214,9 +176,9 @@ class DraftingServer:
             reader.cancel()
             self._streams.discard(stream)
             self.counts.n_streams = len(self._streams)
-            if stream.session is not None and stream.session.outbox is stream.outbox:
+            if stream.session is not None and stream.session.stream is stream:
                 stream.session.detach()
-        if (failure := stream.outbox.failure) is not None:
+        if (failure := stream.failure) is not None:
             self.counts.n_failures[failure.code] += 1
             await context.abort(STATUSES[failure.code], failure.message)
 
@@ -232,12 +194,12 @@ class DraftingServer:
 
     # Reading
 
-    async def _read(self, stream: _Stream, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def _read(self, stream: Stream, requests: AsyncIterator[bytes], context: Any) -> None:
         open_s = self._limits.head_s
 
         def end_unopened() -> None:
             if stream.session is None:
-                stream.outbox.fail("idle", f"no session was opened within {open_s:g} s.", ends=True)
+                stream.fail("idle", f"no session was opened within {open_s:g} s.", ends=True)
 
         late = asyncio.get_running_loop().call_later(open_s, end_unopened)
         try:
@@ -246,22 +208,22 @@ class DraftingServer:
             stream.address = context.peer().rpartition(":")[0]
             await self._take_messages(stream, requests)
         except MoaDataError as error:
-            stream.outbox.fail(_code(error), str(error), ends=True)
+            stream.fail(_code(error), str(error), ends=True)
         except asyncio.CancelledError:
             raise
         except Exception:  # noqa: BLE001 - other streams must not end of it
             _LOG.exception("a stream failed")
-            stream.outbox.fail("internal", "the server failed; open the session again.", ends=True)
+            stream.fail("internal", "the server failed; open the session again.", ends=True)
         finally:
             late.cancel()
 
-    async def _take_messages(self, stream: _Stream, requests: AsyncIterator[bytes]) -> None:
+    async def _take_messages(self, stream: Stream, requests: AsyncIterator[bytes]) -> None:
         rate = Rate(self._settings.messages_per_s, self._settings.messages_per_s)
         async for data in requests:
             self.counts.n_bytes_in += len(data)
             if wait := rate.take():
                 await asyncio.sleep(wait)
-            await stream.outbox.wait_for_room()
+            await stream.has_room.wait()
             try:
                 message = pb.ClientMessage.FromString(data)
             except DecodeError as error:
@@ -269,27 +231,27 @@ class DraftingServer:
             await self._take(stream, message)
         # The client says nothing more; it may still read the answers.
         if stream.session is None:
-            stream.outbox.close()
-        elif stream.session.outbox is stream.outbox:
+            stream.close()
+        elif stream.session.stream is stream:
             stream.session.end_when_idle()
 
-    async def _take(self, stream: _Stream, message: pb.ClientMessage) -> None:
+    async def _take(self, stream: Stream, message: pb.ClientMessage) -> None:
         if message.sequence <= stream.last_sequence:
             return  # sent again
         stream.last_sequence = message.sequence
         kind, session = message.WhichOneof("body"), stream.session
         self.counts.n_messages[kind or "unknown"] += 1
         if kind == "ping":
-            stream.outbox.put(pb.ServerMessage(pong=pb.Pong(id=message.ping.id)))
+            stream.put(pb.ServerMessage(pong=pb.Pong(id=message.ping.id)))
         elif kind == "open" and session is None:
             await self._open(stream, message.open)
         elif session is None:
             raise RequestInvalid("the session is not open; send Open first.")
-        elif session.outbox is not stream.outbox:
+        elif session.stream is not stream:
             return  # another stream has resumed the session
         elif kind == "close":
             self._forget(session)
-            stream.outbox.close()
+            stream.close()
         elif kind in ("run", "verify", "pause"):
             try:
                 session.take(message.sequence, getattr(message, kind))
@@ -304,9 +266,9 @@ class DraftingServer:
 
     # Sessions
 
-    async def _open(self, stream: _Stream, body: pb.Open) -> None:
+    async def _open(self, stream: Stream, body: pb.Open) -> None:
         if self._is_draining:
-            stream.end()
+            _end(stream)
             return
         request = self._request(body)
         known = self._sessions.get(body.session)
@@ -334,7 +296,7 @@ class DraftingServer:
         )  # fmt: skip
 
     def _answer_open(
-        self, stream: _Stream, session: DraftingSession, body: pb.Open, request: Request, was_rebuilt: bool
+        self, stream: Stream, session: DraftingSession, body: pb.Open, request: Request, was_rebuilt: bool
     ) -> None:
         engine, own = self._engine, self._identities
         width = engine.drafters[request.drafter].context_width if request.drafter and request.wants_context else 0
@@ -345,10 +307,10 @@ class DraftingServer:
             identities=pb.Identities(target=own.target, tokenizer=own.tokenizer, drafter=drafter),
         )  # fmt: skip
         stream.session, session.used_s = session, time.monotonic()
-        stream.outbox.put(pb.ServerMessage(opened=opened))
-        session.attach(stream.outbox, len(body.tokens))
+        stream.put(pb.ServerMessage(opened=opened))
+        session.attach(stream, len(body.tokens))
         if width and request.n_context >= session.contexts.first:
-            stream.outbox.send_contexts(session.contexts, body.codec, request.n_context, width)
+            stream.send_contexts(session.contexts, body.codec, request.n_context, width)
 
     async def _resume(self, known: DraftingSession, request: Request) -> bool:
         """Take a session from its stream, if it has one; returns whether its text must be read again."""
@@ -366,7 +328,7 @@ class DraftingServer:
         known.restart(request)
         return True
 
-    def _new_session(self, stream: _Stream, request: Request) -> DraftingSession:
+    def _new_session(self, stream: Stream, request: Request) -> DraftingSession:
         counted_by = stream.owner or stream.address
         own = [session for session in self._sessions.values() if session.counted_by == counted_by]
         if len(own) >= self._settings.max_sessions_each:
@@ -389,11 +351,11 @@ class DraftingServer:
         late = time.monotonic() - _SILENT_S
         silent = [
             each for each in sessions
-            if each.outbox is None or (each.used_s < late and (each.stopped.is_set() or each.outbox.is_full))
+            if each.stream is None or (each.used_s < late and (each.stopped.is_set() or each.stream.is_full))
         ]  # fmt: skip
         if not silent:
             raise Overloaded(f"{len(sessions)} sessions are open, which is the most; close one, or try again later.")
-        session = min(silent, key=lambda session: (session.outbox is not None, session.used_s))
+        session = min(silent, key=lambda session: (session.stream is not None, session.used_s))
         session.send_failure("unavailable", "the session gave way to another; open it again.", ends=True)
         self._forget(session)
 
@@ -403,5 +365,11 @@ class DraftingServer:
         self.counts.n_sessions = len(self._sessions)
 
 
+def _end(stream: Stream) -> None:
+    stream.fail("unavailable", "the server is going down; open the session again later.", ends=True)
+
+
 def _code(error: MoaDataError) -> str:
-    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), "internal")
+    if isinstance(error, DrafterError):  # of sampling settings
+        return "invalid"
+    return next((code for code, kind in ERRORS.items() if isinstance(error, kind)), "internal")

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -61,9 +61,6 @@ class Service:
         model_name: by which requests name the target.
         drafter: the drafter of requests that name none; None for plain decoding.
         fingerprint: stands for the weights in answers.
-
-    Attributes:
-        is_draining: set when the server ends: new requests are refused.
     """
 
     def __init__(
@@ -78,10 +75,10 @@ class Service:
     ) -> None:
         self.engine, self.target, self.model_name, self.drafter = engine, target, model_name, drafter
         self.fingerprint, self.tokens, self.limits = fingerprint, tokens or BearerTokens(), limits or LimitOptions()
-        self.is_draining, self._created = False, int(time.time())
+        self.is_draining, self._created = False, int(time.time())  # draining: the server ends, requests are refused
         self.metrics = Metrics(engine.snapshot)
-        new_rate = partial(Rate, self.limits.requests_per_s, self.limits.requests_at_once)
-        self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: new_rate())
+        rate = self.limits.requests_per_s, self.limits.requests_at_once
+        self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: Rate(*rate))
         self._max_chars = engine.limits.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
         # Long prompts have a thread of their own, so that short ones never wait for them.
         self._tokenizers = [_Tokenizer(target.template, max_waiting) for max_waiting in _MAX_WAITING]
@@ -201,10 +198,7 @@ class Service:
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(_events(request, answer, form), 200, headers, "text/event-stream")
-        text = await _while_connected(request, answer.whole())
-        if answer.finish_reason == "deadline":
-            raise _late()
-        return JSONResponse(form.whole(text, answer))
+        return JSONResponse(form.whole(await _while_connected(request, answer.whole()), answer))
 
     async def _begin(self, asked: AnswerRequest, tokens: list[int], connection: Connection) -> AnswerText:
         """Start an answer; where the engine is full, one whose reader takes nothing gives way."""
@@ -245,7 +239,7 @@ class Service:
         return request, Work.PLAIN if drafter is None else Work.SPECULATE
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
-        context, most, limit = self.engine.limits.max_positions, asked.n_max_tokens, self.limits.max_new_tokens
+        context, most, limit = self.engine.limits.max_positions, asked.max_tokens, self.limits.max_new_tokens
         if n_prompt >= context:
             message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
             raise ApiError(400, message, None, "context_length_exceeded")
@@ -302,37 +296,25 @@ def _text_tokens(tokenizer: Any, text: str) -> list[int]:
 async def _events(request: HttpRequest, answer: AnswerText, form: AnswerForm) -> AsyncIterator[bytes]:
     if first := form.first():
         yield first
-    error: ApiError | None = None
     try:
         async for piece in answer.pieces():
             yield form.piece(piece)
-    except ServingError as failure:
-        error = ApiError.of(failure)
-    if answer.finish_reason == "deadline":
-        error = _late()
-    if error is not None:
-        facts_of(request).error = error.message
-        yield event(error.body)
-    else:
         yield form.last(answer)
-
-
-def _late() -> ApiError:
-    return ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
+    except (ApiError, ServingError) as error:
+        failure = ApiError.of(error)
+        facts_of(request).error = failure.message
+        yield event(failure.body)
 
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
-    if isinstance(error, ServingError):
-        error = ApiError.of(error)
-    elif isinstance(error, HTTPException):  # what no route takes
+    if isinstance(error, HTTPException):  # what no route takes
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
         error = ApiError(error.status_code, message, None, "unknown_url")
     elif isinstance(error, ClientDisconnect):  # in the middle of its body
         error = ApiError(_CLIENT_GONE, "the client has gone.")
-    elif not isinstance(error, ApiError):  # a fault of the server, which the log has in full
-        error = ApiError(500, "the server failed at this request.", None, "internal_error")
-    facts_of(request).error = error.message
-    return JSONResponse(error.body, error.status, error.headers)
+    shown = ApiError.of(error)
+    facts_of(request).error = shown.message
+    return shown.response()
 
 
 async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) -> _T:

@@ -28,6 +28,7 @@ from .config import ServeConfig
 from .grpc import DraftingServer, Identities
 from .http import Service
 
+OnReady = Callable[[str, str | None], None]
 _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_HEADER_BYTES = 1 << 16
@@ -43,20 +44,13 @@ class ServerRun:
         config: where to listen, and bounds; neither model nor drafters are loaded from it.
         on_ready: called with the addresses of HTTP and gRPC once requests are taken; the latter may be None.
         identities: what drafting clients compare; None for no gRPC.
-
-    Attributes:
-        signum: the signal that ended it; None where :meth:`end` was called without one.
     """
 
     def __init__(
-        self,
-        service: Service,
-        config: ServeConfig,
-        on_ready: Callable[[str, str | None], None],
-        identities: Identities | None = None,
+        self, service: Service, config: ServeConfig, on_ready: OnReady, identities: Identities | None = None
     ) -> None:
         self._service, self._config, self._on_ready, self._identities = service, config, on_ready, identities
-        self.signum: int | None = None
+        self.signum: int | None = None  # the signal that ended it; None where :meth:`end` was called without one
         self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
 
     def end(self, signum: int | None = None) -> None:
@@ -113,7 +107,7 @@ class ServerRun:
             credentials = grpc.ssl_server_credentials([(key, cert)])
         server = DraftingServer(service.engine, self._identities, config.drafting, service.limits, service.tokens)
         await server.start(config.host, config.grpc_port, credentials)
-        service.metrics.add(lambda: server.counts)
+        service.metrics.counts.append(lambda: server.counts)
         return server
 
     async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> None:
@@ -153,20 +147,16 @@ class ServerRun:
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket to an address; RequestInvalid where it cannot be used."""
-    with contextlib.ExitStack() as undo:
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit it. By itself the kernel would take megabytes for a reader that does not read.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            listener.bind((host, port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).rstrip(".")
-            raise RequestInvalid(
-                f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
-            ) from error
-        undo.pop_all()
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0].rstrip(".")
+        raise RequestInvalid(
+            f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
+        ) from error
+    # Connections inherit it. By itself the kernel would take megabytes for a reader that does not read.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setblocking(False)
     return listener
 

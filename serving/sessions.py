@@ -8,8 +8,8 @@ done in order, one at a time, since what one means depends on what is committed 
     running     the engine decodes, and each commit is sent
     stopping    the engine was told to stop, and says so after the last commit of the run
 
-Messages to send wait in the :class:`Outbox` of the stream, the drafter's contexts in the session's own
-:class:`ContextLog`, from which the outbox takes them: after a cut the next stream continues there.
+Messages to send wait in the :class:`Stream`, the drafter's contexts in the session's own :class:`ContextLog`, from
+which the stream takes them: after a cut the next one continues there.
 
 Shapes: n positions, W numbers of a context.
 """
@@ -54,14 +54,6 @@ class DraftingSession:
         counted_by: what bounds the sessions of one client: its owner, or its address, which may change.
         request: the text, as the client gave it.
         on_lost: called when the engine has failed with this text.
-
-    Attributes:
-        id: with which a client resumes it.
-        tokens: prompt and committed answer.
-        finish: why the answer ended; empty before.
-        used_s: ``time.monotonic()`` of the last message from or to its client; kept by the streams.
-        resuming: lock of the stream that attaches itself.
-        stopped: set while the engine does nothing for it.
     """
 
     def __init__(
@@ -72,28 +64,25 @@ class DraftingSession:
         request: Request,
         on_lost: Callable[["DraftingSession"], None],
     ) -> None:
-        self.id, self.owner, self.counted_by, self.used_s = secrets.token_urlsafe(), owner, counted_by, 0.0
-        self.outbox: Outbox | None = None
-        self.resuming = asyncio.Lock()
+        self.id, self.owner, self.counted_by = secrets.token_urlsafe(), owner, counted_by
+        self.used_s = 0.0  # time.monotonic() of the last message from or to its client; kept by the streams
+        self.stream: Stream | None = None
+        self.resuming = asyncio.Lock()  # of the stream that attaches itself
         self._engine, self._loop, self._on_lost = engine, asyncio.get_running_loop(), on_lost
         # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
         # committed before it came.
         self._asked = (0, 0, 0)
-        self._state, self._tag, self._n_begun = _State.IDLE, 0, 0
+        self._state, self._tag = _State.IDLE, 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify | pb.Pause]] = deque()
         self._is_held = self._ends_when_idle = False
-        self.stopped = asyncio.Event()
+        self.stopped = asyncio.Event()  # set while the engine does nothing for it
         self.stopped.set()
         self._n_sent = 0  # tokens that the stream's client has, or will have when it has read what was sent
         self.begin(request)
 
     def begin(self, request: Request) -> None:
         """Give the text to the engine, which does nothing with it yet."""
-        n_begun = self._n_begun + 1
-        self._sequence_id: int | None = self._engine.add(
-            request, self._hand_commit, lambda error: self._loop.call_soon_threadsafe(self._fail, n_begun)
-        )
-        self._n_begun = n_begun
+        self._sequence_id: int | None = self._engine.add(request, self._hand_commit)
         self.request, self.tokens, self.finish = request, list(request.tokens), ""
         self.contexts = ContextLog(request.n_context)
 
@@ -110,13 +99,8 @@ class DraftingSession:
         """Refuse another text with RequestInvalid."""
         # A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
         own, n_both = self.request, min(len(self.tokens), len(request.tokens))
-        is_same = (
-            (own.n_prompt, own.max_new_tokens, own.sampling, own.seed)
-            == (request.n_prompt, request.max_new_tokens, request.sampling, request.seed)
-            and n_both >= own.n_prompt
-            and list(request.tokens[:n_both]) == self.tokens[:n_both]
-        )  # fmt: skip
-        if not is_same:
+        settings, asked = ((r.n_prompt, r.max_new_tokens, r.sampling, r.seed) for r in (own, request))
+        if settings != asked or n_both < own.n_prompt or list(request.tokens[:n_both]) != self.tokens[:n_both]:
             raise RequestInvalid("the session has another prompt, other settings or other tokens; open a new one.")
 
     def must_rebuild(self, request: Request) -> bool:
@@ -130,21 +114,21 @@ class DraftingSession:
         )
         return lacks_contexts or len(request.tokens) > len(self.tokens)
 
-    def attach(self, outbox: "Outbox", n_known: int) -> None:
-        """Answer to this outbox from now on, first with the tokens that its client, who knows n, lacks."""
-        self.outbox, self._n_sent, self._ends_when_idle = outbox, n_known, False
+    def attach(self, stream: "Stream", n_known: int) -> None:
+        """Answer to this stream from now on, first with the tokens that its client, who knows n, lacks."""
+        self.stream, self._n_sent, self._ends_when_idle = stream, n_known, False
         if n_known < len(self.tokens) or self.finish:
             self._send_tokens()
 
     def detach(self) -> None:
         """Answer to nobody, forget what was asked for, and stop the engine."""
-        self.outbox = None
+        self.stream = None
         self._pending.clear()
         self.update_hold()
         self._stop()
 
     def end_when_idle(self) -> None:
-        """Close the outbox as soon as all that was asked for is answered."""
+        """Close the stream as soon as all that was asked for is answered."""
         self._ends_when_idle = True
         self._continue()
 
@@ -167,8 +151,8 @@ class DraftingSession:
         self._continue()
 
     def update_hold(self) -> None:
-        """Hold the engine while the outbox is full."""
-        is_full = self.outbox is not None and self.outbox.is_full
+        """Hold the engine while the stream is full."""
+        is_full = self.stream is not None and self.stream.is_full
         if self._sequence_id is not None and is_full != self._is_held:
             self._engine.hold(self._sequence_id, is_full)
         self._is_held = is_full
@@ -192,8 +176,8 @@ class DraftingSession:
                 self._run(body)
             else:
                 self._send_tokens(body.start, answers=sequence)
-        if self._state is _State.IDLE and self._ends_when_idle and self.outbox is not None:
-            self.outbox.close()
+        if self._state is _State.IDLE and self._ends_when_idle and self.stream is not None:
+            self.stream.close()
 
     def _verify(self, sequence: int, body: pb.Verify) -> None:
         drafts, known = body.tokens, self.tokens[body.start :]
@@ -203,10 +187,9 @@ class DraftingSession:
             return
         try:
             self._start(_State.VERIFYING, Work.VERIFY, drafts[n_agreed:])
+            self._asked = (sequence, body.start, n_agreed)
         except RequestInvalid as error:
             self.send_failure("invalid", str(error), answers=sequence)
-            return
-        self._asked = (sequence, body.start, n_agreed)
 
     def _run(self, body: pb.Run) -> None:
         if self.finish or self._n_sent < len(self.tokens):
@@ -236,6 +219,9 @@ class DraftingSession:
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
             return  # of a text that was given up meanwhile
+        if commit.error is not None:
+            self._fail()
+            return
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
         self.tokens += commit.tokens
@@ -247,8 +233,8 @@ class DraftingSession:
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
-            if self.outbox is not None:
-                self.outbox.wake()
+            if self.stream is not None:
+                self.stream.wake()
         if commit.tokens or commit.finish:
             if self._state is _State.VERIFYING:
                 sequence, start, n_agreed = self._asked
@@ -261,9 +247,7 @@ class DraftingSession:
         self.update_hold()
         self._continue()
 
-    def _fail(self, n_begun: int) -> None:
-        if n_begun != self._n_begun or self._sequence_id is None:
-            return  # of a text that was given up meanwhile
+    def _fail(self) -> None:
         self._sequence_id = None
         self._pending.clear()
         self._set_state(_State.IDLE)
@@ -277,7 +261,7 @@ class DraftingSession:
         self, start: int | None = None, n_accepted: int = 0, answers: int = 0, commit: Commit | None = None
     ) -> None:
         """Send the tokens from ``start`` on, by default those that were not sent yet."""
-        if self.outbox is None:
+        if self.stream is None:
             return
         start = self._n_sent if start is None else start
         committed = pb.Committed(
@@ -289,24 +273,19 @@ class DraftingSession:
                 min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1) for seconds in times
             )
         self._n_sent = len(self.tokens)
-        self.outbox.put(pb.ServerMessage(committed=committed))
+        self.stream.put(pb.ServerMessage(committed=committed))
 
     def send_failure(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
         """Tell the client what went wrong, if there is one."""
-        if self.outbox is not None:
-            self.outbox.fail(code, message, ends, answers)
+        if self.stream is not None:
+            self.stream.fail(code, message, ends, answers)
 
 
 class ContextLog:
-    """The contexts of one text, in order: those that wait to be sent, and the newest of those that were.
-
-    Attributes:
-        first: position of the first that is here.
-        released: position after the last one that may be sent.
-    """
+    """The contexts of one text, in order: those that wait to be sent, and the newest of those that were."""
 
     def __init__(self, start: int) -> None:
-        self.first = self.released = start
+        self.first = self.released = start  # the positions of the first that is here, and after the last to be sent
         self._rows: list[Tensor] = []  # of each position from the first on [W], bfloat16 on the host
 
     @property
@@ -343,24 +322,23 @@ class ContextLog:
         return 2 * len(self._rows[0]) if self._rows else 0
 
 
-class Outbox:
-    """Messages of one stream; answers overtake contexts.
-
-    Attributes:
-        failure: what ended the stream; None otherwise.
-    """
+class Stream:
+    """One stream: who reads it, and the messages that wait to be sent on it. Answers overtake contexts."""
 
     # It is full when its reader is slow: then the text's decoding is held, and nothing more is read from the client.
 
     def __init__(self) -> None:
-        self.failure: pb.Failure | None = None
+        self.owner = self.address = ""
+        self.session: DraftingSession | None = None
+        self.last_sequence = 0  # of the messages that came on it
+        self.failure: pb.Failure | None = None  # that ended it
         self._answers: deque[pb.ServerMessage] = deque()
         self._contexts: ContextLog | None = None
         self._codec, self._n_context, self._chunk = "", 0, 1
         self._sequence = 0
         self._is_closed = False
-        self._changed, self._has_room = asyncio.Event(), asyncio.Event()
-        self._has_room.set()
+        self._changed, self.has_room = asyncio.Event(), asyncio.Event()
+        self.has_room.set()
 
     def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
         """Send the contexts of a text from a position on, as they come."""
@@ -394,7 +372,7 @@ class Outbox:
         """Look again: contexts were released."""
         self._changed.set()
         if self.is_full:
-            self._has_room.clear()
+            self.has_room.clear()
 
     @property
     def is_full(self) -> bool:
@@ -402,23 +380,16 @@ class Outbox:
         unsent = self._contexts.n_unsent_bytes(self._n_context) if self._contexts is not None else 0
         return len(self._answers) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
-    async def wait_for_room(self) -> None:
-        """Wait while it is full."""
-        await self._has_room.wait()
-
     async def next(self) -> pb.ServerMessage | None:
         """Wait for the next message to send; None when it is closed and empty."""
-        while True:
-            message = self._take()
-            if message is not None or self._is_closed:
-                break
+        while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()
         if message is not None:
             self._sequence += 1
             message.sequence = self._sequence
         if not self.is_full:
-            self._has_room.set()
+            self.has_room.set()
         return message
 
     def _take(self) -> pb.ServerMessage | None:

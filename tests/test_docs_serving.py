@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from moa_data.moa.drafters.registry import drafter_class
-from moa_data.serving.grpc import STATUSES
-from moa_data.serving.wire import CODECS, bytes_per_position
+from moa_data.serving.wire import CODECS, STATUSES, bytes_per_position
 
 PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
 LLAMA_3_8B = LlamaConfig(

@@ -33,10 +33,7 @@ def complete(engine: Engine, requests: list[Request], work: Work) -> list[list[i
         def keep(commit: Commit, text: list[int] = text) -> None:
             text += commit.tokens
 
-        def fail(error: Exception) -> None:
-            raise error
-
-        ids.append(engine.add(request, keep, fail))
+        ids.append(engine.add(request, keep))
         engine.set_work(ids[-1], work)
     while engine.step():
         pass

@@ -1,6 +1,6 @@
 """Loads a server with good and bad clients at once for some minutes, and watches its memory.
 
-Drafting clients come over a network that is cut and loses its connections; others stream over HTTP, read slowly, leave
+Drafting clients come over a network that is cut and resets its connections; others stream over HTTP, read slowly, leave
 in the middle, or send garbage to both ports. Attackers never read, say nothing, drip their bodies or leave in them, ask
 as a foreign web page would, send prompts of 1 MB, and stop strings as long as the answer. Every complete answer has to
 be the text of plain decoding, nobody else may be refused, and ``/health`` has to answer all the time. ::
@@ -318,12 +318,9 @@ class Load:
 
     def _break_network(self, chance: random.Random) -> None:
         self._is_over.wait(chance.uniform(0, 4))
-        if chance.random() < 0.1:
-            self._proxy.strand()
-        else:
-            self._proxy.cut(reset=chance.random() < 0.5)
-            self._is_over.wait(chance.uniform(0.05, 2))
-            self._proxy.restore()
+        self._proxy.cut(reset=chance.random() < 0.5)
+        self._is_over.wait(chance.uniform(0.05, 2))
+        self._proxy.restore()
 
 
 def watch(server: Server, seconds: float) -> list[tuple[float, float, int, int]]:

@@ -20,14 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...config import Count
-from ...errors import (
-    Disconnected,
-    NotAllowed,
-    Overloaded,
-    ProtocolMismatch,
-    RequestInvalid,
-    ServingError,
-)
+from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...files import read_bounded, write_atomic
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed
 from ...moa.targets.chat_tokens import prompt_tokens
@@ -61,7 +54,6 @@ class Timeouts:
     connect_s: float = 10.0  # for the first answer of a server; then the call fails
     silence_s: float = 0.5  # without a message, beyond two round trips, after which the client writes offline
     dead_s: float = 5.0  # without a message, after which another connection is made
-    give_up_s: float | None = None  # without a server, after which the call fails; None for no end
 
 
 @dataclass(frozen=True)
@@ -76,24 +68,32 @@ class Answer:
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class SavedAnswer:
-    """One answer, complete or not, in its conversation, as a file that outlives the process.
+    """One answer, complete or not, in its conversation, as a file that outlives the process."""
 
-    Attributes:
-        session: id that the server gave; empty for none.
-        tokens: the prompt and what of the answer is committed. Newer ones are known to the server, or computed again.
-        finish: why the answer ended; empty while it has not.
-        messages: the conversation up to the prompt, with ``role`` and ``content``; empty for bare tokens.
-    """
-
-    session: str
+    session: str  # id that the server gave; empty for none
+    # The prompt and what of the answer is committed. Newer ones are known to the server, or computed again.
     tokens: tuple[Annotated[int, Field(ge=0)], ...]
     n_prompt: Count
     max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
     seed: int = 0
-    finish: str = ""
-    messages: tuple[dict[str, str], ...] = ()
+    finish: str = ""  # why the answer ended; empty while it has not
+    messages: tuple[dict[str, str], ...] = ()  # up to the prompt, with role and content; empty for bare tokens
     version: Annotated[int, Field(ge=1, le=1)] = 1
+
+    @classmethod
+    def begin(
+        cls,
+        tokens: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        seed: int,
+        messages: Sequence[Any] = (),
+    ) -> Self:
+        """Make an answer that nothing is known of yet."""
+        if not tokens or max_new_tokens < 1:
+            raise RequestInvalid("an answer needs a prompt of at least one token, and room for one; give both.")
+        return cls("", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages))
 
     def save(self, path: str | Path) -> None:
         """Replace the file, so that a kill at any moment leaves the last state or the one before."""
@@ -161,10 +161,10 @@ class DraftingClient:
                 f"max_offline is {max_offline}, offline_below {offline_below}; give 0 or more, below 1."
             )
         check_codec(codec)
-        self.mode, self.session_file, self._timeouts = mode, session_file, timeouts or Timeouts()
+        self.mode, self.session_file, self.timeouts = mode, session_file, timeouts or Timeouts()
         self.model = drafter if isinstance(drafter, DraftingModel) else DraftingModel.load(drafter, bundle)
         self._codec, self._max_offline, self._offline_below = codec, max_offline, offline_below
-        self._drafter = TextDrafter(self.model)
+        self.drafter = TextDrafter(self.model)
         self._identities = pb.Identities(
             target=target_identity(self.model.drafter.config.target),
             tokenizer=tokenizer_identity(self.model.tokenizer),
@@ -196,8 +196,8 @@ class DraftingClient:
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
-        tokens = tuple(prompt_tokens(self.model.template, chat))
-        return self._answer(tokens, max_new_tokens, sampling, seed, tuple(chat), on_event)
+        tokens = prompt_tokens(self.model.template, chat)
+        return self.resume(SavedAnswer.begin(tokens, max_new_tokens, sampling, seed, chat), on_event)
 
     def complete(
         self,
@@ -209,21 +209,21 @@ class DraftingClient:
         on_event: OnEvent | None = None,
     ) -> Answer:
         """Continue a text of token ids, see :meth:`chat`."""
-        return self._answer(tuple(tokens), max_new_tokens, sampling, seed, (), on_event)
+        return self.resume(SavedAnswer.begin(tokens, max_new_tokens, sampling, seed), on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
         """Continue an answer that another process began; events begin with what it has so far."""
         check_seed(saved.seed)
         settings = AnswerSettings(
-            saved.max_new_tokens, saved.sampling, saved.seed, self._codec if self._drafter.width else "",
+            saved.max_new_tokens, saved.sampling, saved.seed, self._codec if self.drafter.width else "",
             max_offline=self._max_offline, offline_below=self._offline_below, eos_token_ids=self.model.eos_token_ids,
+            mode=self.mode, shape=SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE,
+            identities=self._identities,
         )  # fmt: skip
-        session = Session(
-            saved.tokens, saved.n_prompt, settings, Detokenizer(self.text_of), self._identities, saved.session,
-            self._drafter.begin(saved.tokens, saved.sampling, saved.seed), self.mode,
-            SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE,
-        )  # fmt: skip
-        turn = _Turn(session, self._drafter, self.link, self._timeouts, on_event, saved, self.session_file)
+        n_context = self.drafter.begin(saved.tokens, saved.sampling, saved.seed)
+        texts = Detokenizer(self.text_of)
+        session = Session(saved.tokens, saved.n_prompt, settings, texts, saved.session, n_context)
+        turn = _Turn(self, session, saved, on_event)
         turn.run()
         answer = tuple(session.tokens[session.n_prompt :])
         return Answer(self.text_of(answer), answer, session.finish, turn.stats())
@@ -246,39 +246,22 @@ class DraftingClient:
         """End the connection."""
         self.link.close()
 
-    def _answer(
-        self, tokens: tuple[int, ...], max_new_tokens: int, sampling: SamplingConfig, seed: int,
-        messages: tuple[dict[str, str], ...], on_event: OnEvent | None,
-    ) -> Answer:  # fmt: skip
-        if not tokens or max_new_tokens < 1:
-            raise RequestInvalid("an answer needs a prompt of at least one token, and room for one; give both.")
-        saved = SavedAnswer("", tokens, len(tokens), max_new_tokens, sampling, seed, "", messages)
-        return self.resume(saved, on_event)
-
 
 class _Turn:
     """One answer: moves messages between link and session, drafts where that helps, and measures."""
 
-    def __init__(
-        self,
-        session: Session,
-        drafter: TextDrafter,
-        link: Link,
-        timeouts: Timeouts,
-        on_event: OnEvent | None,
-        saved: SavedAnswer,
-        file: str | Path | None,
-    ) -> None:
-        self._session, self._drafter, self._link, self._timeouts = session, drafter, link, timeouts
-        self._on_event, self._saved, self._file = on_event or (lambda event: None), saved, file
-        self._bytes_before = (link.bytes_up, link.bytes_down)
+    def __init__(self, client: DraftingClient, session: Session, saved: SavedAnswer, on_event: OnEvent | None) -> None:
+        self._drafter, self._link, self._timeouts = client.drafter, client.link, client.timeouts
+        self._session, self._on_event = session, on_event or (lambda event: None)
+        self._saved, self._file = saved, client.session_file
+        self._bytes_before = (self._link.bytes_up, self._link.bytes_down)
         self._stream = 0  # number of the link's stream, 0 for none
         self._pings: dict[int, float] = {}
         self._n_pings = self._n_senseless = 0
         self._heard_s = self._pinged_s = self._told_s = self._saved_s = 0.0
         self._contexts_due_s = 0.0
         self._first_token: tuple[float, int] | None = None  # when the first tokens came, and how many
-        self._error: ServingError = Disconnected(f"{link.address} did not answer.")
+        self._error: ServingError = Disconnected(f"{self._link.address} did not answer.")
         # Smoothed seconds of a round trip, a target call and drafting a token; None before the first measurement.
         self._round_trip_s: float | None = None
         self._verify_s: float | None = None
@@ -376,11 +359,10 @@ class _Turn:
         self._lose(error)
 
     def _look_after_link(self) -> None:
-        """Ping, notice silence, and give up in the end."""
+        """Ping, notice silence, and give up where no server answers the first time."""
         now, session, timeouts = time.monotonic(), self._session, self._timeouts
         if not self._stream:
-            limit_s = timeouts.give_up_s if session.was_opened else timeouts.connect_s
-            if limit_s is not None and now - self._lost_s > limit_s:
+            if not session.was_opened and now - self._lost_s > timeouts.connect_s:
                 raise self._error
             return
         silent_s = now - self._heard_s

@@ -19,9 +19,9 @@ from typing import Any
 
 import grpc
 
-from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ...errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
 from .. import moa_v1_pb2 as pb
-from ..wire import CLIENT_OPTIONS
+from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 
 # Waits between two attempts to connect; each is twice the one before.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
@@ -40,14 +40,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 16 << 20),
 )
 # Errors by status; with any other a new attempt may help.
-_ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
-    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
-    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
-    grpc.StatusCode.INVALID_ARGUMENT: RequestInvalid,
-    grpc.StatusCode.FAILED_PRECONDITION: ProtocolMismatch,
-    grpc.StatusCode.UNIMPLEMENTED: ProtocolMismatch,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
-}
+_ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {grpc.StatusCode.PERMISSION_DENIED: NotAllowed}
 _READY, _FAILED = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 

@@ -22,22 +22,16 @@ the next one begins with all committed tokens, which the server reads again wher
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ...errors import Disconnected
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...moa.decoding.tree import TreeShape
 from ...text import counted
 from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
-from ..wire import PROTOCOL
-
-# Errors by code of a failure; any other ends the connection, not the answer.
-_FAILURES: dict[str, type[ServingError]] = {
-    "overloaded": Overloaded, "invalid": RequestInvalid, "not_allowed": NotAllowed, "mismatch": ProtocolMismatch
-}  # fmt: skip
-
+from ..wire import ERRORS, PROTOCOL, n_common
 
 # Events, for what shows the text: a terminal, a web page, a measurement. Tokens have indices in the answer, from 0.
 
@@ -140,6 +134,9 @@ class AnswerSettings:
     # below this: what followed would be taken back almost surely.
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
+    mode: Mode = "server"
+    shape: TreeShape = GREEDY_SHAPE  # of the chains that are verified
+    identities: pb.Identities = field(default_factory=pb.Identities)
 
 
 @dataclass(frozen=True)
@@ -158,17 +155,6 @@ class Session:
         texts: turns the answer's tokens into text; still empty.
         session: id that a server gave this answer before; empty for none.
         n_context: positions whose contexts the drafter has.
-
-    Attributes:
-        tokens: prompt and committed answer.
-        drafts: drafted tokens after them, of which the first ``n_shown`` are shown as unverified and the first
-            ``n_asked`` are being verified.
-        shape: of the chains that are verified.
-        finish: why the answer ended; empty before.
-        is_opened: whether the server has opened the session on the present connection.
-        was_opened: whether a server has opened it on this connection or an earlier one.
-        is_offline: whether the client writes without the server.
-        n_calls: target calls that committed something.
     """
 
     def __init__(
@@ -177,24 +163,24 @@ class Session:
         n_prompt: int,
         settings: AnswerSettings,
         texts: Detokenizer,
-        identities: pb.Identities | None = None,
         session: str = "",
         n_context: int = 0,
-        mode: Mode = "server",
-        shape: TreeShape = GREEDY_SHAPE,
     ) -> None:
         self.tokens, self.n_prompt, self.settings, self.session = list(tokens), n_prompt, settings, session
-        self.mode, self.shape = mode, shape
+        self.mode, self.shape = settings.mode, settings.shape
+        # Drafted tokens, of which the first n_shown are shown as unverified, and the first n_asked are being verified.
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
         self.n_context, self.contexts = n_context, list[tuple[pb.Context, int]]()
-        self.finish = ""
-        self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
-        self._texts, self._identities = texts, identities or pb.Identities()
+        self.finish = ""  # why the answer ended
+        self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0  # calls that committed something
+        self._texts = texts
         self._outbox: list[pb.ClientMessage] = []
         self._events: list[Event] = []
         self._sequence = 0
-        self._is_up = self.is_opened = self.was_opened = self.is_offline = self._is_stuck = False
+        self._is_up = self.is_opened = False  # whether there is a connection, and the server has opened the session
+        self.was_opened = False  # on this connection or an earlier one
+        self.is_offline = self._is_stuck = False  # whether the client writes without the server, and can draft no more
         self._has_paused = False  # offline, and said so
         self._awaited = 0  # sequence number of the Verify that has not been answered
         self._is_running = False  # whether the server decodes and streams
@@ -213,7 +199,7 @@ class Session:
         settings, sampling = self.settings, self.settings.sampling
         self._send(
             open=pb.Open(
-                protocol=PROTOCOL, session=self.session, identities=self._identities, tokens=self.tokens,
+                protocol=PROTOCOL, session=self.session, identities=settings.identities, tokens=self.tokens,
                 n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens, codec=settings.codec,
                 n_context=self.n_context,
                 sampling=pb.Sampling(
@@ -273,7 +259,7 @@ class Session:
             self._open(message.opened)
         elif kind == "failure":
             text = message.failure.message or f"the server failed without a reason ({message.failure.code})."
-            raise _FAILURES.get(message.failure.code, Disconnected)(text)
+            raise ERRORS.get(message.failure.code, Disconnected)(text)
         elif not self.is_opened:
             raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
         if self.is_offline and self.is_opened:
@@ -383,9 +369,7 @@ class Session:
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
         """Commit tokens: drafts that agree stay, from the first that does not they are taken back."""
-        n_agreed = 0
-        while n_agreed < min(len(new), len(self.drafts)) and self.drafts[n_agreed].token == new[n_agreed]:
-            n_agreed += 1
+        n_agreed = n_common(new, [draft.token for draft in self.drafts])
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):
             self.drafts.popleft()

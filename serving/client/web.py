@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.middleware.base import RequestResponseEndpoint
 
 from ...errors import MoaDataError, OptionInvalid
 from ...text import first_line
@@ -56,7 +56,7 @@ class EventLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: list[str] = []
-        self._first, self._began, self._is_closed = 0, time.monotonic(), False
+        self._first, self._began, self.is_closed = 0, time.monotonic(), False
 
     def begin(self, *items: dict[str, Any]) -> None:
         """Forget the last answer, and start another with these items."""
@@ -72,13 +72,9 @@ class EventLog:
         with self._lock:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
 
-    def close(self) -> None:
-        """Let all followers end."""
-        self._is_closed = True
-
     async def follow(self, after: int) -> AsyncIterator[tuple[int, str]]:
         """Yield (number, item) of all items of the present answer after a number, and then as they come."""
-        while not self._is_closed:
+        while not self.is_closed:
             with self._lock:
                 start = max(after + 1, self._first)
                 items = self._items[start - self._first :]
@@ -89,7 +85,7 @@ class EventLog:
 
 
 class ChatPage:
-    """Serves the page at http://127.0.0.1:``port`` from a thread of its own, until it is closed.
+    """Serves the page at http://127.0.0.1:``port`` from a thread of its own, within a ``with`` statement.
 
     Args:
         answer: answers a prompt, one at a time and each in a new thread, and reports events; its errors are shown.
@@ -112,9 +108,8 @@ class ChatPage:
         self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
         self._asking = threading.Lock()
         config = uvicorn.Config(
-            _OwnPagesOnly(self._app(), self.port), log_config=None, access_log=False, ws="none", lifespan="off",
-            timeout_graceful_shutdown=1,
-        )  # fmt: skip
+            self._app(), log_config=None, access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="page", daemon=True)
         self._thread.start()
@@ -123,12 +118,8 @@ class ChatPage:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the server and its connections; an answer that is being made continues in its thread."""
-        self._server.should_exit = True
-        self._log.close()
+        # An answer that is being made continues in its thread.
+        self._server.should_exit = self._log.is_closed = True
         self._thread.join()
         self._listener.close()
 
@@ -137,6 +128,17 @@ class ChatPage:
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
+        hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
+
+        @app.middleware("http")
+        async def for_own_pages(request: Request, serve: RequestResponseEndpoint) -> Response:
+            origin = request.headers.get("origin")
+            is_own = request.headers.get("host") in hosts and (
+                origin is None or origin.removeprefix("http://") in hosts
+            )
+            response = await serve(request) if is_own else _refuse(403, "This page is for 127.0.0.1 only.")
+            response.headers.update(_HEADERS)
+            return response
 
         @app.get("/")
         def page() -> FileResponse:
@@ -180,30 +182,6 @@ class ChatPage:
         finally:
             self._log.append({"type": "Ended"})
             self._asking.release()
-
-
-class _OwnPagesOnly:
-    """Middleware: refuses requests for other hosts or from other sites, and sets the headers of all answers."""
-
-    def __init__(self, app: ASGIApp, port: int) -> None:
-        self._app = app
-        self._hosts = {f"{host}:{port}".encode() for host in ("127.0.0.1", "localhost")}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        origin = headers.get(b"origin")
-        is_own = headers.get(b"host") in self._hosts
-        if not is_own or (origin is not None and origin.removeprefix(b"http://") not in self._hosts):
-            await _refuse(403, "This page is for 127.0.0.1 only.")(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                more = [(key.lower().encode(), value.encode()) for key, value in _HEADERS.items()]
-                message["headers"] = [*message.get("headers", []), *more]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
 
 
 def _refuse(status: int, message: str) -> JSONResponse:

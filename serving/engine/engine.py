@@ -20,10 +20,11 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -36,33 +37,41 @@ from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import EngineOptions
 from .runner import Output, Part, Runner
-from .scheduler import BLOCK_TOKENS, KVPool, Scheduled, Scheduler, blocks_for
+from .scheduler import BLOCK_TOKENS, Scheduled, Scheduler, blocks_for
 from .sequence import Commit, Limits, Request, Sequence, Work
-from .speculation import Served, Speculation
+from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
 # Positions whose contexts are sent together in a run. A client that loses its network lacks those of fewer.
 _CONTEXTS_AT_ONCE = 16
 
 
+def count(metric: str, what: str, is_gauge: bool = False, labels: tuple[str, ...] = ()) -> Any:
+    """Define a field of counts: its name and help in ``/metrics``; one with a label counts by its values."""
+    default = Counter if labels else int
+    return field(default_factory=default, metadata={"metric": (metric, what, is_gauge, labels)})
+
+
 @dataclass
 class Counts:
     """What an engine has done and holds."""
 
-    n_open: int = 0  # sequences that were added and neither removed nor failed
-    n_working: int = 0  # those with work that is not finished
-    n_calls: int = 0  # of the target
-    n_read: int = 0  # tokens that were read by the target, drafts included
-    n_committed: int = 0  # new tokens
-    n_rounds: int = 0  # times that a sequence got new tokens; n_committed / n_rounds is the acceptance length
-    n_drafted: int = 0  # drafts that were verified
-    n_accepted: int = 0  # those that were committed
-    n_evicted: int = 0  # times that a sequence lost its KV
-    n_failed: int = 0  # sequences that ended with an error
-    call_s: float = 0.0  # seconds of all target calls
-    draft_s: float = 0.0  # seconds of the server's own drafting
-    kv_used: int = 0  # positions that are reserved, of kv_tokens
-    kv_tokens: int = 0
+    n_open: int = count("moa_sequences_open", "Texts that the engine holds.", True)
+    n_working: int = count("moa_sequences_working", "Texts that wait for a target call or share one.", True)
+    n_calls: int = count("moa_target_calls", "Target calls.")
+    n_read: int = count("moa_tokens_read", "Tokens that the target read, drafts included.")
+    n_committed: int = count("moa_tokens_committed", "New tokens of all texts.")
+    n_rounds: int = count(
+        "moa_rounds", "Times that a text got new tokens; tokens over rounds is the acceptance length."
+    )
+    n_drafted: int = count("moa_drafts_verified", "Drafts that were verified.")
+    n_accepted: int = count("moa_drafts_accepted", "Drafts that the target agreed with.")
+    n_evicted: int = count("moa_evictions", "Times that a text lost its KV to another.")
+    n_failed: int = count("moa_sequences_failed", "Texts that ended with an error.")
+    call_s: float = count("moa_target_call_seconds", "Seconds of all target calls.")
+    draft_s: float = count("moa_draft_seconds", "Seconds of the server's own drafting.")
+    kv_used: int = count("moa_kv_tokens_used", "Positions whose KV is reserved.", True)
+    kv_tokens: int = count("moa_kv_tokens", "Positions whose KV can be kept.", True)
 
 
 class Engine:
@@ -70,9 +79,6 @@ class Engine:
 
     Args:
         drafters: name -> loaded drafter of this target.
-
-    Attributes:
-        limits: what requests may ask for.
     """
 
     def __init__(
@@ -86,8 +92,9 @@ class Engine:
         n_slots = blocks_for(options.kv_tokens) * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.limits = Limits(vocab_size, n_positions, min(n_positions, n_slots), options.max_drafts, self.drafters)
         self._max_open = options.max_sequences + options.max_waiting
-        self._pool = KVPool(options.kv_tokens, target)
-        self._scheduler = Scheduler(self._pool, options.max_sequences, options.prefill_chunk, n_own_drafts)
+        self._scheduler = Scheduler(
+            target, options.kv_tokens, options.max_sequences, options.prefill_chunk, n_own_drafts
+        )
         self._runner = Runner(target, options.target_ms / 1000)
         self._speculations = {name: Speculation(target, drafter, shape) for name, drafter in self.drafters.items()}
         self._sequences: dict[int, Sequence] = {}
@@ -109,18 +116,11 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def add(
-        self, request: Request, on_commit: Callable[[Commit], object], on_error: Callable[[ServingError], object]
-    ) -> int:
-        """Take a text, which does nothing until it gets work; returns its id.
+    def add(self, request: Request, on_commit: Callable[[Commit], object]) -> int:
+        """Take a text, which does nothing until it gets work; returns its id. Raises RequestInvalid or Overloaded.
 
-        Args:
-            on_commit: called after each target call that served the text, from the thread that steps: must not block.
-            on_error: called likewise when the text has failed and was removed.
-
-        Raises:
-            RequestInvalid: the request cannot be served by this engine.
-            Overloaded: too many sequences are open.
+        ``on_commit`` is called after each target call that served the text, and when it has failed and was removed,
+        from the thread that steps: it must not block.
         """
         self.limits.check(request)
         with self._lock:
@@ -128,7 +128,7 @@ class Engine:
                 raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
         limit = self.limits.of(request)
-        sequence = Sequence(next(self._ids), request, limit, KVBuffer(n_layers=self._n_layers), on_commit, on_error)
+        sequence = Sequence(next(self._ids), request, limit, KVBuffer(n_layers=self._n_layers), on_commit)
         answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
         sequence.finish = cut_answer(answer, n_answer, self.target.eos_token_ids)[1]
         self._mail.append(lambda: self._sequences.update({sequence.id: sequence}))
@@ -142,11 +142,8 @@ class Engine:
 
         Args:
             drafts: for VERIFY, a chain of tokens after the root, of which the first ``max_drafts`` are verified; none
-                for a plain step.
+                for a plain step. RequestInvalid where they are no tokens.
             answers: a tag that the commits of this work carry.
-
-        Raises:
-            RequestInvalid: the drafts are no tokens.
         """
         chain = tuple(drafts[: self.limits.max_drafts])
         self.limits.check_tokens(chain)
@@ -174,7 +171,7 @@ class Engine:
         """Copy the counts."""
         with self._lock:
             n_working = sum(sequence.is_runnable for sequence in tuple(self._sequences.values()))
-            used, total = self._pool.n_used * BLOCK_TOKENS, self._pool.n_blocks * BLOCK_TOKENS
+            used, total = self._scheduler.n_used * BLOCK_TOKENS, self._scheduler.n_blocks * BLOCK_TOKENS
             return replace(self._counts, n_working=n_working, kv_used=used, kv_tokens=total)
 
     # The thread that steps
@@ -207,8 +204,7 @@ class Engine:
         began = time.perf_counter()
         drafting = self._draft([one.sequence for one in scheduled])
         drafted = time.perf_counter()
-        accepted = [self._accept(one, output) for one, output in self._call(scheduled)]
-        served = [one for one in accepted if one is not None]
+        served = [one for one in self._call(scheduled) if self._accept(one)]
         done = time.perf_counter()
         self._counts.n_calls += 1
         self._counts.draft_s += drafted - began
@@ -271,7 +267,7 @@ class Engine:
             _LOG.exception("the drafter %s failed; %d texts continue without drafts", name, len(sequences))
             self._speculations[name].abandon(sequences)
 
-    def _call(self, scheduled: list[Scheduled]) -> list[tuple[Scheduled, Output]]:
+    def _call(self, scheduled: list[Scheduled]) -> list[Scheduled]:
         """Call the target; if that fails, once for each sequence, so that only the faulty ones end."""
         parts = []
         for one in scheduled:
@@ -290,46 +286,47 @@ class Engine:
             _LOG.warning("a call over %d texts failed, each goes alone: %s", len(scheduled), first_line(error))
             return [result for one in scheduled for result in self._call([one])]
         self._counts.n_read += sum(len(part.tokens) for part in parts)
-        return list(zip(scheduled, outputs, strict=True))
+        for one, output in zip(scheduled, outputs, strict=True):
+            one.output = output
+        return scheduled
 
-    def _accept(self, scheduled: Scheduled, output: Output) -> Served | None:
-        """Accept drafts, and commit tokens and KV; None where that failed."""
-        sequence, n_known = scheduled.sequence, scheduled.n_known
+    def _accept(self, one: Scheduled) -> bool:
+        """Accept drafts, and commit tokens and KV; False where that failed."""
+        sequence, n_known = one.sequence, one.n_known
         try:
             start, first = sequence.n_cached, len(sequence.tokens)
             accepted: list[int] = []
             new: list[int] = []
-            n_drafts = len(sequence.drafts) if scheduled.has_root else 0
-            if scheduled.has_root:
-                accepted, bonus = _accepted(sequence, output)
+            if one.has_root:
+                one.n_drafts = len(sequence.drafts)
+                accepted, bonus = _accepted(sequence, one.output)
                 new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus], self.target.eos_token_ids)
                 sequence.end_round()
-            kept = [*range(n_known), *(n_known + node for node in accepted)]
-            sequence.kv.commit([kept])
-            commit = sequence.commit(first, new, min(len(accepted), len(new)))
+            one.kept = [*range(n_known), *(n_known + node for node in accepted)]
+            sequence.kv.commit([one.kept])
+            one.commit = sequence.commit(first, new, min(len(accepted), len(new)))
             self._counts.n_rounds += bool(new)
-            self._counts.n_drafted += n_drafts
-            self._counts.n_accepted += commit.n_accepted
+            self._counts.n_drafted += one.n_drafts
+            self._counts.n_accepted += one.commit.n_accepted
             self._counts.n_committed += len(new)
             if sequence.request.wants_context:
-                commit = self._note_contexts(sequence, output, commit, kept, start)
-            return Served(sequence, n_known, output, kept, n_drafts, commit)
+                self._note_contexts(one, start)
         except Exception as error:  # noqa: BLE001 - as in _call
             self._fail(sequence, error)
-            return None
+            return False
+        return True
 
-    def _note_contexts(self, sequence: Sequence, output: Output, commit: Commit, kept: list[int], start: int) -> Commit:
+    def _note_contexts(self, one: Scheduled, start: int) -> None:
         """Note the states of new positions, of which contexts are to be encoded; the last commit takes them along."""
-        assert sequence.request.drafter is not None
-        speculation = self._speculations[sequence.request.drafter]
+        sequence = one.sequence
+        speculation = self._speculations[sequence.request.drafter or ""]
         first = max(start, sequence.n_context + sequence.n_unencoded)
-        if new_positions := kept[first - start :]:
-            sequence.unencoded.append(speculation.states(output)[new_positions])
-        if not commit.finish:
-            return commit
-        if sequence.can_encode:
-            speculation.encode_contexts([sequence])
-        return sequence.take_contexts(commit)
+        if new_positions := one.kept[first - start :]:
+            sequence.unencoded.append(speculation.states(one.output)[new_positions])
+        if one.commit.finish:
+            if sequence.can_encode:
+                speculation.encode_contexts([sequence])
+            one.commit = sequence.take_contexts(one.commit)
 
     def _send_contexts(self, sequences: Rows[Sequence]) -> None:
         """Send contexts after the tokens that they belong to."""
@@ -355,7 +352,7 @@ class Engine:
             if is_open and sequence.n_unsent >= _contexts_at_once(sequence):
                 self._report(sequence, replace(sequence.take_contexts(sequence.commit()), answers=0))
 
-    def _observe(self, drafting: Mapping[str, list[Sequence]], served: list[Served], round_s: float) -> None:
+    def _observe(self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""
         # Reading a chunk of a prompt takes longer than any round, and says nothing about drafts.
         is_comparable = all(one.n_known == 1 for one in served)
@@ -380,8 +377,9 @@ class Engine:
         _LOG.error("text %d failed: %s", sequence.id, first_line(error), exc_info=error)
         self._counts.n_failed += 1
         self._remove(sequence)
+        failure = ServingError(f"this text failed on the server ({first_line(error)}); ask for it again.")
         try:
-            sequence.on_error(ServingError(f"this text failed on the server ({first_line(error)}); ask for it again."))
+            sequence.on_commit(replace(sequence.commit(), error=failure))
         except Exception:  # noqa: BLE001 - likewise
             _LOG.exception("the owner of text %d failed too", sequence.id)
 
@@ -393,7 +391,7 @@ class Engine:
 
     def _release(self, sequence: Sequence) -> None:
         """Free what a text holds whose answer has ended."""
-        self._pool.evict(sequence.kv)
+        self._scheduler.evict(sequence.kv)
         self._forget_drafts(sequence)
 
     def _forget_drafts(self, sequence: Sequence) -> None:

@@ -17,54 +17,20 @@ Shapes: H_kv key/value heads, d head dim.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
-from .sequence import Sequence, Work
+from .runner import Output
+from .sequence import Commit, Sequence, Work
 
 # Copying a buffer each time that it grows by a block costs a thirty-second of a read of it a token, and half a block is
 # unused in each sequence.
 BLOCK_TOKENS = 32
 # Tokens that each sequence reads at least: a call with fewer costs the same.
 _MIN_CHUNK = 16
-
-
-class KVPool:
-    """The bound on the KV of all sequences together, counted in blocks of tokens.
-
-    Args:
-        n_tokens: positions of all sequences, rounded up to a whole block.
-
-    Attributes:
-        n_blocks: blocks in total.
-        n_used: blocks that sequences have.
-    """
-
-    # Each sequence has a buffer of its own, so that attention reads it as it lies: gathering blocks that are scattered
-    # over one large buffer costs as much again as attending to them (8 sequences of 250 tokens, one CPU core).
-
-    def __init__(self, n_tokens: int, target: Target) -> None:
-        self.n_blocks, self.n_used, sizes = blocks_for(n_tokens), 0, target.sizes
-        shape = 1, sizes["n_kv_heads"], 0, sizes["head_dim"]
-        self._like = torch.empty(shape, dtype=target.model.dtype, device=target.device)
-
-    def reserve(self, kv: KVBuffer, n_slots: int) -> bool:
-        """Give a sequence blocks for so many tokens in all; returns False, and does nothing, if too few are free."""
-        n_more = blocks_for(n_slots) - held_blocks(kv)
-        if n_more > self.n_blocks - self.n_used:
-            return False
-        if n_more > 0:
-            kv.resize(kv.capacity + n_more * BLOCK_TOKENS, self._like)
-            self.n_used += n_more
-        return True
-
-    def evict(self, kv: KVBuffer) -> None:
-        """Take all blocks of a sequence, and forget what they hold."""
-        self.n_used -= held_blocks(kv)
-        kv.clear()
 
 
 def blocks_for(n_tokens: int) -> int:
@@ -77,28 +43,43 @@ def held_blocks(kv: KVBuffer) -> int:
     return kv.capacity // BLOCK_TOKENS
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Scheduled:
-    """The tokens of one sequence in a target call."""
+    """The tokens of one sequence in a target call, and what the call gave it."""
 
     sequence: Sequence
     n_known: int  # committed tokens that it reads
     has_root: bool  # whether the root is the last of them, so that drafts are verified and tokens committed
+    output: Output = field(init=False)
+    kept: list[int] = field(init=False)  # the tokens of its part that got KV, in order
+    n_drafts: int = 0
+    commit: Commit = field(init=False)
 
 
 class Scheduler:
-    """Plans target calls.
+    """Plans target calls, and bounds the KV of all sequences together, counted in blocks of tokens.
 
     Args:
+        kv_tokens: positions of all sequences, rounded up to a whole block.
         max_sequences: sequences that share a call at most.
         prefill_chunk: tokens that those with missing tokens read in a call, together.
         max_drafts: drafts that the server's own drafting makes at most.
     """
 
-    def __init__(self, pool: KVPool, max_sequences: int, prefill_chunk: int, max_drafts: int) -> None:
-        self._pool, self._max_sequences = pool, max_sequences
-        self._prefill_chunk, self._max_drafts = prefill_chunk, max_drafts
+    # Each sequence has a buffer of its own, so that attention reads it as it lies: gathering blocks that are scattered
+    # over one large buffer costs as much again as attending to them (8 sequences of 250 tokens, one CPU core).
+
+    def __init__(self, target: Target, kv_tokens: int, max_sequences: int, prefill_chunk: int, max_drafts: int) -> None:
+        self.n_blocks, self.n_used, sizes = blocks_for(kv_tokens), 0, target.sizes
+        shape = 1, sizes["n_kv_heads"], 0, sizes["head_dim"]
+        self._like = torch.empty(shape, dtype=target.model.dtype, device=target.device)
+        self._max_sequences, self._prefill_chunk, self._max_drafts = max_sequences, prefill_chunk, max_drafts
         self._n_served = 0
+
+    def evict(self, kv: KVBuffer) -> None:
+        """Take all blocks of a sequence, and forget what they hold."""
+        self.n_used -= held_blocks(kv)
+        kv.clear()
 
     def schedule(self, sequences: Collection[Sequence]) -> tuple[list[Scheduled], list[Sequence]]:
         """Plan the next call; returns its tokens, none if there is nothing to do, and who lost its KV for it."""
@@ -125,23 +106,24 @@ class Scheduler:
     ) -> bool:
         """Reserve blocks for a text and its drafts, those of others if need be; False if there are not enough."""
         n_drafts = self._max_drafts if sequence.work is Work.SPECULATE else len(sequence.drafts)
-        n_slots = len(sequence.tokens) + n_drafts
-        if self._pool.reserve(sequence.kv, n_slots):
-            return True
-        n_free = self._pool.n_blocks - self._pool.n_used
-        n_wanted = blocks_for(n_slots) - held_blocks(sequence.kv) - n_free
-        holders = [s for s in sequences if s.kv.capacity and s is not sequence]
-        idle = sorted((s for s in holders if not s.is_runnable), key=lambda s: s.last_served)
-        younger = [s for s in holders if s.is_runnable and s.id > sequence.id and s not in chosen]
+        n_more = blocks_for(len(sequence.tokens) + n_drafts) - held_blocks(sequence.kv)
+        n_wanted = n_more - (self.n_blocks - self.n_used)
         victims = []
-        for other in idle + sorted(younger, key=lambda s: -s.id):
-            if n_wanted <= 0:
-                break
-            victims.append(other)
-            n_wanted -= held_blocks(other.kv)
+        if n_wanted > 0:
+            holders = [s for s in sequences if s.kv.capacity and s is not sequence]
+            idle = sorted((s for s in holders if not s.is_runnable), key=lambda s: s.last_served)
+            younger = [s for s in holders if s.is_runnable and s.id > sequence.id and s not in chosen]
+            for other in idle + sorted(younger, key=lambda s: -s.id):
+                if n_wanted <= 0:
+                    break
+                victims.append(other)
+                n_wanted -= held_blocks(other.kv)
         if n_wanted > 0:
             return False
         for other in victims:
-            self._pool.evict(other.kv)
+            self.evict(other.kv)
         evicted += victims
-        return self._pool.reserve(sequence.kv, n_slots)
+        if n_more > 0:
+            sequence.kv.resize(sequence.kv.capacity + n_more * BLOCK_TOKENS, self._like)
+            self.n_used += n_more
+        return True

@@ -65,6 +65,7 @@ class Commit:
     context_start: int = 0  # position of the first of the contexts
     context: Tensor | None = None  # [n, W], the drafter's contexts of positions that got target KV
     answers: int = 0  # the tag given with the work
+    error: ServingError | None = None  # why the text has failed and was removed
 
 
 @dataclass(eq=False)
@@ -76,7 +77,6 @@ class Sequence:
     limit: int  # bound on the tokens of the whole text
     kv: KVBuffer  # target KV of its first tokens, one row
     on_commit: Callable[[Commit], object]
-    on_error: Callable[[ServingError], object]
     tokens: list[int] = field(init=False)
     work: Work = Work.IDLE
     drafts: tuple[int, ...] = ()  # what the next call verifies after the root, in level order
@@ -198,7 +198,6 @@ class Limits:
             ),
             (request.n_context > n_tokens, f"contexts of {request.n_context} positions cannot be known of this text."),
             (name is not None and drafter is None, f"there is no drafter {name!r} here; loaded: {known}."),
-            (request.wants_context and name is None, "contexts are a drafter's; name one."),
             (
                 request.wants_context and drafter is not None and drafter.context_width is None,
                 f"the drafter {name!r} cannot draft away from the target; use one of a kind that can: "

@@ -14,7 +14,6 @@ Chains are cut where the drafter itself is unsure, and replaced by plain steps w
 
 import math
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,23 +28,11 @@ from ...moa.drafters.base import Drafter
 from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
 from .runner import Output
-from .scheduler import BLOCK_TOKENS
-from .sequence import Commit, Sequence
+from .scheduler import BLOCK_TOKENS, Scheduled
+from .sequence import Sequence
 
 _MAX_CATCH_UP = 64
 """Tokens that a row may have to catch up with in a batch."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a call gave one sequence."""
-
-    sequence: Sequence
-    n_known: int  # committed tokens that it read
-    output: Output
-    kept: list[int]  # the tokens of its part that got KV, in order
-    n_drafts: int
-    commit: Commit
 
 
 class Speculation:
@@ -140,7 +127,7 @@ class Speculation:
             return output.hidden
         return torch.cat([output.layers[layer] for layer in self.drafter.observed_layers], dim=-1)
 
-    def observe(self, served: Rows[Served]) -> None:
+    def observe(self, served: Rows[Scheduled]) -> None:
         """Hand over the results of a call; the gathered sequences are all among them."""
         if not self._observes:
             return
@@ -153,7 +140,7 @@ class Speculation:
             if id_ in self._apart:
                 self.drafter.observe(self._apart[id_], self.states(one.output)[None], [one.kept])
 
-    def judge(self, rounds: Rows[Served], round_s: float) -> None:
+    def judge(self, rounds: Rows[Scheduled], round_s: float) -> None:
         """Let the policy learn from a round of the gathered sequences, which took so many seconds."""
         n_committed = sum(len(one.commit.tokens) for one in rounds) / len(rounds)
         self._policy(len(rounds)).observe(sum(one.n_drafts for one in rounds), n_committed, round_s)

@@ -1,10 +1,8 @@
-"""A TCP proxy that delays and cuts what passes through it, at exact bytes where that is asked for."""
+"""A TCP proxy that delays and cuts what passes through it, after so many bytes where that is asked for."""
 
 import asyncio
-import fcntl
 import socket
 import struct
-import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +10,6 @@ from functools import partial
 from typing import Literal, Self
 
 Way = Literal["up", "down"]
-_DRAIN_S = 1.0
 
 
 class _Flow:
@@ -37,14 +34,12 @@ class Proxy:
 
     def __init__(self, upstream: tuple[str, int], delay_s: float = 0.0) -> None:
         self._upstream, self._delay_s = upstream, delay_s
-        self._flows: dict[Way, _Flow] = {"up": _Flow(), "down": _Flow()}
-        self._cut, self._resets, self.n_connections = threading.Event(), False, 0
+        self.flows: dict[Way, _Flow] = {"up": _Flow(), "down": _Flow()}
+        self.is_cut, self._resets, self.n_connections = threading.Event(), False, 0
         self._connections: set[asyncio.Task[None]] = set()
-        self._stranded: set[asyncio.Task[None]] = set()
-        self._held: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="proxy", daemon=True)
         self._thread.start()
@@ -54,21 +49,8 @@ class Proxy:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._is_closed.set)
+        self._loop.call_soon_threadsafe(self._is_closed.set)
         self._thread.join()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    @property
-    def bytes_up(self) -> int:
-        return self._flows["up"].n_bytes
-
-    @property
-    def bytes_down(self) -> int:
-        return self._flows["down"].n_bytes
 
     def cut(self, reset: bool = False) -> None:
         """Let nothing pass: connections stay open and silent, what is in flight is held.
@@ -82,37 +64,20 @@ class Proxy:
         """Cut when exactly so many further bytes, of all connections, have been forwarded one way."""
 
         def arm() -> None:
-            flow = self._flows[way]
+            flow = self.flows[way]
             flow.cut_at, flow.resets = flow.n_bytes + n_bytes, reset
             if n_bytes == 0:
                 self._cut_now(reset)
 
         self._call(arm)
 
-    def strand(self) -> None:
-        """Let nothing pass any more on the connections that there are, not even their ends; new ones work.
-
-        As when a telephone changes its network, or a router forgets its connections.
-        """
-
-        def strand() -> None:
-            self._stranded |= self._connections
-            for connection in self._connections:
-                connection.cancel()
-
-        self._call(strand)
-
-    def wait_cut(self, timeout_s: float) -> bool:
-        """Wait until the network is cut; False if it is not within the time."""
-        return self._cut.wait(timeout_s)
-
     def restore(self) -> None:
         """Let everything pass again, what was held first; no cut is armed afterwards."""
 
         def restore() -> None:
-            self._flows["up"].cut_at = self._flows["down"].cut_at = None
+            self.flows["up"].cut_at = self.flows["down"].cut_at = None
             self._resets = False
-            self._cut.clear()
+            self.is_cut.clear()
             self._is_open.set()
 
         self._call(restore)
@@ -131,7 +96,7 @@ class Proxy:
         if reset:
             for connection in self._connections:
                 connection.cancel()
-        self._cut.set()
+        self.is_cut.set()
 
     async def _run(self) -> None:
         self._loop, self._is_open, self._is_closed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -143,8 +108,6 @@ class Proxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for end in self._held:
-            _abort(end)
         self._listener.close()
 
     async def _accept(self) -> None:
@@ -156,12 +119,11 @@ class Proxy:
             self.n_connections += 1
             task = asyncio.create_task(self._serve(client))
             self._connections.add(task)
-            task.add_done_callback(partial(self._forget, client=client))
+            task.add_done_callback(partial(self._forget, client))
 
-    def _forget(self, task: asyncio.Task[None], client: socket.socket) -> None:
+    def _forget(self, client: socket.socket, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
-        if client not in self._held:
-            _abort(client)  # unless it is closed; a task that was cancelled at once has done nothing
+        _abort(client)  # unless it is closed; a task that was cancelled at once has done nothing
 
     async def _serve(self, client: socket.socket) -> None:
         """Forward both ways until both ends have said all, or one of them resets the connection."""
@@ -173,16 +135,13 @@ class Proxy:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with asyncio.TaskGroup() as tasks:
-                for flow, source, sink in ((self._flows["up"], client, server), (self._flows["down"], server, client)):
+                for flow, source, sink in ((self.flows["up"], client, server), (self.flows["down"], server, client)):
                     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(1024)
                     tasks.create_task(self._read(source, queue))
                     tasks.create_task(self._write(flow, queue, sink))
         except* (OSError, asyncio.CancelledError):
-            if asyncio.current_task() in self._stranded:
-                self._held += [client, server]
-            else:
-                _abort(client)
-                _abort(server)
+            _abort(client)
+            _abort(server)
         else:
             client.close()
             server.close()
@@ -210,20 +169,10 @@ class Proxy:
                 await self._loop.sock_sendall(sink, rest[:n])
                 rest = rest[n:]
                 if is_last:
-                    if flow.resets:  # which discards what the other end has not taken yet
-                        await _drain(sink)
                     self._cut_now(flow.resets)
         await self._is_open.wait()
         with suppress(OSError):  # the other end may be gone already
             sink.shutdown(socket.SHUT_WR)
-
-
-async def _drain(sink: socket.socket) -> None:
-    """Wait until the other end's kernel has all that was written, but not for long."""
-    for _ in range(int(_DRAIN_S * 1e3)):
-        if struct.unpack("i", fcntl.ioctl(sink, termios.TIOCOUTQ, bytes(4)))[0] == 0:
-            return
-        await asyncio.sleep(1e-3)
 
 
 def _abort(end: socket.socket) -> None:

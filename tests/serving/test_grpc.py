@@ -10,7 +10,6 @@ import torch
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import CODECS, decode
 from moa_data.tests.kit.drafters import build, build_drafter, teach
 from moa_data.tests.kit.models import build_model, random_prompts
@@ -88,33 +87,7 @@ def test_what_is_committed_answers_a_verify_that_is_sent_again(server: Server, a
         assert (found.start, list(found.tokens), found.n_accepted) == (N + 5, truth[5:9], 3)
 
 
-def test_verifies_in_flight_are_answered_in_order(server: Server, answer: list[int]) -> None:
-    """A client that drafts ahead sends the next one before the answer to the last."""
-    truth = answer[N:]
-    with Talk(server.address) as talk:
-        talk.open(PROMPT)
-        sent = [talk.send(verify=pb.Verify(start=N, tokens=truth[:n])) for n in (2, 5, 1, 7)]
-        found = [talk.read("committed").committed for _ in sent]
-        assert [one.answers for one in found] == sent
-        assert [list(one.tokens) for one in found] == [truth[:n] for n in (3, 6, 6, 8)]
-        assert [one.n_accepted for one in found] == [2, 5, 1, 7]
-
-
 # Runs
-
-
-@pytest.mark.parametrize("mode", [PLAIN, SPECULATE])
-def test_runs(server: Server, answer: list[int], mode: Any) -> None:
-    with Talk(server.address) as talk:
-        talk.open(PROMPT)
-        talk.run(N, mode)
-        assert talk.failure is None, "who says nothing more still gets the answer"
-        assert talk.answer == answer[N:]
-        commits = list(talk.committed())
-        assert [one.answers for one in commits] == [0] * len(commits)
-        assert commits[-1].finish == "length"
-        assert (len(commits) < N_NEW) == (mode == SPECULATE)
-        assert [message.sequence for message in talk.got] == list(range(1, len(talk.got) + 1))
 
 
 def test_a_run_is_paused_and_goes_on(server: Server, answer: list[int]) -> None:
@@ -285,31 +258,7 @@ def test_contexts_that_are_gone_are_made_again(
                     talk.verify(opened.n_committed)
 
 
-def test_the_drafter_is_the_one_that_the_client_has(target: Target, taught: Any) -> None:
-    eagle = build("eagle", target.model)
-    names = Identities(drafters={"moa": "aa", "eagle": "bb"})
-    with Server(target, {"moa": taught, "eagle": eagle}, names) as server:
-        for identity, width in (("bb", 48), ("aa", taught.context_width), ("", taught.context_width)):
-            with Talk(server.address) as talk:
-                opened = talk.opened(PROMPT, codec="int8", identities=pb.Identities(drafter=identity))
-                assert opened.context_width == width
-                assert opened.identities.drafter == (identity or "aa")
-
-
 # Cuts and restarts
-
-
-def test_a_server_that_was_started_again_reads_the_text_anew(target: Target, taught: Any, answer: list[int]) -> None:
-    with Server(target, {"moa": taught}) as server, Talk(server.address) as talk:
-        session = talk.opened(PROMPT).session
-        talk.verify(N, answer[N : N + 4])
-    with Server(target, {"moa": taught}) as server, Talk(server.address) as talk:
-        opened = talk.opened(answer[: N + 3], N, session=session, codec="bf16", n_context=4)
-        assert opened.was_rebuilt
-        assert opened.session != session, "names are the server's"
-        assert opened.n_committed == N + 3
-        assert talk.run(N + 3, SPECULATE) == answer[N + 3 :]
-        assert len(received(talk, opened.context_width, 4)) == len(answer) - 5
 
 
 def test_a_server_that_is_ahead_tells_what_the_client_lacks(server: Server, answer: list[int]) -> None:

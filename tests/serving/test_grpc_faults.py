@@ -8,17 +8,16 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.errors import ServingError
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.access import BearerTokens
 from moa_data.serving.config import DraftingOptions, LimitOptions
 from moa_data.serving.engine.runner import Runner
-from moa_data.serving.grpc import STATUSES, DraftingServer, Identities
+from moa_data.serving.grpc import Identities
+from moa_data.serving.wire import STATUSES
 from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
 from moa_data.tests.kit.drafters import build, build_drafter
 from moa_data.tests.kit.models import build_model
@@ -103,28 +102,31 @@ def test_an_open_that_does_not_fit_is_refused(server: Server, changes: dict[str,
         assert talk.call.code() == STATUSES[code]
 
 
-def test_what_fits_or_is_not_said_is_taken(server: Server) -> None:
-    same = pb.Identities(target="aa" * 32, tokenizer="bb" * 32, drafter="cc" * 32)
-    other = pb.Identities(drafter="dd" * 32)
-    for identities, codec in ((same, "bf16"), (pb.Identities(), "bf16"), (other, "")):
-        with Talk(server.address) as talk:
-            opened = talk.opened(PROMPT, identities=identities, codec=codec)
-            assert opened.identities == same, "without contexts the client's drafter is its own affair"
-            assert opened.context_width == (48 if codec else 0)
+def test_what_fits_or_is_not_said_is_taken(target: Target, drafter: Any) -> None:
+    names, narrow = Identities("aa", "bb", {"moa": "cc", "narrow": "ee"}), build("moa", target.model, layer_groups=1)
+    with Server(target, {"moa": drafter, "narrow": narrow}, names) as server:
+        for drafts_with, codec, width in (
+            ("cc", "bf16", drafter.context_width), ("", "int8", drafter.context_width), ("dd", "", 0),
+            ("ee", "int8", narrow.context_width),
+        ):  # fmt: skip
+            with Talk(server.address) as talk:
+                asked = pb.Identities(target="aa", tokenizer="bb" if codec else "", drafter=drafts_with)
+                opened = talk.opened(PROMPT, identities=asked, codec=codec)
+                assert opened.context_width == width, "without contexts the client's drafter is its own affair"
+                own = "ee" if drafts_with == "ee" else "cc"
+                assert opened.identities == pb.Identities(target="aa", tokenizer="bb", drafter=own)
 
 
-@pytest.mark.parametrize(("kind", "word"), [("glide", "'glide'"), (None, "--drafter")])
-def test_contexts_that_no_drafter_makes(target: Target, kind: str | None, word: str) -> None:
+@pytest.mark.parametrize(("kind", "word"), [("glide", "'glide'"), (None, "--drafter"), ("independent", "")])
+def test_drafters_without_contexts(target: Target, kind: str | None, word: str) -> None:
     drafters = {kind: build(kind, target.model)} if kind else {}
     with Server(target, drafters) as server, Talk(server.address) as talk:
-        talk.open(PROMPT, codec="bf16")
-        assert word in failure_of(talk).message
-
-
-def test_a_drafter_that_needs_no_contexts(target: Target) -> None:
-    with Server(target, {"own": build("independent", target.model)}) as server, Talk(server.address) as talk:
-        assert talk.opened(PROMPT, codec="bf16").context_width == 0
-        assert talk.verify(N).tokens
+        if word:
+            talk.open(PROMPT, codec="bf16")
+            assert word in failure_of(talk).message
+        else:  # it needs none
+            assert talk.opened(PROMPT, codec="bf16").context_width == 0
+            assert talk.verify(N).tokens
 
 
 @pytest.mark.parametrize(
@@ -167,8 +169,7 @@ def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int
 
 def test_bearer_tokens(target: Target, answer: list[int]) -> None:
     with Server(target, tokens=["secret", "other"]) as server:
-        for value in (None, "", "secret", "Bearer", "Bearer wrong", "Bearer secre", "Basic secret", "Bearer sécret"):
-            metadata = () if value is None else (("authorization", value.encode("ascii", "ignore").decode()),)
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
             with Talk(server.address, metadata) as talk:
                 talk.open(PROMPT)
                 assert failure_of(talk).code == "not_allowed"
@@ -240,12 +241,11 @@ def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list
 def test_garbage_ends_its_own_stream(server: Server, answer: list[int]) -> None:
     with Talk(server.address) as other:
         session = other.opened(PROMPT).session
-        for data in (b"\xff", b"\x00" * 100, bytes(range(256)), b"GET / HTTP/1.1\r\n\r\n"):
+        for data in (b"\xff", b"\x00" * 100):
             with Talk(server.address) as talk:
                 talk.open(PROMPT)
                 talk.send_bytes(data)
                 assert failure_of(talk).code == "invalid"
-                assert talk.call.code() == grpc.StatusCode.INVALID_ARGUMENT
         noise = random.Random(1).randbytes(5000)
         for data in (b"GET / HTTP/1.1\r\n\r\n", noise, HTTP2_PREFACE + noise[:99]):
             with connect(("127.0.0.1", server.server.port)) as connection:
@@ -263,57 +263,41 @@ any32 = st.integers(0, (1 << 32) - 1)
 small = st.integers(0, 20) | st.just(N) | any32
 tokens = st.lists(st.integers(0, 66) | any32, max_size=20)
 sampling = st.builds(
-    pb.Sampling, temperature=st.floats(), top_p=st.floats(), top_k=any32, repetition_penalty=st.floats(),
-    seed=st.integers(-(1 << 63), (1 << 63) - 1),
-)  # fmt: skip
-opens_ = st.builds(
+    pb.Sampling, temperature=st.floats(), top_p=st.floats(), top_k=any32, repetition_penalty=st.floats()
+)
+opens = st.builds(
     pb.Open, protocol=st.just(1) | any32, session=st.text(max_size=5), tokens=tokens, n_prompt=small, sampling=sampling,
     identities=st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5)), max_new_tokens=small,
     codec=st.sampled_from(["", "int4", "bf16", "x"]), n_context=small, deadline_ms=small,
 )  # fmt: skip
-bodies = st.one_of(
-    st.fixed_dictionaries({"open": opens_}),
-    st.fixed_dictionaries({"run": st.builds(pb.Run, start=small, mode=st.integers(0, 5))}),
-    st.fixed_dictionaries({"verify": st.builds(pb.Verify, start=small, tokens=tokens)}),
-    st.fixed_dictionaries({"pause": st.builds(pb.Pause, start=small)}),
-    st.fixed_dictionaries({"ping": st.builds(pb.Ping, id=any32)}),
-)
+numbers = {"sequence": st.integers(0, 9) | st.integers(0, (1 << 64) - 1)}
+messages = st.one_of(
+    st.builds(pb.ClientMessage, open=opens, **numbers),
+    st.builds(pb.ClientMessage, run=st.builds(pb.Run, start=small, mode=st.integers(0, 5)), **numbers),
+    st.builds(pb.ClientMessage, verify=st.builds(pb.Verify, start=small, tokens=tokens), **numbers),
+    st.builds(pb.ClientMessage, pause=st.builds(pb.Pause, start=small), ping=st.builds(pb.Ping, id=any32), **numbers),
+).map(lambda message: message.SerializeToString())
 
 
-def check_fuzz(server: Server, caplog: pytest.LogCaptureFixture, opens: bool, frames: list[bytes]) -> None:
+def test_fuzzed_messages(server: Server, answer: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """Any frames give answers, failures or a typed status, never an error of the server's own."""
-    with Talk(server.address) as talk:
-        if opens:
-            talk.open(PROMPT, codec="int4")
-        for frame in frames:
-            talk.send_bytes(frame)
-        talk.hang_up()
-        status = talk.status()
-        expected = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
-        assert status in expected, talk.call.details()
-        assert all(message.failure.code != "internal" for message in talk.got)
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-    wait_for(lambda: server.counts.n_streams == 0)
+    expected = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
+    @settings(max_examples=60)
+    @given(st.integers(0, 9).map(bool), st.lists(messages | st.binary(max_size=60), max_size=8))
+    def fuzz(is_opened: bool, frames: list[bytes]) -> None:
+        with Talk(server.address) as talk:
+            if is_opened:
+                talk.open(PROMPT, codec="int4")
+            for frame in frames:
+                talk.send_bytes(frame)
+            talk.hang_up()
+            assert talk.status() in expected, talk.call.details()
+            assert all(message.failure.code != "internal" for message in talk.got)
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+        wait_for(lambda: server.counts.n_streams == 0)
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    opens=st.integers(0, 9).map(bool),
-    messages=st.lists(
-        st.tuples(st.none() | st.integers(0, (1 << 64) - 1), bodies) | st.binary(max_size=60), max_size=8
-    ),
-)
-def test_fuzzed_messages(server: Server, caplog: pytest.LogCaptureFixture, opens: bool, messages: list[Any]) -> None:
-    frames = []
-    for number, message in enumerate(messages, start=2):
-        if not isinstance(message, bytes):
-            sequence, body = message
-            message = pb.ClientMessage(sequence=number if sequence is None else sequence, **body).SerializeToString()
-        frames.append(message)
-    check_fuzz(server, caplog, opens, frames)
-
-
-def test_fuzz_left_the_server_well(server: Server, answer: list[int]) -> None:
+    fuzz()
     check_health(server, answer)
 
 
@@ -505,13 +489,6 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
         assert failure_of(endless).code == "unavailable"
         assert 5 < len(endless.text) < 90
         stopping.join()
-
-
-def test_a_port_in_use_is_said(target: Target) -> None:
-    with Server(target) as server:
-        other = DraftingServer(server.engine, Identities(), DraftingOptions(), LimitOptions(), BearerTokens())
-        with pytest.raises(ServingError):
-            server.run(other.start(port=server.server.port))
 
 
 # Faults of the engine

@@ -46,13 +46,10 @@ def model(name: str = "moa", n_steps: int = 60) -> DraftingModel:
 
 def plain(tokens: Sequence[int], n_new: int, sampling: SamplingConfig = GREEDY, seed: int = 0) -> list[int]:
     """What the target writes alone, one token a call."""
-    text, cache_ = list(tokens), target().new_cache()
-    hidden = target().forward(torch.tensor([text]), cache_)
-    cache_.commit([range(len(text))])
+    text = list(tokens)
     for _ in range(n_new):
+        hidden = target().forward(torch.tensor([text]), target().new_cache())
         text.append(choose(target().logits(hidden[0, -1]), text, sampling, seed, len(text)))
-        hidden = target().forward(torch.tensor([text[-1:]]), cache_)
-        cache_.commit([[0]])
     return text[len(tokens) :]
 
 
@@ -87,7 +84,7 @@ def restored(proxy: Proxy, after_s: float = 0.02) -> Iterator[None]:
 
     def restore() -> None:
         while not is_over.is_set():
-            if proxy.wait_cut(0.02):
+            if proxy.is_cut.wait(0.02):
                 time.sleep(after_s)
                 proxy.restore()
 

@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
+from moa_data.errors import Disconnected, ProtocolMismatch, RequestInvalid
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.client import MODES, DraftingClient, SavedAnswer, Timeouts
-from moa_data.serving.client.session import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
+from moa_data.serving.client.session import LinkChanged, ModeChanged, RolledBack, Tokens, Verified
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import drafter_identity, tokenizer_identity
 from moa_data.tests.kit.drafters import build
@@ -47,30 +46,24 @@ def client(address: str, name: str = "moa", **settings: Any) -> DraftingClient:
 # Modes, drafters, sampling, codecs
 
 
-@pytest.mark.parametrize("name", quick(DRAFTERS, ["moa with 1 layer", "eagle"]))
+@pytest.mark.parametrize("name", quick(DRAFTERS, ["moa with 1 layer", "eagle", "independent"]))
 def test_every_mode_gives_the_plain_answer(name: str) -> None:
+    """A taught drafter is often right, also far from its target."""
+    patient = Timeouts(connect_s=60.0, silence_s=10.0, dead_s=60.0)  # a busy machine is no cut
     with Server(target(), {"d": model(name).drafter}) as own:
         for mode in MODES:
-            patient = Timeouts(connect_s=60.0, silence_s=10.0, dead_s=60.0)  # a busy machine is no cut
             with client(own.address, name, mode=mode, timeouts=patient) as connected:
-                watched = Watched(connected)
-                for prompt in PROMPTS[:2]:
-                    assert list(watched.complete(prompt, 20).tokens) == plain(prompt, 20)
+                watched, lengths = Watched(connected), list[float]()
+                for prompt in PROMPTS[:4]:
+                    answer = watched.complete(prompt, 20)
+                    assert list(answer.tokens) == plain(prompt, 20)
                     assert watched.kinds().count("Done") == 1
                     assert watched.kinds()[-2:] == ["Stats", "Done"]
                     assert "RolledBack" not in watched.kinds(), "without a cut nothing unverified is shown"
-
-
-@pytest.mark.parametrize("name", quick(DRAFTERS, ["moa", "independent"]))
-def test_a_taught_drafter_is_often_right_far_from_its_target(name: str) -> None:
-    """Acceptance over the wire in bfloat16, which is about that beside the target."""
-    with Server(target(), {"d": model(name).drafter}) as own, client(own.address, name, mode="client") as connected:
-        lengths = []
-        for prompt in PROMPTS:
-            stats = connected.complete(prompt, max_new_tokens=24).stats
-            assert stats.acceptance_length is not None
-            lengths.append(stats.acceptance_length)
-        assert sum(lengths) / len(lengths) > 1.4
+                    assert answer.stats.n_tokens == 20
+                    assert min(answer.stats.bytes_up, answer.stats.bytes_down) > 0
+                    lengths.append(answer.stats.acceptance_length or 0.0)
+        assert sum(lengths) / len(lengths) > 1.4, "those of the last mode, in which the client drafts"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,17 +74,6 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
             wanted = plain(PROMPTS[1], 24, SAMPLED, seed)
             assert list(watched.complete(PROMPTS[1], 24, sampling=SAMPLED, seed=seed).tokens) == wanted
         assert plain(PROMPTS[1], 24, SAMPLED, 1) != wanted
-
-
-def test_statistics_are_measured(server: Server) -> None:
-    with client(server.address) as connected:
-        watched = Watched(connected)
-        watched.complete(PROMPTS[0], 40)
-    stats = next(event for event in reversed(watched.events) if isinstance(event, Stats))
-    assert stats.n_tokens == 40
-    assert stats.round_trip_ms is not None
-    assert stats.verify_ms is not None
-    assert min(stats.tokens_per_s, stats.bytes_up, stats.bytes_down) > 0
 
 
 def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
@@ -147,7 +129,7 @@ def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, is_complete: bool,
     with Proxy(("127.0.0.1", server.server.port)) as proxy:
         with client(proxy.address, mode=mode) as connected:
             assert list(connected.complete(PROMPTS[3], max_new_tokens=12).tokens) == wanted
-        n_bytes = proxy.bytes_up if way == "up" else proxy.bytes_down
+        n_bytes = proxy.flows[way].n_bytes
     assert n_bytes > 300
     for n in range(0, n_bytes + step, step):
         with Proxy(("127.0.0.1", server.server.port)) as proxy, restored(proxy):
@@ -224,45 +206,6 @@ def test_nobody_answers(is_silent: bool) -> None:
         assert time.monotonic() - began < 10
 
 
-def test_gives_up_in_the_end(server: Server) -> None:
-    """Where it was told to; the answer is kept in the file."""
-    with Proxy(("127.0.0.1", server.server.port)) as proxy:
-        timeouts = Timeouts(connect_s=20.0, silence_s=0.1, dead_s=0.3, give_up_s=0.5)
-        with client(proxy.address, mode="server", timeouts=timeouts) as connected:
-            watched = Watched(connected)
-
-            def note(event: Any) -> None:
-                watched.note(event)
-                if isinstance(event, Tokens) and event.start >= 10:
-                    proxy.cut(reset=True)
-
-            with pytest.raises(Disconnected):
-                connected.complete(PROMPTS[0], max_new_tokens=70, on_event=note)
-            assert (
-                watched.display.tokens[: watched.display.n_verified]
-                == plain(PROMPTS[0], 70)[: watched.display.n_verified]
-            )
-            proxy.restore()
-            assert list(connected.complete(PROMPTS[0], max_new_tokens=20).tokens) == plain(PROMPTS[0], 20)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no token": ({"tokens": ["right"]}, NotAllowed, "token"),
-    "another drafter": ({"identities": Identities("t", "", {"moa": "another"})}, ProtocolMismatch, "drafter"),
-    "no drafter": ({"drafters": {}}, RequestInvalid, "--drafter"),
-}
-
-
-@pytest.mark.parametrize(("settings", "error", "word"), REFUSED.values(), ids=REFUSED)
-def test_servers_that_do_not_fit_say_what_to_do(settings: Any, error: type[Exception], word: str) -> None:
-    with (
-        Server(target(), **{"drafters": {"moa": model().drafter}} | settings) as other,
-        client(other.address) as connected,
-        pytest.raises(error, match=word),
-    ):
-        connected.complete([5, 6])
-
-
 def test_requests_that_make_no_sense(server: Server) -> None:
     with client(server.address) as connected:
         for tokens, n_most in (([], 5), ([5], 0), ([99999], 5)):
@@ -286,7 +229,7 @@ def test_settings_that_make_no_sense() -> None:
 
 
 def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chat with drafter and bundle from disk, where nobody can load a target."""
+    """A chat with drafter and bundle from disk, where nobody can load a target; another drafter is refused."""
     text_model, tokenizer = build_text_model(), build_tokenizer(LLAMA3_TEMPLATE)
     save_target_bundle(text_model, tokenizer, tmp_path / "store" / "target", 1)
     drafter = build("moa", text_model, target_layer_inference=1)
@@ -299,36 +242,25 @@ def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     monkeypatch.setattr(Target, "load", refuse)
+    chat = [{"role": "user", "content": "the cat sat"}]
     with (
         Server(live, {"moa": drafter}, identities) as own,
         DraftingClient(own.address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
     ):
-        texts: list[str] = []
-
-        def note(event: Any) -> None:
-            if isinstance(event, Tokens):
-                texts.extend(event.texts)
-
-        answer = connected.chat([{"role": "user", "content": "the cat sat"}], max_new_tokens=12, on_event=note)
+        answer = connected.chat(chat, max_new_tokens=12)
         assert len(answer.tokens) == 12 or answer.finish == "stop"
         assert answer.text == tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        assert answer.text.startswith("".join(texts).rstrip("\ufffd"))
+    with (
+        Server(live, {"moa": drafter}, Identities("", "", {"moa": "another"})) as other,
+        DraftingClient(other.address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
+        pytest.raises(ProtocolMismatch),
+    ):
+        connected.chat(chat)
 
 
 # Saved answers
 
-SAVED = SavedAnswer(
-    "s", (5, 6, 7), 2, 40, SamplingConfig(0.5, 0.9), 3, "", ({"role": "user", "content": "Wie geht's? 🙂"},)
-)
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    SAVED.save(tmp_path / "a")
-    assert SavedAnswer.load(tmp_path / "a") == SAVED
-    later = replace(SAVED, session="t", tokens=(5, 6, 7, 8), finish="stop")
-    later.save(tmp_path / "a")
-    assert SavedAnswer.load(tmp_path / "a") == later
-    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+SAVED = SavedAnswer("s", (5, 6, 7), 2, 40, SamplingConfig(0.5, 0.9), 3, "", ({"role": "user", "content": "🙂"},))
 
 
 @pytest.mark.parametrize(
@@ -341,6 +273,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_other_contents_are_refused(key: str, value: Any, tmp_path: Path) -> None:
     SAVED.save(tmp_path / "a")
+    assert SavedAnswer.load(tmp_path / "a") == SAVED
     values = json.loads((tmp_path / "a").read_text())
     (tmp_path / "a").write_text(json.dumps(values | {key: value}))
     with pytest.raises(RequestInvalid):

@@ -68,24 +68,6 @@ def error_of(link: Link) -> ServingError:
     return error
 
 
-def test_messages_go_and_come(server: Server, links: Any) -> None:
-    link = links(server.address)
-    assert link.take(0.0) == []
-    link.begin()
-    stream = wait_for(link, Up).stream
-    link.send(stream, [OPEN])
-    opened = wait_for(link, Received)
-    assert opened.message.WhichOneof("body") == "opened"
-    assert opened.stream == stream
-    before = time.monotonic()
-    link.send(stream, [PING])
-    pong = wait_for(link, Received)
-    assert pong.message.pong.id == 7
-    assert before <= pong.at_s <= time.monotonic()
-    assert link.bytes_up == OPEN.ByteSize() + PING.ByteSize() + 10
-    assert link.bytes_down == opened.message.ByteSize() + pong.message.ByteSize() + 10
-
-
 def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None:
     """A stream an answer, and one connection for all: no handshake before the second answer."""
     with Proxy(("127.0.0.1", server.server.port)) as proxy:

@@ -45,35 +45,25 @@ def answer(n_tokens: int) -> tuple[list[int], str]:
     return tokens[len(PROMPT) :], "length"
 
 
-@dataclass
-class Held:
-    """A session as the server holds it."""
-
-    tokens: list[int]
-    n_prompt: int
-    limit: int
-    finish: str = ""
-
-
 class Server:
-    """Decodes the language for one client; sessions outlive connections, not a restart."""
+    """Decodes the language for one client; the session outlives connections, not a restart."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.max_drafts = chance, chance.randint(1, 6)
-        self.sessions: dict[str, Held] = {}
-        self.n_sessions = 0
+        self.chance, self.n_sessions = chance, 0
+        self.restart()
         self.connect()
 
     def connect(self) -> None:
         """Begin a connection, on which nothing has been said."""
         self.out: list[pb.ServerMessage] = []
-        self.held: Held | None = None
-        self.running = 0
+        self.is_open, self.running = False, 0
         self.n_context = self.sequence = self.last = 0
         self.waiting: deque[pb.ClientMessage] = deque()
 
     def restart(self) -> None:
-        self.sessions, self.max_drafts = {}, self.chance.randint(1, 6)
+        """Forget the session."""
+        self.name, self.max_drafts = "", self.chance.randint(1, 6)
+        self.tokens, self.limit, self.finish = list[int](), 0, ""
 
     def take(self, message: pb.ClientMessage) -> None:
         if message.sequence > self.last:
@@ -84,88 +74,68 @@ class Server:
         """Answer a message, decode some tokens of a run, or send some contexts."""
         if self.waiting:
             self._answer(self.waiting.popleft())
-        elif self.held and not self.held.finish and self.running and self.chance.random() < 0.7:
-            start = len(self.held.tokens)
+        elif self.running and not self.finish and self.chance.random() < 0.7:
+            start = len(self.tokens)
             self._decode(1 if self.running == pb.RUN_MODE_PLAIN else self.chance.randint(1, 4))
-            self._say(committed=self._committed(start))
-        elif self.held and self.n_context < len(self.held.tokens) - 1:
-            stop = self.chance.randint(self.n_context + 1, len(self.held.tokens) - 1)
-            values = bytes(self.held.tokens[self.n_context : stop])
+            self._commit(start)
+        elif self.is_open and self.n_context < len(self.tokens) - 1:
+            stop = self.chance.randint(self.n_context + 1, len(self.tokens) - 1)
+            values = bytes(self.tokens[self.n_context : stop])
             self._say(context=pb.Context(start=self.n_context, n_positions=len(values), codec="int8", values=values))
             self.n_context = stop
 
     def _answer(self, message: pb.ClientMessage) -> None:
-        body = getattr(message, message.WhichOneof("body"))
-        if isinstance(body, pb.Open):
-            self._open(body)
-            return
-        if isinstance(body, pb.Ping):
-            self._say(pong=pb.Pong(id=body.id))
-            return
-        held = self.held
-        assert held is not None, "the client opens first"
-        if isinstance(body, pb.Run):
-            self.running = body.mode
-            return
-        if isinstance(body, pb.Close):
-            self.sessions.clear()
-            return
-        self.running = 0
-        n_accepted = 0
-        if isinstance(body, pb.Verify):
-            at = body.start
-            for draft in body.tokens[: self.max_drafts]:
-                if at == len(held.tokens):
-                    if held.finish or next_token(held.tokens) != draft:
-                        break
+        kind = message.WhichOneof("body")
+        assert self.is_open or kind in ("open", "ping"), "the client opens first"
+        if kind == "open":
+            self._open(message.open)
+        elif kind == "ping":
+            self._say(pong=pb.Pong(id=message.ping.id))
+        elif kind == "run":
+            self.running = message.run.mode
+        elif kind == "close":
+            self.name = ""
+        elif kind == "verify":
+            self.running, at, n_accepted = 0, message.verify.start, 0
+            for draft in message.verify.tokens[: self.max_drafts]:
+                if at == len(self.tokens) and not self.finish and next_token(self.tokens) == draft:
                     self._decode(1)
-                elif held.tokens[at] != draft:
+                if self.tokens[at : at + 1] != [draft]:
                     break
                 at, n_accepted = at + 1, n_accepted + 1
-            if at == len(held.tokens):
+            if at == len(self.tokens):
                 self._decode(1)
-            self._say(committed=self._committed(body.start, n_accepted, message.sequence))
-        else:
-            self._say(committed=self._committed(body.start, 0, message.sequence))
+            self._commit(message.verify.start, n_accepted, message.sequence)
 
     def _open(self, body: pb.Open) -> None:
+        known = list(body.tokens)
         assert body.n_prompt == len(PROMPT)
-        assert list(body.tokens[: len(PROMPT)]) == list(PROMPT)
-        was_rebuilt = body.session not in self.sessions
+        assert known[: len(PROMPT)] == list(PROMPT)
+        was_rebuilt = not self.name or body.session != self.name
         if was_rebuilt:
             self.n_sessions += 1
-            held = Held(list(body.tokens), body.n_prompt, body.max_new_tokens + body.n_prompt)
-            name = f"s{self.n_sessions}"
-            self.sessions = {name: held}
-        else:
-            name, held = body.session, self.sessions[body.session]
-            known = list(body.tokens)
-            assert held.tokens[: len(known)] == known[: len(held.tokens)], "what is committed never changes"
-            held.tokens += known[len(held.tokens) :]
-        self.held, self.n_context = held, body.n_context
-        self._say(
-            opened=pb.Opened(
-                session=name, n_committed=len(held.tokens), max_drafts=self.max_drafts, was_rebuilt=was_rebuilt,
-                max_positions=1000,
-            )
-        )  # fmt: skip
-        if len(held.tokens) > len(body.tokens):
-            self._say(committed=self._committed(len(body.tokens)))
+            self.name, self.tokens, self.finish = f"s{self.n_sessions}", [], ""
+            self.limit = body.max_new_tokens + body.n_prompt
+        assert self.tokens[: len(known)] == known[: len(self.tokens)], "what is committed never changes"
+        self.tokens += known[len(self.tokens) :]
+        self.is_open, self.n_context = True, body.n_context
+        opened = pb.Opened(session=self.name, max_drafts=self.max_drafts, max_positions=1000, was_rebuilt=was_rebuilt)
+        self._say(opened=opened)
+        if len(self.tokens) > len(known):
+            self._commit(len(known))
 
     def _decode(self, n_tokens: int) -> None:
-        held = self.held
-        assert held is not None
         for _ in range(n_tokens):
-            if held.finish:
+            if self.finish:
                 return
-            held.tokens.append(next_token(held.tokens))
-            is_full = len(held.tokens) == held.limit
-            held.finish = "stop" if held.tokens[-1] == EOS else "length" if is_full else ""
+            self.tokens.append(next_token(self.tokens))
+            is_full = len(self.tokens) == self.limit
+            self.finish = "stop" if self.tokens[-1] == EOS else "length" if is_full else ""
 
-    def _committed(self, start: int, n_accepted: int = 0, answers: int = 0) -> pb.Committed:
-        assert self.held is not None
-        tokens = self.held.tokens[start:]
-        return pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=answers, finish=self.held.finish)
+    def _commit(self, start: int, n_accepted: int = 0, answers: int = 0) -> None:
+        found = pb.Committed(start=start, tokens=self.tokens[start:], n_accepted=n_accepted, answers=answers)
+        found.finish = self.finish
+        self._say(committed=found)
 
     def _say(self, **body: Any) -> None:
         self.sequence += 1
@@ -208,7 +178,7 @@ class World:
 
     def __init__(self, seed: int, n_tokens: int = 40, mode: ChosenMode = "server", max_offline: int = 12) -> None:
         self.chance, self.mode = random.Random(seed), mode
-        self.settings = AnswerSettings(n_tokens, max_offline=max_offline, eos_token_ids=frozenset({EOS}))
+        self.n_tokens, self.max_offline = n_tokens, max_offline
         self.accuracy = self.chance.choice((0.0, 0.5, 0.9, 1.0))
         self.server = Server(self.chance)
         self.display, self.contexts = Display(), bytearray()
@@ -216,12 +186,14 @@ class World:
         self.up: deque[pb.ClientMessage] = deque()
         self.down: deque[pb.ServerMessage] = deque()
         self.is_up = False
-        self.restarts = 0
 
     def _session(self, tokens: list[int], name: str, mode: ChosenMode) -> Session:
         texts = Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
         shape = TreeShape(self.chance.randint(1, 6), stop_below=self.chance.choice((0.0, 0.3)))
-        return Session(tokens, len(PROMPT), self.settings, texts, session=name, mode=mode, shape=shape)
+        settings = AnswerSettings(
+            self.n_tokens, max_offline=self.max_offline, eos_token_ids=frozenset({EOS}), mode=mode, shape=shape
+        )
+        return Session(tokens, len(PROMPT), settings, texts, name)
 
     # What may happen
 
@@ -257,7 +229,6 @@ class World:
         self._look()
         n_saved = self.chance.randint(len(PROMPT), len(self.session.tokens))
         self.display, self.contexts = Display(), bytearray()
-        self.restarts += 1
         self.session = self._session(self.session.tokens[:n_saved], self.session.session, self.mode)
 
     def deliver_up(self) -> None:
@@ -308,7 +279,7 @@ class World:
         assert bytes(self.contexts) == bytes(tokens[: len(self.contexts)]), "contexts have no gaps"
         shown = tokens[len(PROMPT) :] + [draft.token for draft in self.session.drafts][: self.session.n_shown]
         assert self.display.tokens == shown
-        assert self.session.n_shown <= self.settings.max_offline
+        assert self.session.n_shown <= self.max_offline
         if self.is_up:
             self.up += self.session.take_messages()
             self.down += self.server.out
@@ -329,7 +300,7 @@ class World:
 
     def check(self) -> None:
         """Compare with plain decoding."""
-        tokens, reason = answer(self.settings.max_new_tokens)
+        tokens, reason = answer(self.n_tokens)
         assert self.session.tokens[len(PROMPT) :] == tokens
         assert self.display.tokens == tokens
         assert "".join(self.display.texts) == "".join(f"{token} " for token in tokens)

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving import sessions as module
-from moa_data.serving.sessions import ContextLog, Outbox
+from moa_data.serving.sessions import ContextLog, Stream
 from moa_data.serving.wire import decode
 
 WIDTH = 6
@@ -30,40 +28,11 @@ def pong(number: int) -> pb.ServerMessage:
     return pb.ServerMessage(pong=pb.Pong(id=number))
 
 
-@given(
-    st.integers(0, 20),
-    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5), st.integers(1, 9)), max_size=20),
-    st.integers(0, 200),
-)
-def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int]], max_kept: int) -> None:
-    """Chunks overlap, are read in pieces, and are forgotten when they were sent."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MAX_KEPT", max_kept)
-        log, sent = ContextLog(first), first
-        for n_new, n_again, piece in steps:
-            start = max(first, log.stop - n_again)
-            before = log.n_unsent_bytes(sent)
-            log.append(start, rows(start, log.stop + n_new))
-            assert log.n_unsent_bytes(sent) == before, "what is not released waits"
-            log.release()
-            for _ in range(2):
-                if sent < log.stop:
-                    assert log.n_unsent_bytes(sent) == 2 * WIDTH * (log.stop - sent)
-                    part = log.read(sent, piece)
-                    assert 0 < len(part) <= piece
-                    assert torch.equal(part.float(), rows(sent, sent + len(part)))
-                    sent += len(part)
-                    log.drop_sent(sent)
-            assert log.first == max(first, sent - max_kept // (2 * WIDTH))
-            if log.stop > log.first:
-                assert torch.equal(log.read(log.first, 1000).float(), rows(log.first, log.stop))
-
-
 def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 2 * WIDTH)
 
     async def run() -> None:
-        outbox, log = Outbox(), ContextLog(3)
+        outbox, log = Stream(), ContextLog(3)
         log.append(3, rows(3, 20))
         log.release()
         outbox.send_contexts(log, "bf16", 4, WIDTH)
@@ -91,7 +60,7 @@ def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failure_ends_it_before_contexts() -> None:
     async def run() -> None:
-        outbox, log = Outbox(), ContextLog(0)
+        outbox, log = Stream(), ContextLog(0)
         log.append(0, rows(0, 9))
         log.release()
         outbox.send_contexts(log, "int8", 0, WIDTH)
@@ -111,9 +80,9 @@ def test_a_full_outbox_has_room_when_it_is_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "_MAX_UNSENT", 2 * WIDTH * 10)
 
     async def run() -> None:
-        outbox, log = Outbox(), ContextLog(0)
+        outbox, log = Stream(), ContextLog(0)
         outbox.send_contexts(log, "bf16", 0, WIDTH)
-        await outbox.wait_for_room()
+        await outbox.has_room.wait()
         reading = asyncio.create_task(outbox.next())
         await asyncio.sleep(0)
         for number in range(4):
@@ -121,7 +90,7 @@ def test_a_full_outbox_has_room_when_it_is_read(monkeypatch: pytest.MonkeyPatch)
             outbox.put(pong(number))
             await asyncio.sleep(0)  # who waits is woken
         assert reading.done()
-        waiting = asyncio.create_task(outbox.wait_for_room())
+        waiting = asyncio.create_task(outbox.has_room.wait())
         await asyncio.sleep(0)
         assert outbox.is_full
         assert not waiting.done()
