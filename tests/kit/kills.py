@@ -1,13 +1,56 @@
 """Kills forks of this process, for scripts that run apart from pytest, whose process has threads."""
 
+import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import pytest
+
 CHANGING_CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "link")
+
+
+class Killed(BaseException):
+    """The end of a writer's process; nothing that it does afterwards reaches the disk."""
+
+
+@contextmanager
+def failing_at(n: int, error: BaseException, calls: Sequence[str] = CHANGING_CALLS) -> Iterator[None]:
+    """Let the n-th of some calls that change the disk, and all after it, fail; the n-th one, if a write, is torn."""
+    left = n
+    with pytest.MonkeyPatch.context() as patch:
+
+        def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0 and name == "write":
+                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                if left <= 0:
+                    raise error
+                return real(*arguments, **options)
+
+            return call
+
+        for name in calls:
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
+        yield
+
+
+@contextmanager
+def killed_at(n: int) -> Iterator[None]:
+    """End the block at the n-th call that changes the disk, as a kill of the process does."""
+    with suppress(Killed), failing_at(n, Killed()):
+        yield
+
+
+def full_at(n: int, call: str = "write", code: int = errno.ENOSPC) -> Any:
+    """Let the disk be full from the n-th write on, or from another call."""
+    return failing_at(n, OSError(code, os.strerror(code)), (call,))
 
 
 def die() -> None:

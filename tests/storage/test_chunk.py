@@ -1,9 +1,6 @@
 """Chunks: any bits come back, any library reads them, any damage is noticed, with any number of threads."""
 
 import json
-import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numcodecs
@@ -199,18 +196,6 @@ def test_a_shard_holds_few_chunks_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert most <= 4 * (pool.n_ahead + 1)  # a task is four chunks
 
 
-def blocked(pool: EncodePool, action: Callable[[], object]) -> None:
-    """Do something while all threads of a pool are busy; they go on afterwards."""
-    gate = threading.Event()
-    for _ in range(pool.n_threads):
-        assert pool._encoders is not None
-        pool._encoders.submit(gate.wait)
-    try:
-        action()
-    finally:
-        gate.set()
-
-
 def test_an_error_of_an_encoder_reaches_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: np.ndarray) -> bytes:
         raise MemoryError("no room for a chunk")
@@ -224,20 +209,3 @@ def test_an_error_of_an_encoder_reaches_the_writer(tmp_path: Path, monkeypatch: 
             with pytest.raises(MemoryError, match="no room for a chunk"):
                 wait()
         shard.abort()
-
-
-def test_a_closed_pool_drops_what_waits(tmp_path: Path) -> None:
-    values = draw_rows(1)
-    pool = EncodePool(1)
-    shard = ShardWriter(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool, leave)
-
-    def close_soon() -> None:
-        shard.append_row(values)
-        closing.start()
-        with pytest.raises(CancelledError):
-            shard.settle()
-
-    closing = threading.Thread(target=pool.close)
-    blocked(pool, close_soon)
-    closing.join()
-    shard.abort()

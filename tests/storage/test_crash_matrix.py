@@ -1,7 +1,6 @@
 """Kills, flips, truncations: afterwards a store is as if nothing had happened, or the damage is named."""
 
 import errno
-import json
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreError, StoreNotFound
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.write.repair import drop_damage, plan_repair, retract_damage
+from moa_data.storage.write.repair import RepairPlan, drop_damage, plan_repair, retract_damage
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
@@ -92,68 +91,73 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: 
             assert read_tree(store) == whole, name
 
 
-def test_a_changed_record_of_a_whole_file_is_mended(tmp_path: Path, recipe: Recipe) -> None:
-    store = write_all(recipe, tmp_path / "store")
-    path = store / "commits/store.json"
-    whole = path.read_text()
-    for name in json.loads(whole)["files"]:
-        records = json.loads(whole)
-        records["files"][name]["crc32"] ^= 1
-        path.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
-        assert not verify_store(store).ok
-        write_all(recipe, store)
-        assert verify_store(store).ok, name
-        assert path.read_text() == whole
-
-
-# Parts are written again; each kill is on a copy of the same damaged store.
-KILLED_REWRITES = """
+# Each kill is on a store of its own: a new one, or a copy of a damaged one whose parts are written again.
+KILLS = """
 import shutil, sys
 from pathlib import Path
 
-from moa_data.storage.write.repair import plan_repair, retract_damage
-from moa_data.tests.kit import stores
 from moa_data.tests.kit.kills import kill_at_every_change
+from moa_data.tests.storage.test_crash_matrix import CODEC, MANY, rewrite
+from moa_data.storage.write.repair import plan_repair
 
-recipe = stores.make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192)
+def act(n, arm):
+    store = Path(sys.argv[2]) / str(n)
+    if sys.argv[1] == "write":
+        arm()
+        MANY.write(store, files=CODEC)
+    else:
+        plan = plan_repair(shutil.copytree(sys.argv[1], store))
+        arm()
+        rewrite(plan)
 
-def repair(n, arm):
-    plan = plan_repair(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / str(n)))
-    arm()
-    with stores.StoreWriter.create_or_resume(plan.store, recipe.manifest, recipe.plan) as writer:
+kill_at_every_change(act, every=int(sys.argv[3]))
+"""
+MANY, CODEC = make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192), {"basis.safetensors": b"learned"}
+
+
+def rewrite(plan: RepairPlan) -> None:
+    """Do what `repair --model` does: drop what is damaged, and write it again."""
+    with StoreWriter.create_or_resume(plan.store, MANY.manifest, MANY.plan) as writer:
         writer.replace_parts(retract_damage(writer, plan).parts)
         for part in writer.pending_parts():
-            recipe.write_part(writer, part)
-
-kill_at_every_change(repair, every=int(sys.argv[3]))
-"""
+            MANY.write_part(writer, part)
 
 
-@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
+def killed(what: object, folder: Path, every: int) -> list[Path]:
+    """Kill a writer at every so many changes of the disk; returns the stores that are left."""
+    folder.mkdir()
+    subprocess.run([sys.executable, "-c", KILLS, str(what), str(folder), str(every)], check=True, timeout=1800)
+    return [store for store in folder.iterdir() if any(store.iterdir())]
+
+
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, every: int) -> None:
+    whole = read_tree(MANY.write(tmp_path / "whole", files=CODEC))
+    n_partly_committed = 0
+    for store in killed("write", tmp_path / "killed", every):
+        if (store / "store.json").exists():
+            report = verify_store(store)
+            assert report.ok
+            n_partly_committed += 0 < report.n_parts < MANY.manifest.n_parts
+        assert read_tree(MANY.write(store, files=CODEC)) == whole
+    assert n_partly_committed > 2
+
+
+@pytest.mark.parametrize("every", [71, pytest.param(1, marks=pytest.mark.slow)])
 def test_parts_are_given_up_only_when_they_are_written_again(tmp_path: Path, every: int) -> None:
-    recipe = make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192)
-    store, killed = recipe.write(tmp_path / "store"), tmp_path / "killed"
+    store, n_parts = MANY.write(tmp_path / "store"), MANY.manifest.n_parts
     whole = read_tree(store)
-    n_parts = recipe.manifest.n_parts
     for part in range(n_parts - 1):
         flip(next((store / "parts/kv").glob(f"c.{part}.*")))
-    killed.mkdir()
-    command = [sys.executable, "-c", KILLED_REWRITES, str(store), str(killed), str(every)]
-    subprocess.run(command, check=True, timeout=1800)
-    folders = list(killed.iterdir())
-    assert n_parts > 4
-    assert len(folders) > 2
+    folders = killed(store, tmp_path / "killed", every)
+    assert min(n_parts - 2, len(folders)) > 2
     for folder in folders:
-        plan = plan_repair(folder)
-        n_pending = verify_store(folder).n_pending_parts
+        plan, n_pending = plan_repair(folder), verify_store(folder).n_pending_parts
         assert n_pending <= 1
         assert bool(plan.missing) == bool(n_pending)
         left = {name: content for name, content in read_tree(folder).items() if not name.endswith(".partial")}
         assert plan.damages or plan.missing or left == whole
-        with StoreWriter.create_or_resume(folder, recipe.manifest, recipe.plan) as writer:
-            writer.replace_parts(retract_damage(writer, plan).parts)
-            for part in writer.pending_parts():
-                recipe.write_part(writer, part)
+        rewrite(plan)
         assert read_tree(folder) == whole
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from moa_data.errors import StoreDamaged
 from moa_data.storage.codecs.field import LosslessCodec
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.grid import (
     MAX_CHUNK_BYTES,
     MAX_SHARD_BYTES,
@@ -15,7 +16,14 @@ from moa_data.storage.grid import (
     grid_from_metadata,
     zarr_metadata,
 )
-from moa_data.storage.schema import FieldSpec, StoredArray, hidden_field, kv_field, tokens_field
+from moa_data.storage.schema import (
+    FieldSpec,
+    StoredArray,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
 
 
 def stored(spec: FieldSpec) -> StoredArray:
@@ -33,10 +41,7 @@ def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
     chunk_bytes = math.prod(grid.chunk_shape) * 2
     assert chunk_bytes <= MAX_CHUNK_BYTES
     assert chunk_bytes >= MIN_CHUNK_BYTES or n_layers == sizes[0]
-
-
-def test_a_layer_beyond_the_limit_is_a_chunk_of_its_own() -> None:
-    assert array_grid(stored(kv_field(4, 64, 256)), 1, 1024).chunk_layers == 1
+    assert array_grid(stored(kv_field(4, 64, 256)), 1, 1024).chunk_layers == 1  # a layer beyond the limit
 
 
 def test_shards_span_all_layers_and_parts_follow_each_other() -> None:
@@ -73,6 +78,17 @@ def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens() -> None:
     assert grid.part_rows == 1024
     assert grid.chunk_shape == (16, 8, 2, 64)
     assert grid.shard_shape == (1024, 8, 2, 64)
+
+
+LLAMA_3_8B = (tokens_field(), response_mask_field(), kv_field(32, 8, 128), hidden_field("last", 4096))
+EAGLE_3 = tuple(hidden_field(f"layer_{layer}", 4096) for layer in (2, 16, 29))
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int8"])
+@pytest.mark.parametrize("fields", [LLAMA_3_8B, (*LLAMA_3_8B, *EAGLE_3)], ids=["last", "eagle-3"])
+def test_a_full_part_of_an_8b_takes_at_most_16_files(codec: str, fields: tuple[FieldSpec, ...]) -> None:
+    grids = [array_grid(array, 3772, 65_536) for array in StoreCodec(codec, fields).arrays]
+    assert sum(grid.shards_per_part for grid in grids) <= 16
 
 
 KV = stored(kv_field(4, 2, 8))

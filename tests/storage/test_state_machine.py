@@ -6,11 +6,8 @@ parts, damage is named, and a repair followed by a plain run gives the bytes of 
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +24,11 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.kills import CHANGING_CALLS
+from moa_data.tests.kit.kills import killed_at
 from moa_data.tests.kit.stores import FIELDS, make_recipe, read_tree
 
 RECIPE = make_recipe((70, 3, 130, 64, 1), part_tokens=192)
 N_PARTS = RECIPE.manifest.n_parts
-
-
-class Killed(BaseException):
-    """The end of a writer's process; nothing that it does afterwards reaches the disk."""
-
-
-@contextmanager
-def killed_at(n: int) -> Iterator[None]:
-    """Let the n-th call that changes the disk, and all after it, fail; the n-th one, where it is a write, is torn."""
-    left = n
-    with pytest.MonkeyPatch.context() as patch:
-
-        def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left == 0 and name == "write":
-                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                if left <= 0:
-                    raise Killed
-                return real(*arguments, **options)
-
-            return call
-
-        for name in CHANGING_CALLS:
-            patch.setattr(os, name, wrap(name, getattr(os, name)))
-        with suppress(Killed):
-            yield
 
 
 def damage(path: Path, how: str, at: float) -> None:
@@ -260,23 +229,3 @@ class TestStore(StoreMachine.TestCase):  # type: ignore[valid-type,misc]
 @pytest.mark.slow
 class TestStoreAtLength(StoreMachine.TestCase):  # type: ignore[valid-type,misc]
     settings = settings(_ANY_TIME, max_examples=200, stateful_step_count=25)
-
-
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_start_killed_at_any_operation(tmp_path: Path, every: int) -> None:
-    """The same command finishes what is there, with the bytes of an undisturbed run and nothing beside them."""
-    codec_files = {"basis.safetensors": b"learned"}
-    n_kills = 0
-    for at in range(1, 1000, every):
-        store, is_over = tmp_path / str(at), False
-        with killed_at(at):
-            StoreWriter.create_or_resume(store, RECIPE.manifest, RECIPE.plan, codec_files).close()
-            is_over = True
-        with StoreWriter.create_or_resume(store, RECIPE.manifest, RECIPE.plan, codec_files):
-            pass
-        assert not list(store.rglob("*.partial")), at
-        assert read_tree(store).items() >= {(name, whole()[name]) for name in ("store.json", "plan.parquet")}
-        if is_over:
-            break
-        n_kills += 1
-    assert n_kills > 5

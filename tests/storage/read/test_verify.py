@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.errors import SchemaVersionError, StoreNotFound
 from moa_data.moa.targets.chat_tokens import TokenizedChat
 from moa_data.pipeline.sequences import Sequences, write_texts
 from moa_data.storage.read.summary import summarize_store
@@ -50,18 +49,6 @@ def canonical(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
-@pytest.mark.parametrize("change", ["truncate", "delete", "grow"])
-def test_missing_and_resized_files_are_found(store: Path, change: str) -> None:
-    path = store / "parts/hidden/last/c.1.0"
-    if change == "delete":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:50] if change == "truncate" else path.read_bytes() + b"x")
-    for values in (True, False):
-        (damage,) = verify_store(store, values=values).damages
-        assert (damage.part, damage.path) == (1, "parts/hidden/last/c.1.0")
-
-
 @pytest.mark.parametrize("change", ["flip", "cut", "other"])
 def test_damaged_texts_are_found_and_dropped(store: Path, change: str) -> None:
     texts, path = Sequences(), store / "texts.arrow"
@@ -78,13 +65,6 @@ def test_damaged_texts_are_found_and_dropped(store: Path, change: str) -> None:
     drop_damage(plan_repair(store))
     assert verify_store(store).ok
     assert not path.exists()
-
-
-def test_pending_parts_are_no_damage(store: Path, recipe: Recipe) -> None:
-    (store / "commits/part-00001.json").unlink()
-    report = verify_store(store)
-    assert report.ok
-    assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts - 1, 1)
 
 
 def test_damaged_commits_are_found(store: Path) -> None:
@@ -133,16 +113,6 @@ def test_masks_and_tokens_are_held_to_the_plan(
 
     (damage,) = verify_store(recipe.write(tmp_path / "store", spoil)).damages
     assert message in damage.message
-
-
-def test_unreadable_stores_raise(store: Path, tmp_path: Path, recipe: Recipe) -> None:
-    with pytest.raises(StoreNotFound):
-        verify_store(tmp_path)
-    text = replace(recipe.manifest, schema_version=7).to_json()
-    (store / "store.json").write_text(text)
-    (store / "commits/store.json").unlink()
-    with pytest.raises(SchemaVersionError):
-        verify_store(store)
 
 
 def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe: Recipe) -> None:

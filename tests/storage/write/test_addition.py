@@ -1,7 +1,6 @@
 """Fields join a store: killed anywhere, it is the old store or the new one, and ends in the bytes of a fresh one."""
 
-import errno
-import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.kills import full_at, killed_at
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
 OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
@@ -85,112 +85,48 @@ def check_whole(path: Path, wanted: Recipe) -> bool:
     return n_fields == len(wanted.manifest.fields)
 
 
-def then(real: Callable[..., None], after: Callable[[], None]) -> Callable[..., None]:
-    """A call followed by another."""
-
-    def both(*arguments: Any, **options: Any) -> None:
-        real(*arguments, **options)
-        after()
-
-    return both
-
-
-def states_of(path: Path, wanted: Recipe, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bytes]]:
-    """Run the addition; return what was on the disk after each call that changes it, and amid each write."""
-    states: list[dict[str, bytes]] = []
-
-    def note() -> None:
-        state = read_tree(path)
-        if not states or states[-1] != state:
-            states.append(state)
-
-    with monkeypatch.context() as patch:
-        for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
-            patch.setattr(os, name, then(getattr(os, name), note))
-        real_write = os.write
-
-        def write_in_two(fd: int, data: bytes) -> int:
-            half = real_write(fd, bytes(data[: max(1, len(data) // 2)]))
-            note()
-            return half
-
-        patch.setattr(os, "write", write_in_two)
-        add(path, wanted)
-    note()
-    return states
-
-
-def put(state: dict[str, bytes], path: Path) -> Path:
-    for name, content in state.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(content)
-    (path / "store.lock").touch()
-    return path
-
-
-def check_states(recipe: Recipe, wanted: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    """Check the states in which something else than a file of a part has changed, of the others one in ``every``."""
-    expected = read_tree(write_store(wanted, folder / "fresh", NEW_WEIGHTS))
-    store = write_store(recipe, folder / "store")
-    before = read_tree(store)
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
+    recipe: Recipe, wanted: Recipe, tmp_path: Path, every: int
+) -> None:
+    expected = read_tree(write_store(wanted, tmp_path / "fresh", NEW_WEIGHTS))
+    store = write_store(recipe, tmp_path / "store")
+    arrays = {name: content for name, content in read_tree(store).items() if name.startswith("parts/")}
+    is_new: list[bool] = []
     with ActivationStore(store) as open_before:
-        states = states_of(store, wanted, monkeypatch)
+        for at in range(1, 1000, every):
+            path, is_over = Path(shutil.copytree(store, tmp_path / str(at))), False
+            with killed_at(at):
+                add(path, wanted)
+                is_over = True
+            assert read_tree(path).items() >= arrays.items()
+            is_new.append(check_whole(path, wanted))
+            add(path, wanted)
+            assert read_tree(path) == expected, at
+            if is_over:
+                break
+        add(store, wanted)
         for i, row in enumerate(open_before.sequences.to_pylist()):
             for name, spec in open_before.fields.items():
                 np.testing.assert_array_equal(open_before.read(i, name), wanted.values(spec, row))
-        assert len(open_before.fields) == len(recipe.manifest.fields)
-    assert read_tree(store) == states[-1] == expected
-    assert len(states) > 60
-    arrays = {name: content for name, content in before.items() if name.startswith("parts/")}
-    is_new, around_before = [], None
-    for number, state in enumerate(states):
-        assert {name: state[name] for name in arrays} == arrays
-        around = {name: content for name, content in state.items() if not name.startswith("parts/")}
-        if number % every == 0 or around != around_before:
-            path = put(state, folder / f"state-{number}")
-            is_new.append(check_whole(path, wanted))
-            if number % (3 * every - 2) == 0:
-                add(path, wanted)
-                assert read_tree(path) == expected, number
-        around_before = around
+    assert len(is_new) > 5
     assert is_new == sorted(is_new)
     assert is_new[0] < is_new[-1]
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
-    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
-) -> None:
-    check_states(recipe, wanted, tmp_path, monkeypatch, every)
-
-
-def test_a_full_disk_at_any_write_leaves_a_whole_store(
-    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_any_write_leaves_a_whole_store(recipe: Recipe, wanted: Recipe, tmp_path: Path) -> None:
     expected = read_tree(write_store(wanted, tmp_path / "fresh", NEW_WEIGHTS))
-    real, n_writes, at = os.write, 0, 0
-
-    def write(fd: int, data: bytes) -> int:
-        nonlocal n_writes
-        n_writes += 1
-        if n_writes > at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, data)
-
     store = write_store(recipe, tmp_path / "store")
     n_full = 0
-    while True:
-        n_writes = 0
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "write", write)
-            try:
+    for at in range(1, 1000, 3):
+        try:
+            with full_at(at):
                 add(store, wanted)
                 break
-            except StorageUnavailable:
-                n_full += 1
+        except StorageUnavailable:
+            n_full += 1
         assert not list(store.rglob("*.partial"))
         check_whole(store, wanted)
-        at += 3
     assert n_full > 3
     assert read_tree(store) == expected
 
