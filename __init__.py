@@ -8,19 +8,22 @@ each is imported when it is first used, so that reading a store needs no torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .errors import MoaDataError
-    from .evaluation.config import EvalConfig
-    from .evaluation.run import evaluate, generate
-    from .moa.formats.checkpoint import load_drafter
-    from .moa.targets.live import Target
-    from .pipeline.config import ExtractConfig
-    from .pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
-    from .pipeline.extract import extract
-    from .serving.client.client import DraftingClient
-    from .storage.read.store import ActivationStore
-    from .trainer.config import TrainConfig
-    from .trainer.fit import train
+if TYPE_CHECKING:  # names that stand for themselves are exported
+    from .errors import MoaDataError as MoaDataError
+    from .evaluation.config import EvalConfig as EvalConfig
+    from .evaluation.run import evaluate as evaluate
+    from .evaluation.run import generate as generate
+    from .moa.formats.checkpoint import load_drafter as load_drafter
+    from .moa.targets.live import Target as Target
+    from .pipeline.config import ExtractConfig as ExtractConfig
+    from .pipeline.exchange.torch_dataset import ActivationDataset as ActivationDataset
+    from .pipeline.exchange.torch_dataset import IterableActivationDataset as IterableActivationDataset
+    from .pipeline.exchange.torch_dataset import pad_collate as pad_collate
+    from .pipeline.extract import extract as extract
+    from .serving.client.client import DraftingClient as DraftingClient
+    from .storage.read.store import ActivationStore as ActivationStore
+    from .trainer.config import TrainConfig as TrainConfig
+    from .trainer.fit import train as train
 
 __version__ = "0.1.0"
 
@@ -42,24 +45,7 @@ _HOMES = {
     "MoaDataError": "errors",
 }
 
-__all__ = [
-    "ActivationDataset",
-    "ActivationStore",
-    "DraftingClient",
-    "EvalConfig",
-    "ExtractConfig",
-    "IterableActivationDataset",
-    "MoaDataError",
-    "Target",
-    "TrainConfig",
-    "__version__",
-    "evaluate",
-    "extract",
-    "generate",
-    "load_drafter",
-    "pad_collate",
-    "train",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -106,11 +106,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_values(cls, values: Any) -> Any:
-        """Read what flags and files may write in another way than Python.
-
-        A kind stands for its group, a group without a kind is of the default one, and a list may be text. True and
-        false are refused for numbers, where Python takes them.
-        """
+        """Read what flags and files may write in another way than Python; true and false are no numbers there."""
         if not isinstance(values, dict):
             return values
         return {
@@ -174,11 +170,7 @@ class Config(BaseModel):
 
     @classmethod
     def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]], spell: Spell = str) -> Self:
-        """Make it from several sources.
-
-        Args:
-            layers: name of the source for messages and its nested values, from weak to strong.
-            spell: how settings of a source without a name, and missing ones, are called.
+        """Make it from several sources, from weak to strong: the name of each for messages, and its nested values.
 
         Raises:
             OptionInvalid: naming each setting that cannot be used, and its source.
@@ -313,8 +305,6 @@ def resolve(
     Args:
         flags: name or key to value, those that were given.
         presets: nested values by name; the key ``preset`` of any source picks one.
-        earlier: finds the settings that an earlier run left, from the nested values of all sources.
-        spell: how flags are called in messages.
 
     Raises:
         OptionInvalid: naming each setting that cannot be used, and its source.

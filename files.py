@@ -70,11 +70,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, advice: str = FULL_DISK_ADVICE) -> Iterator[Path]:
-    """Yield where to write a file, which must be synced when the block ends and then replaces ``path`` in one step.
-
-    Args:
-        advice: what to do when the disk is full.
-    """
+    """Yield where to write a file, which must be synced when the block ends and then replaces ``path`` in one step."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with disk_full_guard(path, advice):
         try:
@@ -145,12 +141,7 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
 
 
 class LockHeld(Exception):
-    """Another process holds the lock.
-
-    Attributes:
-        holder: the process, for people.
-        note: what it said it does with the lock.
-    """
+    """Another process holds the lock: who it is, and what it said it does with the lock."""
 
     def __init__(self, holder: str, note: str = "") -> None:
         super().__init__(holder)
@@ -169,11 +160,10 @@ def open_lock(path: Path) -> int:
 
 
 def lock(fd: int, path: Path, shared: bool = False, note: str = "") -> None:
-    """Take a lock without waiting, or change one that is held; the kernel frees it however the process ends.
+    """Take a lock without waiting, or change one that is held; the kernel frees it when the process ends.
 
     Args:
         fd: from :func:`open_lock`; closing it frees the lock. The file stays.
-        shared: lock beside others that share it.
         note: one line, for those who find it locked.
 
     Raises:
@@ -308,10 +298,8 @@ def _shown(value: object) -> str:
 def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore the file.") -> Iterator[None]:
     """Turn whatever a library raises while it parses a file into ``error_class``, in one line.
 
-    Errors of the system pass, as they say nothing about the file; of missing memory the file is named.
-
-    Args:
-        trouble: what went wrong if it raises, such as "cannot read FILE".
+    Errors of the system pass, as they say nothing about the file; of missing memory the file is named. ``trouble`` is
+    what went wrong if it raises, such as "cannot read FILE".
     """
     # Wrap the library's own call and nothing else: for a malformed file transformers raises nearly every builtin type,
     # tokenizers a plain Exception.

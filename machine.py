@@ -5,9 +5,9 @@ Standard library only, so that each room may import it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-import sys
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -31,10 +31,9 @@ def is_first_process() -> bool:
 
 
 def free_memory() -> int | None:
-    """Return the bytes of memory that this process can still take without swapping; None where that can't be told.
+    """Return the bytes that this process can take without swapping, within its control groups; None if unknown.
 
-    Files that the kernel keeps in memory count as free. Limits of the process's control groups count, as containers
-    and schedulers set them.
+    Files that the kernel keeps in memory count as free.
     """
     free = [_available_bytes(Path("/proc/meminfo")), *_left_in_cgroups(Path("/proc/self/cgroup"), _CGROUPS)]
     return min((n_bytes for n_bytes in free if n_bytes is not None), default=None)
@@ -89,18 +88,12 @@ def fix_sums() -> None:
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
-def keep_freed_memory() -> bool:
-    """Ask glibc not to give large blocks back to the system, only to fault them in again a moment later.
+def keep_freed_memory() -> None:
+    """Ask glibc, where it is, not to give large blocks back to the system, only to fault them in again a moment later.
 
     Page faults cost 17-33 % of a training step on a CPU, and a fifth of the speed of two threads that encode.
-
-    Returns:
-        Whether the allocator took the settings (False where there is no glibc).
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
+    with contextlib.suppress(OSError):
         libc = ctypes.CDLL("libc.so.6")
-    except OSError:
-        return False
-    return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _TWO_GIB_LESS_ONE))
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TWO_GIB_LESS_ONE)

@@ -21,7 +21,7 @@ from ..config import Common, Config, Count, Natural, Positive, SamplingSettings,
 from ..errors import MoaDataError
 from ..evaluation.config import Dtype
 from ..text import printable
-from .console import StageFailure, out, tell
+from .console import out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: P
     """
     if prompt is not None and (resume or web is not None):
         raise click.UsageError("--prompt answers one prompt; leave it out with --resume and --web.")
-    saved = _saved(resume)
+    from ..serving.client.client import SavedAnswer
+
+    saved = None if resume is None else SavedAnswer.load(resume)
     with _client(config, resume or session) as client:
         conversation = _Conversation(client, config, saved)
         if web is not None:
@@ -163,21 +165,25 @@ def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
     finally:
         view.end()
     if isinstance(view, PlainAnswer):  # a terminal has shown the figures below the answer
-        length = "" if stats.acceptance_length is None else f", {stats.acceptance_length:.2f} tokens a call"
-        trip = "" if stats.round_trip_ms is None else f", round trip {stats.round_trip_ms:.1f} ms"
-        tell(f"{stats.n_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s{length}{trip}")
+        tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
+
+
+def _figures(stats: "Stats") -> list[str]:
+    figures = [f"{stats.tokens_per_s:.1f} tokens/s"]
+    if stats.round_trip_ms is not None:
+        figures.append(f"round trip {stats.round_trip_ms:.1f} ms")
+    if stats.acceptance_length is not None:
+        figures.append(f"{stats.acceptance_length:.2f} tokens a call")
+    return figures
 
 
 def _serve_page(conversation: _Conversation, port: int) -> None:
     from ..serving.client.web import ChatPage
 
-    def answer(prompt: str, note: "OnEvent") -> None:
-        conversation.ask(prompt, note)
-
     def set_network(is_up: bool) -> None:
         conversation.client.restore() if is_up else conversation.client.cut()
 
-    with ChatPage(answer, set_network, port) as page:
+    with ChatPage(conversation.ask, set_network, port) as page:
         out.print(f"chat on {page.url} until Ctrl-C")
         sys.stdout.flush()
         threading.Event().wait()
@@ -187,10 +193,11 @@ def _client(config: ChatConfig, session_file: Path | None) -> "DraftingClient":
     import torch
 
     from ..moa.targets.live import pick_device
+    from ..serving.access import read_tokens
     from ..serving.client.client import DraftingClient, Timeouts
     from ..serving.client.drafting import DraftingModel
 
-    token = _token(config.token_file)
+    token = read_tokens(config.token_file)[0] if config.token_file else ""
     model = DraftingModel.load(
         config.drafter, config.bundle, getattr(torch, config.dtype), pick_device(config.device), config.template_kwargs
     )
@@ -199,27 +206,6 @@ def _client(config: ChatConfig, session_file: Path | None) -> "DraftingClient":
         max_offline=config.max_offline, offline_below=config.offline_below,
         timeouts=Timeouts(connect_s=config.connect_s), session_file=session_file,
     )  # fmt: skip
-
-
-def _saved(file: Path | None) -> "SavedAnswer | None":
-    if file is None:
-        return None
-    from ..serving.client.client import SavedAnswer
-
-    return SavedAnswer.load(file)
-
-
-def _token(file: str | None) -> str:
-    """Read the first line of a file of tokens that is neither empty nor a comment."""
-    if file is None:
-        return ""
-    try:
-        lines = map(str.strip, Path(file).expanduser().read_text(encoding="utf-8").splitlines())
-    except (OSError, UnicodeDecodeError) as error:
-        raise StageFailure(f"--token-file {file} cannot be read: {error}. Give a text file.") from error
-    if token := next((line for line in lines if line and not line.startswith("#")), ""):
-        return token
-    raise StageFailure(f"--token-file {file} holds no token; write it into the first line.")
 
 
 def _prompts() -> Iterator[str]:
@@ -269,12 +255,7 @@ class PlainAnswer:
 
 
 class TerminalAnswer:
-    """Writes on a terminal, and rewrites from the first token that changes; below stands a line of figures.
-
-    Args:
-        write: writes text with control sequences; None for standard output.
-        size: columns and rows; None for those of the terminal.
-    """
+    """Writes on a terminal, and rewrites from the first token that changes; below stands a line of figures."""
 
     # Lines are broken here, never by the terminal, so that it is known where each token stands: rows and columns from
     # the beginning of the answer. The cursor moves by differences of these, which scrolling does not change.
@@ -305,13 +286,11 @@ class TerminalAnswer:
         elif isinstance(event, RolledBack):
             del self._texts[event.stop :], self._kinds[event.stop :]
             self._rewrite(event.stop)
-        elif isinstance(event, Stats):
-            self._stats = event
-            self._show_status()
-        elif isinstance(event, ModeChanged):
-            self._mode = f"offline, {event.reason.rstrip('.')}" if event.mode == "offline" else event.mode
-            self._show_status()
-        elif isinstance(event, LinkChanged):
+        elif isinstance(event, Stats | ModeChanged | LinkChanged):
+            if isinstance(event, Stats):
+                self._stats = event
+            elif isinstance(event, ModeChanged):
+                self._mode = f"offline, {event.reason.rstrip('.')}" if event.mode == "offline" else event.mode
             self._show_status()
 
     def end(self) -> None:
@@ -363,11 +342,7 @@ class TerminalAnswer:
         self._clear_status()
         parts = [self._mode]
         if (stats := self._stats) is not None and stats.n_tokens:
-            parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
-            if stats.round_trip_ms is not None:
-                parts.append(f"round trip {stats.round_trip_ms:.1f} ms")
-            if stats.acceptance_length is not None:
-                parts.append(f"{stats.acceptance_length:.2f} tokens a call")
+            parts += _figures(stats)
             if stats.n_rolled_back:
                 parts.append(f"{stats.n_rolled_back} taken back")
         width, _ = self._size()

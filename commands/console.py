@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -28,9 +28,7 @@ from .signals import end_command, interruption_code
 
 FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
 """Exit codes: something wrong was found, the input can't be used, parts are still to be written, the code is wrong."""
-
 LOG_LINE_EVERY_S = 10.0
-"""Seconds between two lines of progress in a log."""
 
 # What libraries say where memory is short, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
@@ -75,10 +73,7 @@ class StageFailure(click.ClickException):
 
 
 class StandardOutput(Console):
-    """Standard output; an error of writing ends the command with what happened.
-
-    It shows text as it is: control characters escaped, neither markup nor names of emoji read.
-    """
+    """Standard output: control characters are escaped, and neither markup nor names of emoji are read."""
 
     def __init__(self) -> None:
         # Wide enough for any table: one that were fitted to the terminal, or to 80 columns in a pipe, would be cut.
@@ -233,11 +228,8 @@ class ProgressLine:
     """Shows on standard error how far a task is: a bar on a terminal, elsewhere a line every ten seconds.
 
     A new phase ends the bar before it: another total, a smaller count, or a message that begins with another word of
-    ``PHASE_UNITS``. Work goes on without either where standard error can't be written any more.
-
-    Args:
-        unit: of the counts.
-        scaled: shorten counts to k, M and G.
+    ``PHASE_UNITS``. Work goes on without either where standard error can't be written any more. ``scaled`` counts are
+    shortened to k, M and G.
     """
 
     def __init__(self, unit: str, scaled: bool = False) -> None:
@@ -314,20 +306,15 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def collect_provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Describe this run; the answer differs from run to run, so keep it out of files that must be reproducible.
-
-    Returns:
-        A JSON-serialisable dict: argv, time_utc, git_sha and git_dirty (None outside a checkout), versions, python,
-        platform, machine, n_cpus.
-    """
+def collect_provenance() -> dict[str, Any]:
+    """Describe this run for JSON; it differs from run to run, so keep it out of files that must be reproducible."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     sha, dirty = _git_state(Path(__file__).resolve().parents[1])
     return {
-        "argv": list(sys.argv if argv is None else argv),
+        "argv": sys.argv,
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_sha": sha,
         "git_dirty": dirty,

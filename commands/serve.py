@@ -41,13 +41,17 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
+    from ..serving.metrics import JsonLines
     from ..serving.run import ServerRun, check_tls, raise_file_limit
 
     if config.tls is not None:
         check_tls(*config.tls)  # before a model is loaded
     service = _service(config)
     identities = None if config.grpc_port is None else _identities(service)
-    _log_json_lines()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.getLogger().handlers[:] = [handler]
+    logging.getLogger("moa_data").setLevel(logging.INFO)
     raise_file_limit()
 
     def on_ready(http: str, grpc: str | None) -> None:
@@ -72,11 +76,11 @@ def _service(config: ServeConfig) -> "Service":
     from ..moa.formats.checkpoint import load_drafters
     from ..moa.targets.live import Target
     from ..moa.targets.template import ChatTemplate, choose_template_arguments
-    from ..serving.access import BearerTokens
+    from ..serving.access import BearerTokens, read_tokens
     from ..serving.engine.engine import Engine
     from ..serving.http import Service
 
-    tokens = BearerTokens.load(config.token_file) if config.token_file else BearerTokens()
+    tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     drafters = load_drafters(config.drafter, target, target.model.dtype)
     recorded = {name: drafter.config.target for name, drafter in drafters.items()}
@@ -99,13 +103,3 @@ def _identities(service: "Service") -> "Identities":
         tokenizer_identity(target.tokenizer),
         {name: drafter_identity(drafter) for name, drafter in drafters.items()},
     )
-
-
-def _log_json_lines() -> None:
-    """Write the server's log to standard error, one JSON object a line."""
-    from ..serving.metrics import JsonLines
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logging.getLogger().handlers[:] = [handler]
-    logging.getLogger("moa_data").setLevel(logging.INFO)

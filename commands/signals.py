@@ -52,19 +52,12 @@ class SignalReceived(KeyboardInterrupt):
 
 
 class _State:
-    """The state that the main thread and the watching one share.
+    """The state that the main thread and the watching one share."""
 
-    Attributes:
-        phase: of the process: "starting", "running" (a signal raises an exception) or "ending".
-        signum: the first signal; None before.
-        is_raised: whether it was raised in the main thread; further ones must not break off its handling.
-        code: exit code of the process, once it is decided.
-    """
-
-    phase = "starting"
-    signum: int | None = None
-    is_raised = False
-    code: int | None = None
+    phase = "starting"  # or "running", where a signal raises an exception, or "ending"
+    signum: int | None = None  # of the first signal
+    is_raised = False  # in the main thread; further ones must not break off its handling
+    code: int | None = None  # exit code of the process, once it is decided
 
 
 def watch_signals() -> None:
@@ -95,10 +88,7 @@ def end_command() -> None:
 
 
 def decide(code: int) -> int:
-    """Decide the exit code of the process, and return it: 128 + the number of a signal that has come before.
-
-    No signal changes it from here on.
-    """
+    """Decide the exit code of the process for good, and return it: 128 + the number of a signal that came before."""
     end_command()
     if _State.signum is not None and code < 128:
         if code == 0:
@@ -111,10 +101,8 @@ def decide(code: int) -> int:
 def interruption_code(error: BaseException | None) -> int | None:
     """Return the exit code of an error that a signal led to, 128 + its number; None for any other error.
 
-    Args:
-        error: what ended the command. A ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted` in its chain
-            counts; ``signum`` on either tells which signal it was. Without either, any error after a signal counts:
-            libraries replace exceptions by their own.
+    A ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted` in its chain counts, and without either any error
+    after a signal: libraries replace exceptions by their own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:

@@ -1,5 +1,6 @@
 """Builds what the command line shows, as rich renderables, from the stages' reports; prints nothing itself."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..trainer.fit import RunPlan, TrainReport
 
 BAR_CELLS = 40
+COMPLETE_IT = "Run the command that made it again: it writes what is missing."
 
 
 def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
@@ -80,9 +82,6 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
     return Group(*[piece for block in blocks for piece in (block, Text())][:-1])
 
 
-COMPLETE_IT = "Run the command that made it again: it writes what is missing."
-
-
 def _incomplete(missing: str) -> Text:
     return Text.assemble(("INCOMPLETE", "bold yellow"), f": {missing}. {COMPLETE_IT}")
 
@@ -134,24 +133,14 @@ def verify_view(report: "VerifyReport") -> RenderableType:
 def sample_view(
     row: Mapping[str, Any], tokens: Sequence[int], mask: Sequence[int], decode: Callable[[list[int]], str]
 ) -> RenderableType:
-    """Show one sequence with its trained response in colour, and in ⟦ ⟧ for terminals without.
-
-    Args:
-        tokens: token ids, [n_tokens].
-        mask: 1 on response tokens, [n_tokens].
-    """
+    """Show one sequence with its trained response (mask 1) in colour, and in ⟦ ⟧ for terminals without."""
     text = Text()
-    start = 0
-    while start < len(tokens):
-        stop = start
-        while stop < len(tokens) and bool(mask[stop]) == bool(mask[start]):
-            stop += 1
-        span = printable(decode(list(tokens[start:stop])))
-        if mask[start]:
+    for is_response, run in itertools.groupby(zip(mask, tokens, strict=True), key=lambda pair: bool(pair[0])):
+        span = printable(decode([token for _, token in run]))
+        if is_response:
             text.append("⟦", style="dim").append(span, style="bold green").append("⟧", style="dim")
         else:
             text.append(span, style="dim")
-        start = stop
     share = sum(map(bool, mask)) / max(len(tokens), 1)
     legend = Text.assemble("\n", ("context", "dim"), "  ", ("⟦response, trained on⟧", "bold green"), f"  {share:.0%}\n")
     return Group(pairs_view("Sequence", row), legend, text)

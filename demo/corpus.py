@@ -168,9 +168,8 @@ class Corpus(NamedTuple):
 
 
 def opening(messages: Chat) -> str:
-    """Return the user's text before the first answer, which training and held-out chats must not share."""
-    first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return "\n".join(message["content"] for message in messages[:first_answer] if message["role"] == "user")
+    """Return the user's first message, which training and held-out chats must not share."""
+    return next(message["content"] for message in messages if message["role"] == "user")
 
 
 def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:

@@ -55,14 +55,7 @@ class DemoReport:
 def run_demo(
     config: DemoConfig, progress: Progress | None = None, provenance: dict[str, Any] | None = None
 ) -> DemoReport:
-    """Run the demo, or what is left of it.
-
-    Args:
-        progress: called as (done, total, message) all the way.
-
-    Raises:
-        OptionInvalid: the folder holds something else, or a demo with other settings.
-    """
+    """Run the demo, or what is left of it; OptionInvalid where the folder holds something else."""
     folder = Path(config.out)
     finished = _open(config, folder)
     reused = tuple(finished)
@@ -81,18 +74,14 @@ def run_demo(
     return DemoReport(folder, finished, reused)
 
 
-def _settings(config: DemoConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude={"out"})
-
-
 def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]]) -> None:
-    state = {"settings": _settings(config), "phases": finished}
+    state = {"settings": config.model_dump(mode="json", exclude={"out"}), "phases": finished}
     write_atomic(folder / STATE_FILE, (json.dumps(state, indent=1) + "\n").encode())
 
 
 def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
     """Begin a demo's folder, or return its finished phases; anything else is refused and left as it is."""
-    file, settings = folder / STATE_FILE, _settings(config)
+    file, settings = folder / STATE_FILE, config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
         is_free = not folder.exists() or (folder.is_dir() and not {entry.name for entry in folder.iterdir()} - _OURS)
         if not is_free:

@@ -80,18 +80,12 @@ class CutProxy:
 
 
 class Timeline:
-    """The course of an answer: tokens shown and verified against time, with one cut when ``n_tokens`` are shown.
-
-    Attributes:
-        points: (seconds, tokens shown, of these verified) after each change, in order.
-        cut: seconds of the cut and of the return.
-        n_rolled_back: tokens that were taken back.
-    """
+    """The course of an answer: tokens shown and verified against time, with one cut when ``n_tokens`` are shown."""
 
     def __init__(self, proxy: CutProxy, n_tokens: int) -> None:
         self._proxy, self._n_tokens, self._began_s = proxy, n_tokens, time.perf_counter()
-        self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]
-        self.cut: list[float] = []
+        self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # seconds, tokens shown, of these verified
+        self.cut: list[float] = []  # seconds of the cut and of the return
         self.n_rolled_back = 0
 
     def note(self, event: Event) -> None:
@@ -136,11 +130,7 @@ class Timeline:
 def answer_through_a_cut(
     target: Path, store: Path, drafter: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int, picture: Path
 ) -> dict[str, Any]:
-    """Serve the target in a process of its own, and answer the prompt with the longest answer.
-
-    Args:
-        store: with the frozen pieces of the target, all that the client has of it.
-        prompts: chats that end with a user's message.
+    """Serve the target in a process of its own, and answer the one of the prompts that has the longest answer.
 
     Returns:
         What the report shows; ``is_equal`` is whether the tokens are those of plain greedy decoding.

@@ -41,7 +41,6 @@ PROMPT_WEIGHT = 0.1  # a little, for the embeddings: what answers copy from prom
 WARMUP_STEPS = 40
 IGNORED_LABEL = -100
 
-
 # Ids of one chat, their next-token labels (both int64) and the labels' weights (float32), [T] each.
 _Example = tuple[Tensor, Tensor, Tensor]
 
@@ -108,9 +107,6 @@ def train_target(
     train: list[dict[str, Any]], config: DemoConfig, folder: Path, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Train tokenizer and target on the corpus and save them; a finished folder is left as it is.
-
-    Args:
-        progress: called as (step, steps, message).
 
     Returns:
         n_parameters, n_tokens (seen in training, prompts included), and train_loss of the last step (nats per token).

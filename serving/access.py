@@ -49,6 +49,17 @@ _BURST = 3
 _STUCK_S = 1.0
 
 
+def read_tokens(path: str | Path) -> list[str]:
+    """Read a file of tokens, one a line; empty lines and those that begin with # are skipped."""
+    try:
+        lines = [line.strip() for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestInvalid(f"the tokens in {path} cannot be read: {error}. Give a text file.") from error
+    if tokens := [line for line in lines if line and not line.startswith("#")]:
+        return tokens
+    raise RequestInvalid(f"{path} holds no token; write one a line, or start without a file of tokens.")
+
+
 class BearerTokens:
     """The tokens with which a server may be used; none lets everybody in."""
 
@@ -56,18 +67,6 @@ class BearerTokens:
         # Hashes have one length, so that comparing them shows nothing of a token's.
         self._hashes = [_hash(token) for token in tokens]
         self.is_open = not self._hashes
-
-    @classmethod
-    def load(cls, path: str | Path) -> "BearerTokens":
-        """Read a file of tokens, one a line; empty lines and those that begin with # are skipped."""
-        try:
-            lines = [line.strip() for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestInvalid(f"the tokens in {path} cannot be read: {error}. Give a text file.") from error
-        tokens = [line for line in lines if line and not line.startswith("#")]
-        if not tokens:
-            raise RequestInvalid(f"{path} holds no token; write one a line, or start without a file of tokens.")
-        return cls(tokens)
 
     def check(self, authorization: Sequence[str]) -> str:
         """Check the values of ``authorization`` headers, in the same time for a wrong token as for a right one.

@@ -94,7 +94,7 @@ class ChatPage:
     """
 
     def __init__(
-        self, answer: Callable[[str, OnEvent], None], set_network: Callable[[bool], None], port: int = 0
+        self, answer: Callable[[str, OnEvent], object], set_network: Callable[[bool], None], port: int = 0
     ) -> None:
         try:
             self._listener = socket.create_server(("127.0.0.1", port))

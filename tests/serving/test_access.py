@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moa_data.errors import NotAllowed, RequestInvalid
-from moa_data.serving.access import BearerTokens, Rate
+from moa_data.serving.access import BearerTokens, Rate, read_tokens
 
 
 def test_tokens() -> None:
@@ -42,13 +42,13 @@ def test_every_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_of_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# of the lab\n\n one \ntwo\n")
-    tokens = BearerTokens.load(file)
+    tokens = BearerTokens(read_tokens(file))
     assert tokens.check(["Bearer one"]) != tokens.check(["Bearer two"])
     (tmp_path / "none").write_text("# none\n\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for name in ("none", "bytes", "absent"):
         with pytest.raises(RequestInvalid):
-            BearerTokens.load(tmp_path / name)
+            read_tokens(tmp_path / name)
 
 
 def test_rates(monkeypatch: pytest.MonkeyPatch) -> None:
