@@ -45,9 +45,9 @@ class DecodingConfig(Config):
 
         try:
             self.tree_shape()
+            return []
         except DrafterError as error:
             return [str(error).rstrip(".")]
-        return []
 
     def tree_shape(self) -> "TreeShape | None":
         """Return the shape of ``tree``; raises DrafterError where it cannot be decoded with this sampling."""

@@ -81,7 +81,7 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The runs of all methods on one turn of a prompt: ``order`` names them as they ran, ``runs`` has their figures."""
+    """The runs of all methods on one turn of a prompt, and the order in which they ran."""
 
     prompt_id: str
     category: str
@@ -198,7 +198,6 @@ def _measure_batch(
     sampling: SamplingConfig,
 ) -> list[PromptRow]:
     """Answer one turn of each chat with every method."""
-    baseline = next(iter(methods))
     prompts, seeds = [chat.tokens for chat in batch], [chat.seed for chat in batch]
     generations: dict[str, list[list[Generation]]] = {name: [] for name in methods}
     for _ in range(repeats):
@@ -206,7 +205,7 @@ def _measure_batch(
             generations[name].append(methods[name](prompts, seeds))
     rows = []
     for index, chat in enumerate(batch):
-        of_baseline = generations[baseline][0][index]
+        of_baseline = next(iter(generations.values()))[0][index]
         runs = {
             name: _compare(target, chat.tokens, of_baseline, [repeat[index] for repeat in generations[name]], sampling)
             for name in methods

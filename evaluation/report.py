@@ -132,10 +132,6 @@ class Disconnection:
         writers = [summarize_writer(name, rows) for name in rows[0].by_writer] if rows else []
         return cls(len(rows), n_cut_prompts, n_prompts - n_cut_prompts, writers, list(rows))
 
-    def writer(self, name: str) -> WriterSummary:
-        """The summary of a writer by its name."""
-        return next(summary for summary in self.writers if summary.writer == name)
-
 
 @dataclass(frozen=True)
 class EvaluationReport:

@@ -82,8 +82,7 @@ def evaluate(
     markdown = markdown_report(report)
     try:
         write_figures(report, out)
-        # Last: a report that is there is whole, its figures included.
-        write_report(report, markdown, out)
+        write_report(report, markdown, out)  # last: a report that is there is whole, its figures included
     except (OSError, StorageUnavailable) as error:
         raise ReportUnwritten(out, error, markdown) from error
     return report

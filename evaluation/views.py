@@ -17,15 +17,14 @@ _WIDTH, _DPI = 6.8, 125  # inches, 850 pixels
 
 
 def markdown_report(report: EvaluationReport) -> str:
-    """Return the report: settings, methods, costs of drafters and rounds, categories, and what followed cuts."""
+    """Write the report: settings, methods, costs of drafters and rounds, categories, and what followed cuts."""
     config, environment, prompts = report.config, report.environment, report.prompts
     lines = [
         "# Speculative decoding against plain decoding",
         "",
-        f"{counted(prompts['n_answers'], 'answer')} of at most {config['max_new_tokens']} tokens "
-        f"to prompts of {prompts['file']} "
-        f"({prompts['kind']}); {_settings(report)}; {environment['dtype']} on {environment['device']}, "
-        f"{counted(environment['n_threads'], 'thread')}; methods alternate.",
+        f"{counted(prompts['n_answers'], 'answer')} of at most {config['max_new_tokens']} tokens to prompts of "
+        f"{prompts['file']} ({prompts['kind']}); {_settings(report)}; {environment['dtype']} on "
+        f"{environment['device']}, {counted(environment['n_threads'], 'thread')}; methods alternate.",
         *_method_table(report),
         "",
         "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
@@ -49,28 +48,23 @@ def markdown_report(report: EvaluationReport) -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, after an empty one."""
+    """Lay out the lines of a Markdown table, after an empty one."""
     return ["", *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows))]
 
 
 def _settings(report: EvaluationReport) -> str:
-    config = report.config
-    methods = config["method"]
-    parts = []
-    if {"chain", "prompt-lookup"} & set(methods):
-        parts.append(f"drafts of {config['draft_length']} tokens")
-    if "tree" in methods:
-        parts.append(f"trees {config['tree']}")
-    parts.append(f"temperature {config['temperature']}" if config["temperature"] else "greedy")
+    config, methods = report.config, set(report.config["method"])
     usual = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
-    parts += [f"{name.replace('_', '-')} {config[name]}" for name, value in usual.items() if config[name] != value]
-    if config["compile"]:
-        parts.append(f"target calls compiled for {config['compile']} tokens")
-    if config["batch_size"] > 1:
-        parts.append(f"{config['batch_size']} prompts at once")
-    if config["repeats"] > 1:
-        parts.append(f"median of {config['repeats']} repeats")
-    return ", ".join(parts)
+    parts = {
+        f"drafts of {config['draft_length']} tokens": {"chain", "prompt-lookup"} & methods,
+        f"trees {config['tree']}": "tree" in methods,
+        f"temperature {config['temperature']}" if config["temperature"] else "greedy": True,
+        **{f"{name.replace('_', '-')} {config[name]}": config[name] != value for name, value in usual.items()},
+        f"target calls compiled for {config['compile']} tokens": config["compile"],
+        f"{config['batch_size']} prompts at once": config["batch_size"] > 1,
+        f"median of {config['repeats']} repeats": config["repeats"] > 1,
+    }
+    return ", ".join(text for text, is_said in parts.items() if is_said)
 
 
 def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
@@ -100,7 +94,7 @@ def _method_table(report: EvaluationReport) -> list[str]:
 
 
 def _drafter_table(report: EvaluationReport) -> list[str]:
-    """Return the table of what each drafter cost to train and what it gives."""
+    """Lay out what each drafter cost to train and what it gives."""
     if not report.drafters:
         return []
     by_name, several = {summary.method: summary for summary in report.methods}, len(report.drafters) > 1
@@ -229,7 +223,9 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     for place, summary in enumerate(reversed(summaries)):
         # One colour for all methods of a drafter.
         color = next((n for n, name in enumerate(drafters, start=1) if summary.method.endswith(f" {name}")), 0)
-        axes.barh(place, summary.ratio, 0.65, xerr=_arms(summary), color=f"C{color}", alpha=0.8,
+        bounds = summary.ratio_interval  # matplotlib takes how far it reaches to either side
+        arms = bounds and [[max(0.0, summary.ratio - bounds[0])], [max(0.0, bounds[1] - summary.ratio)]]
+        axes.barh(place, summary.ratio, 0.65, xerr=arms, color=f"C{color}", alpha=0.8,
                   error_kw={"ecolor": "0.3", "capsize": 3})  # fmt: skip
         length = "-" if summary.acceptance_length is None else f"{summary.acceptance_length:.2f} tokens per call"
         axes.text(0.02, place, length, va="center", fontsize=9)
@@ -257,14 +253,6 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
     axes.set_ylabel("agreement with the target")
     axes.legend()
     _save(figure, path)
-
-
-def _arms(summary: MethodSummary) -> list[list[float]] | None:
-    """Return how far the interval reaches to either side of the ratio, as matplotlib takes it."""
-    if summary.ratio_interval is None:
-        return None
-    low, high = summary.ratio_interval
-    return [[max(0.0, summary.ratio - low)], [max(0.0, high - summary.ratio)]]
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -166,6 +166,7 @@ class Target:
         )
         # Each kind of layer -> its sliding window in tokens; None for full attention.
         self._windows = dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
+        self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
 
     @classmethod
@@ -246,10 +247,6 @@ class Target:
             cache.keep_layer_outputs([outputs[layer] for layer in cache.watched_layers])
         return hidden
 
-    @property
-    def _takes_bool_masks(self) -> bool:
-        return getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
-
     def _attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
         """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind where layers differ."""
         by_kind, dtype = {}, self.model.dtype
@@ -321,7 +318,7 @@ class StaticCalls:
             outputs: where hooks put the outputs of the cache's watched layers.
         """
         n_tokens, device = tokens.shape[1], tokens.device
-        tokens, seen = _padded(tokens, seen)
+        tokens, seen = _padded(tokens, seen)  # [B, P], [B, P, P]
         cache.begin_static_call(tokens.shape[1], device)
         lengths = torch.tensor(cache.lengths, device=device)[:, None]
         positions = lengths + seen.sum(dim=2) - 1  # [B, P]
@@ -353,7 +350,7 @@ def _with_layer_outputs(
 
 
 def _padded(tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pad a call to the next size: tokens [B, P] and what they see [B, P, P], where padding sees itself alone."""
+    """Pad a call to the next size; padding sees itself alone."""
     n_tokens = tokens.shape[1]
     size = next(size for size in STATIC_SIZES if size >= n_tokens)
     filled = torch.eye(size, dtype=torch.bool, device=tokens.device).repeat(len(tokens), 1, 1)

@@ -10,16 +10,9 @@ import torch
 from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
-from moa_data.evaluation.measure import (
-    TARGET,
-    CutRow,
-    cut_points,
-    load_scorer,
-    measure_disconnections,
-)
+from moa_data.evaluation.measure import TARGET, CutRow, cut_points, load_scorer, measure_disconnections
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.run import evaluate
-from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import Draws, Rounds
@@ -37,16 +30,11 @@ PROMPTS = [
 ]
 
 
-def loaded(target: Target, drafter: Drafter) -> LoadedDrafter:
+def random_drafter(target: Target, kind: str, seed: int = 0, **sizes: Any) -> LoadedDrafter:
+    drafter = DRAFTERS[kind](DRAFTERS[kind].config_class.from_target(target.config, **sizes)).eval()
+    drafter.initialize(torch.Generator().manual_seed(seed), std=0.2)
     frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
     return LoadedDrafter(drafter, frozen, DrafterFacts("", drafter.kind, 0))
-
-
-def random_drafter(target: Target, kind: str, seed: int = 0, **sizes: Any) -> LoadedDrafter:
-    build = DRAFTERS[kind]
-    drafter = build(build.config_class.from_target(target.config, **sizes))
-    drafter.initialize(torch.Generator().manual_seed(seed), std=0.2)
-    return loaded(target, drafter.eval())
 
 
 @pytest.fixture
@@ -55,9 +43,9 @@ def endless(target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
     return target
 
 
-def measured(target: Target, drafters: dict[str, LoadedDrafter], batch_size: int, n_tokens: int = 9) -> list[CutRow]:
+def measured(target: Target, drafters: dict[str, LoadedDrafter], batch_size: int) -> list[CutRow]:
     return measure_disconnections(
-        target, drafters, PROMPTS, n_tokens=n_tokens, n_cuts=2, max_new_tokens=12, batch_size=batch_size
+        target, drafters, PROMPTS, n_tokens=9, n_cuts=2, max_new_tokens=12, batch_size=batch_size
     )
 
 
@@ -67,12 +55,14 @@ def test_cuts_are_spread_over_the_answer() -> None:
     assert cut_points(1, 3) == cut_points(0, 3) == []
 
 
-@pytest.mark.parametrize("kind", [*DRAFTERS, "moa with a target layer"])
-def test_batches_give_what_each_cut_gives_alone(endless: Target, kind: str) -> None:
-    sizes: dict[str, Any] = {"target_layer_inference": 1} if kind not in DRAFTERS else {}
-    if kind in ("eagle3", "dspark", "dflash"):  # the default layers are those of a deeper target
-        sizes = {"fused_layers": (0, 1)}
-    drafters = {"a": random_drafter(endless, kind.split()[0], **sizes), "b": random_drafter(endless, "eagle", 1)}
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("moa", {}), ("moa", {"target_layer_inference": 1}), ("eagle3", {"fused_layers": (0, 1)}),
+     ("dspark", {"fused_layers": (0, 1)}), ("glide", {}), ("medusa", {}), ("independent", {})],
+    ids=str,
+)  # fmt: skip
+def test_batches_give_what_each_cut_gives_alone(endless: Target, kind: str, sizes: dict[str, Any]) -> None:
+    drafters = {"a": random_drafter(endless, kind, **sizes), "b": random_drafter(endless, "eagle", 1)}
     together, alone = measured(endless, drafters, 7), measured(endless, drafters, 1)
     assert len(together) == len(alone) == 2 * 4, "the last prompt leaves no position to generate into"
     for row, own in zip(together, alone, strict=True):
@@ -138,36 +128,24 @@ def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path
 def test_a_report_has_a_section_with_scores(config: EvalConfig, tmp_path: Path) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text("def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n")
-    found = evaluate(config.replaced(scorer=f"{scorer}:length")).disconnection
+    prompts = write_jsonl(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
+    found = evaluate(config.replaced(scorer=f"{scorer}:length", prompts=str(prompts))).disconnection
     out, name = Path(config.out), Path(config.drafter[0]).name
     assert found is not None
-    assert [summary["writer"] for summary in json.loads(out.read_text())["disconnection"]["writers"]] == [TARGET, name]
-    assert found.writer(TARGET).agreement.mean == 1.0
-    assert (found.writer(name).score.mean or 0) > 1
-    assert f"| {name} |" in out.with_suffix(".md").read_text()
-    assert out.with_name("report_disconnection.png").read_bytes().startswith(b"\x89PNG")
-    evaluate(config)  # an earlier report may be replaced
-    assert json.loads(out.read_text())["disconnection"]["writers"][1]["score"]["mean"] is None
-
-
-def test_prompts_without_room_are_counted(config: EvalConfig, tmp_path: Path) -> None:
-    prompts = write_jsonl(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
-    found = evaluate(config.replaced(prompts=str(prompts))).disconnection
-    assert found is not None
     assert (found.n_cuts, found.n_cut_prompts, found.n_skipped) == (len(found.rows), 2, 1)
-    text = Path(config.out).with_suffix(".md").read_text()
-    assert f"{found.n_cuts} cuts of greedy answers to 2 prompts" in text
-    assert "1 prompts were skipped" in text
+    assert [summary["writer"] for summary in json.loads(out.read_text())["disconnection"]["writers"]] == [TARGET, name]
+    ours, theirs = found.writers
+    assert ours.agreement.mean == 1.0
+    assert (theirs.score.mean or 0) > 1
+    text = out.with_suffix(".md").read_text()
+    for line in (f"| {name} |", f"{found.n_cuts} cuts of greedy answers to 2 prompts", "1 prompts were skipped"):
+        assert line in text
+    assert out.with_name("report_disconnection.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("body", "named"),
-    [
-        ("return float('nan')", "nan"),
-        ("return None", "None"),
-        ("return 'good'", "str"),
-        ("raise KeyError('gold')", "gold"),
-    ],
+    [("return float('nan')", "nan"), ("return None", "None"), ("raise KeyError('gold')", "gold")],
 )
 def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
     config: EvalConfig, tmp_path: Path, body: str, named: str

@@ -18,14 +18,13 @@ STORE: dict[str, Any] = {"n_sequences": 60, "codec": "lossless", "dataset.sha256
 SETTINGS: dict[str, Any] = {"store": "/somewhere", "batch_size": 8, "optimizer": "muon", "seed": 0}
 
 
-def as_run(drafter: Path, folder: Path, store: dict[str, Any] = STORE, **report: Any) -> Path:
+def as_run(drafter: Path, folder: Path) -> Path:
     """A folder like those of ``moa-data train``."""
     shutil.copytree(drafter, folder / "drafter")
     values = {"n_steps": 340, "n_tokens": 100, "n_tokens_total": 5000, "n_bytes_read": 7_000_000}
-    values |= {"best_expected_acceptance_length": 3.25} | report
     (folder / "report.json").write_text(json.dumps(values))
     (folder / "run.yaml").write_text(yaml.safe_dump(SETTINGS | {"out": str(folder)}))
-    (folder / "store.json").write_text(json.dumps(store))
+    (folder / "store.json").write_text(json.dumps(STORE))
     return folder
 
 
@@ -46,15 +45,14 @@ def test_a_report_sets_the_cost_of_training_beside_speed(
     ]  # fmt: skip
     assert all(pair["acceptance_length"] == 1.0 for pair in written["pairs"])
     text = out.with_suffix(".md").read_text()
-    assert "| one | moa |" in text
-    assert "| 340 | 5,000 | 7 MB | " in text
-    assert "All were trained alike" in text
-    assert "| over one | acceptance length | tokens/s |" in text
-    assert "| chain other | 1.00 (1.00-1.00) |" in text
+    for line in (
+        "| one | moa |", "| 340 | 5,000 | 7 MB | ", "All were trained alike",
+        "| over one | acceptance length | tokens/s |", "| chain other | 1.00 (1.00-1.00) |",
+    ):  # fmt: skip
+        assert line in text
     (runs[1] / "report.json").write_text(json.dumps({"n_steps": 3}))
     assert evaluate(config).warnings == ["steps differ: one 340, other 3"]
-    text = out.with_suffix(".md").read_text()
-    assert "Not trained alike, so differences are not the drafters' alone:\n\n- steps differ: one 340" in text
+    assert "alone:\n\n- steps differ: one 340" in out.with_suffix(".md").read_text()
 
 
 def facts(**changed: Any) -> dict[str, Any]:
@@ -78,31 +76,24 @@ def test_differences_are_named() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "line"),
     [
+        ({"precision": "32-true"}, {"precision": "bf16"}, "precision: a 32-true, b bf16"),
+        ({"optimizer": {"kind": "muon"}}, {"optimizer": {"kind": "adamw"}}, "optimizer: a muon, b adamw"),
+        ({"data": {"draft_length": 5}}, {"data": {"draft_length": 2}}, "draft_length: a 5, b 2"),
         (
-            {"precision": "32-true"},
-            {"precision": "bf16-mixed"},
-            "settings differ in precision: a 32-true",
+            {"drafter": {"forward_kl_weight": 0.1}}, {"drafter": {"forward_kl_weight": 0.2}},
+            "forward_kl_weight: a 0.1, b 0.2",
         ),
-        ({"optimizer": {"kind": "muon"}}, {"optimizer": {"kind": "adamw"}}, "settings differ in optimizer: a muon"),
-        ({"data": {"draft_length": 5}}, {"data": {"draft_length": 2}}, "settings differ in draft_length: a 5, b 2"),
-        (
-            {"drafter": {"forward_kl_weight": 0.1}},
-            {"drafter": {"forward_kl_weight": 0.2}},
-            "settings differ in forward",
-        ),
-        ({"decay_steps": None}, {"decay_steps": -1}, "settings differ in decay_steps: a None, b -1"),
+        ({"decay_steps": None}, {"decay_steps": -1}, "decay_steps: a None, b -1"),
         ({}, {"decay_steps": -1}, None),  # an older run did not record it
         ({"drafter": {"eagle_layers": 1}}, {"drafter": {"eagle_layers": 2}}, None),
         ({"reader_threads": 1}, {"reader_threads": 2}, None),
-        ({"micro_batch_size": 1}, {"micro_batch_size": 2}, None),
     ],
-)
+)  # fmt: skip
 def test_every_setting_that_changes_a_result_is_compared(
     one: dict[str, Any], other: dict[str, Any], line: str | None
 ) -> None:
     found = training_differences({"a": facts(settings=SETTINGS | one), "b": facts(settings=SETTINGS | other)})
-    assert len(found) == (line is not None)
-    assert "".join(found).startswith(line or "")
+    assert found == ([f"settings differ in {line}"] if line else [])
 
 
 def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
@@ -111,10 +102,9 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     assert (bare.n_steps, bare.n_tokens, bare.settings, bare.store) == (None, None, {}, {})
     run = as_run(drafter_folder, tmp_path / "run")
     assert drafter_facts(run / "drafter", drafter).n_steps == 340
-    old: dict[str, Any] = {"n_steps": 3, "n_tokens": 100, "best_expected_acceptance_length": float("-inf")}
-    (run / "report.json").write_text(json.dumps(old))
-    old_facts = drafter_facts(run, drafter)
-    assert (old_facts.n_tokens, old_facts.n_bytes_read) == (100, None)
+    (run / "report.json").write_text(json.dumps({"n_steps": 3, "n_tokens": 100}))
+    old = drafter_facts(run, drafter)
+    assert (old.n_tokens, old.n_bytes_read) == (100, None)
     (run / "run.yaml").write_text("[1, 2]")
     with pytest.raises(OptionInvalid, match=r"run\.yaml holds a list, expected a mapping"):
         drafter_facts(run, drafter)

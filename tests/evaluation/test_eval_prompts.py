@@ -10,7 +10,6 @@ from moa_data.evaluation.prompts import CHATS, SPEC_BENCH, PromptFile, load_prom
 from moa_data.tests.kit.chats import chat, write_jsonl
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-SEPARATORS = "one\u2028two\u0085three"
 
 
 def load(folder: Path, rows: list[Any], n_prompts: int | None = None) -> PromptFile:
@@ -24,7 +23,7 @@ def load(folder: Path, rows: list[Any], n_prompts: int | None = None) -> PromptF
         (chat("q1"), ["q1"]),
         (chat("q1", "a1", "q2"), ["q1", "a1", "q2"]),
         ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, ["hi"]),
-        (chat(SEPARATORS, "a"), [SEPARATORS]),
+        (chat("one\u2028two\u0085three", "a"), ["one\u2028two\u0085three"]),
         (chat("q", "a", tools=TOOLS, system="Be brief."), ["Be brief.", "q"]),
     ],
 )
@@ -39,8 +38,7 @@ def test_a_chat_is_cut_before_its_last_answer(tmp_path: Path, row: dict[str, Any
 
 def test_spec_bench_turns_and_balanced_choice(questions_file: Path) -> None:
     loaded = load_prompts(questions_file, n_prompts=4)
-    assert loaded.kind == SPEC_BENCH
-    assert loaded.n_in_file == 6
+    assert (loaded.kind, loaded.n_in_file) == (SPEC_BENCH, 6)
     assert [prompt.category for prompt in loaded.prompts] == ["math", "writing", "qa", "math"]
     for n_prompts in (None, 6):
         prompts = load_prompts(questions_file, n_prompts).prompts

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moa_data.evaluation.config import EvalConfig
@@ -14,7 +13,6 @@ from moa_data.evaluation.report import (
     accepted_by_position,
     drafter_pairs,
     ratio_with_interval,
-    summarize,
     summarize_writer,
     write_report,
 )
@@ -40,18 +38,6 @@ def test_ratios_of_sums_over_prompts(prompts: str, values: Any, expected: Any) -
     assert interval == (None if expected[1] is None else pytest.approx(expected[1]))
 
 
-def test_intervals_cover_the_truth() -> None:
-    """Of many samples of 30 prompts, about 95 % of the intervals hold the ratio of the means that they come from."""
-    random = np.random.default_rng(0)
-    names = [str(index) for index in range(30)]
-    hits = 0
-    for _ in range(200):
-        _, interval = ratio_with_interval(names, [(10 + random.binomial(4, 0.5, size=10).sum(), 10) for _ in names])
-        assert interval is not None
-        hits += interval[0] <= 3.0 <= interval[1]
-    assert 0.88 <= hits / 200 <= 0.99
-
-
 def test_accepted_by_position() -> None:
     assert accepted_by_position([1, 2, 4, 4]) == (0.75, 0.5, 0.5)
     assert accepted_by_position([1, 1]) == accepted_by_position([]) == ()
@@ -66,36 +52,25 @@ def row(prompt: str, category: str = "all", **runs: MethodRun) -> PromptRow:
     return PromptRow(prompt, category, 0, 10, tuple(named), named)
 
 
-def test_speed_is_totals_over_totals() -> None:
-    rows = [row(str(n), plain=run(1.0, 1, 1, 1), chain=run(s, 3)) for n, s in enumerate((0.5, 1.0, 4.0))]
-    plain, chain = summarize(rows)
-    assert plain.tokens_per_s == 4.0
-    assert chain.tokens_per_s == pytest.approx(12 / 5.5)
-    assert chain.ratio == pytest.approx(3 / 5.5)
-    assert chain.calls_saved == pytest.approx(2 / 3)
-    assert chain.accepted_drafts == (0, 0, 3)
-    assert chain.acceptance_length == 3.0
-
-
-def test_markdown_has_a_line_per_method_and_category() -> None:
+def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
     rows = [
-        row(str(number), category, plain=run(1.0, 1, 1, 1), chain=run(1.0, 2, 1))
-        for number, category in enumerate(("math", "qa", "qa"))
+        row(str(number), category, plain=run(1.0, 1, 1, 1), chain=run(seconds, 2, 1))
+        for number, (category, seconds) in enumerate((("math", 0.5), ("qa", 1.0), ("qa", 4.0)))
     ]
     config = EvalConfig.of(
         model="m", prompts="p", method=("plain", "chain"), drafter=("d",), max_new_tokens=9, compile=8, repeats=3
     )
     report = EvaluationReport(
-        Measurement(rows),
-        config=config.named(),
-        environment={"dtype": "float32", "device": "cpu", "n_threads": 1},
-        provenance={},
-        prompts={"file": "p.jsonl", "kind": "spec-bench", "n_answers": 3},
-    )
+        Measurement(rows), config=config.named(), environment={"dtype": "float32", "device": "cpu", "n_threads": 1},
+        provenance={}, prompts={"file": "p.jsonl", "kind": "spec-bench", "n_answers": 3},
+    )  # fmt: skip
+    plain, chain = report.methods
+    assert (plain.tokens_per_s, chain.tokens_per_s) == (4.0, pytest.approx(12 / 5.5))
+    assert (chain.ratio, chain.accepted_drafts) == (pytest.approx(3 / 5.5), (3, 3))
     text = markdown_report(report)
     for line in (
         "| chain | 1.50 (1.50-1.50) | 6 | 33.3% | 12 |", "| qa | 2 | 1.50 (1.50-1.50) |", "| math | 1 | 1.50 |",
-        "| chain | 0.0 | 0.0 | 500.0 | 0.0 | 50% |", "compiled for 8 tokens, median of 3 repeats",
+        "| chain | 0.0 | 0.0 | 916.7 | 0.0 | 50% |", "compiled for 8 tokens, median of 3 repeats",
     ):  # fmt: skip
         assert line in text
 

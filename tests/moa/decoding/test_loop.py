@@ -4,9 +4,8 @@ Drafters: one whose blocks are silenced so that it repeats a bigram that the tar
 that are never, always or sometimes right. That every drafter keeps this in every shape is shown by its contract.
 """
 
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,26 +14,20 @@ import torch
 from moa_data.errors import DrafterError
 from moa_data.evaluation.run import generate
 from moa_data.moa.decoding import loop as decode
-from moa_data.moa.decoding.loop import Generation, generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import SIZES, build_model, written_by_transformers
+from moa_data.tests.kit.models import SIZES, build_model, random_prompts, written_by_transformers
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 VOCABULARY, EOS, N_POSITIONS = SIZES["vocab_size"], SIZES["eos_token_id"], SIZES["max_position_embeddings"]
 Script = Callable[[list[int], list[int]], list[int]]
 """(what the target will say next, a wrong token for each place) -> drafts."""
-
-
-def random_prompts(n: int, seed: int, longest: int = 24) -> list[list[int]]:
-    """Lengths from 1 on; the first ten prompts have one token."""
-    draw = random.Random(seed)
-    lengths = [1] * min(10, n) + [draw.randint(1, longest) for _ in range(10, n)]
-    return [[draw.randrange(4, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
 def silence(drafter: MoADrafter) -> MoADrafter:
@@ -80,63 +73,41 @@ def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) ->
         yield
 
 
-def never(future: list[int], wrong: list[int]) -> list[int]:
-    return wrong
-
-
-def always(future: list[int], wrong: list[int]) -> list[int]:
-    return future
-
-
-def first_two(future: list[int], wrong: list[int]) -> list[int]:
-    return future[:2] + wrong[2:]
-
-
-def only_later(future: list[int], wrong: list[int]) -> list[int]:
-    return wrong[:1] + future[1:]
-
-
-def check_counts(generation: Generation, draft_length: int) -> None:
-    stats = generation.stats
-    assert stats.n_tokens == len(generation.tokens) == 1 + sum(stats.committed_per_call)
-    assert all(1 <= count <= draft_length + 1 for count in stats.committed_per_call)
-    assert stats.draft_s + stats.verify_s + stats.prefill_s <= stats.total_s
+SCRIPTS: dict[str, tuple[Script, list[int]]] = {  # with what 13 tokens are committed by, four drafts at a time
+    "never right": (lambda future, wrong: wrong, [1] * 12),
+    "always right": (lambda future, wrong: future, [5, 5, 2]),
+    "first two right": (lambda future, wrong: future[:2] + wrong[2:], [3] * 4),
+    "only later ones right": (lambda future, wrong: wrong[:1] + future[1:], [1] * 12),
+}
+ALWAYS, FIRST_TWO = SCRIPTS["always right"][0], SCRIPTS["first two right"][0]
 
 
 def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     eos = frozenset({3, 24, 28})
     target = bigram_target(eos)
-    drafter = silence(build_drafter(target.model))
-    committed: list[int] = []
-    n_ended_in_accepted = 0
-    runs: list[tuple[list[int], list[bool]]] = []
-    for index, prompt in enumerate(random_prompts(80, seed=2)):
+    drafter, committed, n_ended_in_accepted = silence(build_drafter(target.model)), list[int](), 0
+    for index, prompt in enumerate([[token] for token in range(4, 12)] + random_prompts(40, seed=2)):
         limit, draft_length = 1 + index % 16, 2 + index % 5
+        runs: list[tuple[list[int], list[bool]]] = []
         plain = plain_generate(target, prompt, max_new_tokens=limit)
-        runs.clear()
         fast = generate(
-            target,
-            drafter,
-            prompt,
-            max_new_tokens=limit,
-            tree=TreeShape(draft_length),
-            on_tokens=lambda tokens, drafted: runs.append((tokens, drafted)),
-        )
-        assert fast.tokens == plain.tokens, (index, prompt)
+            target, drafter, prompt, max_new_tokens=limit, tree=TreeShape(draft_length),
+            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
+        )  # fmt: skip
+        assert fast.tokens == plain.tokens == [token for tokens, _ in runs for token in tokens], (index, prompt)
         assert len(plain.tokens) == limit or plain.tokens[-1] in eos
-        check_counts(fast, draft_length)
-        assert [token for tokens, _ in runs for token in tokens] == fast.tokens
-        assert [len(tokens) for tokens, _ in runs] == [1, *fast.stats.committed_per_call]
-        committed += fast.stats.committed_per_call
+        stats = fast.stats
+        assert stats.n_tokens == len(fast.tokens)
+        assert [len(tokens) for tokens, _ in runs] == [1, *stats.committed_per_call]
+        assert all(1 <= count <= draft_length + 1 for count in stats.committed_per_call)
+        assert stats.draft_s + stats.verify_s + stats.prefill_s <= stats.total_s
+        committed += stats.committed_per_call
         n_ended_in_accepted += fast.tokens[-1] in eos and runs[-1][1][-1]
     assert all(committed.count(k) > 0.02 * len(committed) for k in (1, 2, 3, 4))
-    assert sum(committed) / len(committed) > 1.5
-    assert n_ended_in_accepted > 3
+    assert n_ended_in_accepted > 1
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"), [(never, [1] * 12), (always, [5, 5, 2]), (first_two, [3] * 4), (only_later, [1] * 12)]
-)
+@pytest.mark.parametrize(("script", "expected"), SCRIPTS.values(), ids=SCRIPTS)
 def test_scripted_drafts_are_counted(monkeypatch: pytest.MonkeyPatch, script: Script, expected: list[int]) -> None:
     target = Target(build_model(num_hidden_layers=2))
     target.eos_token_ids = frozenset()
@@ -150,7 +121,7 @@ def test_scripted_drafts_are_counted(monkeypatch: pytest.MonkeyPatch, script: Sc
         assert fast.stats.committed_per_call == expected
 
 
-@pytest.mark.parametrize("place", range(1, 8))
+@pytest.mark.parametrize("place", [1, 4, 7])
 def test_eos_inside_an_accepted_span_ends_the_answer(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     target = Target(build_model())
     target.eos_token_ids = frozenset()
@@ -159,22 +130,14 @@ def test_eos_inside_an_accepted_span_ends_the_answer(monkeypatch: pytest.MonkeyP
     target.eos_token_ids = frozenset({full[place]})
     expected = full[: full.index(full[place]) + 1]
     plain = plain_generate(target, prompt, max_new_tokens=24)
-    seen: list[int] = []
-    with scripted(monkeypatch, target, always):
-        fast = generate(
-            target,
-            drafter,
-            prompt,
-            max_new_tokens=24,
-            tree=TreeShape(6),
-            on_tokens=lambda tokens, drafted: seen.extend(tokens),
-        )
-    assert plain.tokens == fast.tokens == seen == expected
+    with scripted(monkeypatch, target, ALWAYS):
+        fast = generate(target, drafter, prompt, max_new_tokens=24, tree=TreeShape(6))
+    assert plain.tokens == fast.tokens == expected
     assert sum(fast.stats.committed_per_call) == len(expected) - 1
 
 
-@pytest.mark.parametrize("script", [None, always, first_two])
-@pytest.mark.parametrize("n_free", [1, 2, 3, 7])
+@pytest.mark.parametrize("script", [None, ALWAYS, FIRST_TWO])
+@pytest.mark.parametrize("n_free", [1, 3, 7])
 def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Script | None, n_free: int) -> None:
     target = Target(build_model())
     target.eos_token_ids = frozenset()
@@ -191,11 +154,8 @@ def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Scr
     prompt = [4 + index % 60 for index in range(N_POSITIONS - n_free)]
     drafter = build_drafter(target.model)
     plain = plain_generate(target, prompt, max_new_tokens=50)
-    if script is None:
+    with scripted(monkeypatch, target, script) if script else nullcontext():
         fast = generate(target, drafter, prompt, max_new_tokens=50, tree=TreeShape(4))
-    else:
-        with scripted(monkeypatch, target, script):
-            fast = generate(target, drafter, prompt, max_new_tokens=50, tree=TreeShape(4))
     assert len(plain.tokens) == n_free
     assert fast.tokens == plain.tokens
     assert largest <= N_POSITIONS
@@ -232,23 +192,21 @@ def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch
     assert max(n_accepted for _, n_accepted in of_rounds) > 1
 
 
-def test_a_window_of_one_token_sees_one_token() -> None:
-    """The cache of transformers keeps all tokens where its window of 1 less 1 is 0; without it, it does as we do."""
-    target = Target(build_model("mistral", num_hidden_layers=2, sliding_window=1))
-    for prompt in random_prompts(4, seed=6):
-        expected = written_by_transformers(target.model, prompt, max_new_tokens=12, use_cache=False)
-        assert plain_generate(target, prompt, max_new_tokens=12).tokens == expected
-
-
-@pytest.mark.parametrize("family", QUICK_FAMILIES)
-def test_plain_equals_transformers_generate(family: str) -> None:
-    target = Target(build_model(family, num_hidden_layers=2))
+@pytest.mark.parametrize("case", [*QUICK_FAMILIES, "mistral, a window of one token", "llama, a penalty"])
+def test_plain_equals_transformers_generate(case: str) -> None:
+    family, _, more = case.partition(", ")
+    sizes, settings, sampling = dict[str, Any](), dict[str, Any](), GREEDY
+    if "window" in more:  # its cache keeps all tokens where the window less 1 is 0; without it, it does as we do
+        sizes, settings = {"sliding_window": 1}, {"use_cache": False}
+    elif more:
+        settings, sampling = {"repetition_penalty": 1.6}, SamplingConfig(repetition_penalty=1.6)
+    target = Target(build_model(family, num_hidden_layers=2, **sizes))
     n_ended = 0
-    for prompt in [[9], *random_prompts(30, seed=6)[10:]]:
-        expected = written_by_transformers(target.model, prompt, max_new_tokens=12)
-        assert plain_generate(target, prompt, max_new_tokens=12).tokens == expected
+    for prompt in [[9], [50, 7], *random_prompts(8, seed=6)]:
+        expected = written_by_transformers(target.model, prompt, max_new_tokens=12, **settings)
+        assert plain_generate(target, prompt, max_new_tokens=12, sampling=sampling).tokens == expected
         n_ended += expected[-1] == EOS
-    assert n_ended < 20
+    assert n_ended < 10
 
 
 def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,33 +223,25 @@ def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -
     drafter = build_drafter(model)
     plain = plain_generate(target, [8, 9], max_new_tokens=24)
     assert 0 in plain.tokens
-    for script in (always, first_two, never):
+    for script, _ in SCRIPTS.values():
         with scripted(monkeypatch, target, script):
             fast = generate(target, drafter, [8, 9], max_new_tokens=24, tree=TreeShape(3))
         assert fast.tokens == plain.tokens
 
 
-def test_without_a_shape_auto_chooses() -> None:
-    target = Target(build_model())
-    drafter = build_drafter(target.model)
-    fast = generate(target, drafter, [5, 6, 7], max_new_tokens=12)
-    assert fast.tokens == plain_generate(target, [5, 6, 7], max_new_tokens=12).tokens
-    assert fast.stats.n_drafted > 0
-
-
 def test_bad_requests_are_refused() -> None:
     target = Target(build_model())
     drafter = build_drafter(target.model)
-    with pytest.raises(DrafterError, match="prompt is empty"):
-        plain_generate(target, [], max_new_tokens=4)
-    with pytest.raises(DrafterError, match=f"{N_POSITIONS} tokens, the target has {N_POSITIONS} positions"):
-        generate(target, drafter, [5] * N_POSITIONS, max_new_tokens=4, tree=TreeShape(5))
-    with pytest.raises(DrafterError, match="max_new_tokens must be at least 1"):
-        plain_generate(target, [5], max_new_tokens=0)
-    for token in (VOCABULARY, -1):
-        with pytest.raises(DrafterError, match=f"token {token}"):
-            generate(target, drafter, [5, token])
+    bad: list[tuple[list[int], dict[str, Any], str]] = [
+        ([], {}, "prompt is empty"),
+        ([5] * N_POSITIONS, {}, f"{N_POSITIONS} positions"),
+        ([5], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([5, VOCABULARY], {}, f"token {VOCABULARY}"),
+        ([5, -1], {}, "token -1"),
+        ([5], {"sampling": SamplingConfig(1.0), "tree": TreeShape(6, stop_below=0.1)}, r"6@0\.1"),
+    ]
+    for prompt, settings, said in bad:
+        with pytest.raises(DrafterError, match=said):
+            generate(target, drafter, prompt, **settings)
     with pytest.raises(DrafterError, match="None"):
         generate(target, None, [5])  # type: ignore[arg-type]
-    with pytest.raises(DrafterError, match="depth of a draft tree must be at least 1"):
-        generate(target, drafter, [5], max_new_tokens=4, tree=TreeShape(0))

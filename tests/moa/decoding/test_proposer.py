@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.errors import DrafterError
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer, PromptLookupProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
@@ -60,17 +59,6 @@ def test_a_chain_stops_behind_the_first_draft_that_makes_it_too_unlikely(
             assert found.tokens.tolist() == full.tokens[:, : found.n_nodes].tolist()
 
 
-def test_chains_that_are_drawn_do_not_stop() -> None:
-    model = build_model()
-    target, sampling = Target(model), SamplingConfig(temperature=1.0)
-    proposer = DrafterProposer(target, build_drafter(model), None, sampling)
-    with pytest.raises(DrafterError, match=r"6@0\.1 stop by their probability in greedy decoding only"):
-        generate_batch(
-            target, [[5, 6]], max_new_tokens=4, proposer=proposer, tree=TreeShape(6, stop_below=0.1),
-            sampling=sampling,
-        )  # fmt: skip
-
-
 # Prompt lookup
 
 
@@ -82,23 +70,8 @@ def test_the_longest_and_latest_occurrence_wins() -> None:
     assert proposed([1, 2, 3, 9, 9, 3, 4, 1, 2, 3]) == [[9, 9, 3]]
     assert proposed([5, 1, 7, 5, 2, 8, 5]) == [[2, 8, 5]]
     assert proposed([5, 1, 5]) == [[1, 5]]
-
-
-def test_rows_without_an_occurrence() -> None:
     assert proposed([1, 2, 3]) == [[]]
     assert proposed([1, 2, 3], [4, 6, 4]) == [[-1, -1], [6, 4]]
-
-
-def test_decoding_is_lossless_and_saves_calls_on_repetitive_text() -> None:
-    target = Target(build_model(eos_token_id=None))
-    prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11], [3, 4, 3, 4, 3, 4, 3]]
-    found = generate_batch(
-        target, prompts, max_new_tokens=40, proposer=PromptLookupProposer(target.device), tree=TreeShape(4)
-    )
-    plain = [plain_generate(target, prompt, max_new_tokens=40) for prompt in prompts]
-    assert [one.tokens for one in found] == [one.tokens for one in plain]
-    # Greedy decoding of a small random model soon goes in circles.
-    assert sum(one.stats.n_target_calls for one in found) < sum(one.stats.n_target_calls for one in plain)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +92,7 @@ def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
         assert found.stats.committed_per_call == alone.stats.committed_per_call
         if sampling.temperature:  # greedy decoding cuts drafts to what any row has use for
             assert found.stats.n_drafted == alone.stats.n_drafted
+        else:
+            assert found.tokens == plain_generate(target, prompt, max_new_tokens=30, sampling=sampling).tokens
+    # Greedy decoding of a small random model soon goes in circles.
+    assert sampling.temperature or sum(one.stats.n_target_calls for one in together) < 4 * 29

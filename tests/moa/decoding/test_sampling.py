@@ -1,15 +1,23 @@
 """Speculative sampling has the target's distribution: by enumeration of every draw, and by chi-square of whole runs."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from moa_data.errors import DrafterError
 from moa_data.moa.decoding import sampling
-from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import (
     GREEDY,
@@ -24,7 +32,7 @@ from moa_data.moa.decoding.sampling import (
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import build_model, written_by_transformers
+from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import quick
 
 V = 4
@@ -74,6 +82,13 @@ def logits() -> Any:
 
 
 CONFIGS = [SamplingConfig(1.0), SamplingConfig(0.7, top_p=0.8), SamplingConfig(1.3, top_k=2, repetition_penalty=1.5)]
+
+
+def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
+    expected = probability * counts.sum()
+    held = expected > 0
+    assert not counts[~held].any()
+    return float(((counts - expected)[held] ** 2 / expected[held]).sum())
 
 
 def expected_pairs(logits: Any, node_of: Any, config: Any) -> Any:
@@ -133,10 +148,8 @@ def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
     generators, n_draws = [torch.Generator().manual_seed(seed) for seed in (1, 2)], 4000
     drawn = torch.stack([draw_rows(weights, generators) for _ in range(n_draws)])
     for row, weight in enumerate(weights):
-        counts, expected = torch.bincount(drawn[:, row], minlength=5), n_draws * weight / weight.sum()
-        assert not counts[weight == 0].any()
-        chi_square = float(((counts - expected) ** 2 / expected)[weight > 0].sum())
-        assert chi_square < 20  # at most two degrees of freedom: p = 5e-5
+        counts = torch.bincount(drawn[:, row], minlength=5)
+        assert chi_square(counts, weight / weight.sum()) < 20  # at most two degrees of freedom: p = 5e-5
         again = torch.Generator().manual_seed(row + 1)
         assert [draw(weight, again) for _ in range(9)] == drawn[:9, row].tolist()
 
@@ -150,45 +163,21 @@ def test_the_ends_of_the_unit_interval_give_tokens_with_mass(
         assert draw(torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64) * total, None) == token
 
 
-def test_distribution_follows_transformers() -> None:
-    from transformers import LogitsProcessorList
-    from transformers.generation.logits_process import (
-        RepetitionPenaltyLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
-
-    logits, previous = torch.randn(50), [3, 9, 9, 14]
-    for temperature, top_k, top_p, penalty in itertools.product((0.6, 1.7), (0, 8), (0.5, 1.0), (1.0, 1.4)):
-        chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)])
-        if top_k:
-            chain.append(TopKLogitsWarper(top_k))
-        if top_p < 1:
-            chain.append(TopPLogitsWarper(top_p))
+@pytest.mark.parametrize(
+    ("n_words", "scale"), [(50, 1.0), (3000, 0.0), (3000, 0.3), (3000, 3.0)], ids=str
+)  # whether few tokens of a large vocabulary hold the mass or nearly all are needed
+def test_distribution_follows_transformers(n_words: int, scale: float) -> None:
+    logits = scale * torch.randn(n_words, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    logits += torch.linspace(0, 1e-6, n_words, dtype=torch.float64)  # no ties
+    given, previous = logits.clone(), [3, 9, 9, 14]
+    for temperature, top_k, top_p, penalty in itertools.product((0.6, 1.7), (0, 8), (0.5, 0.9, 1.0), (1.0, 1.4)):
+        warpers = [RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)]
+        warpers += [TopKLogitsWarper(top_k)] if top_k else []
+        warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        chain = LogitsProcessorList(warpers)
         expected = chain(torch.LongTensor([previous]), logits[None].clone())[0].softmax(-1)
         got = distribution(logits, previous, SamplingConfig(temperature, top_p, top_k, penalty))
-        torch.testing.assert_close(got.float(), expected)
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
-@pytest.mark.parametrize("config", [SamplingConfig(0.8, top_p=0.9), SamplingConfig(1.2, top_p=0.6, top_k=400)], ids=str)
-def test_top_p_of_a_large_vocabulary_equals_sorting_all_of_it(scale: float, config: Any) -> None:
-    """Whether few tokens hold the mass or nearly all are needed; the logits stay as they are."""
-    logits = torch.randn(3000, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * scale
-    logits += torch.linspace(0, 1e-6, 3000, dtype=torch.float64)  # no ties
-    given = logits.clone()
-    scores = logits / config.temperature
-    if config.top_k:
-        scores = scores.masked_fill(scores < scores.sort(descending=True).values[config.top_k - 1], -torch.inf)
-    ordered, order = scores.sort(descending=True)
-    mass_before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
-    expected = torch.zeros(3000, dtype=torch.float64)
-    kept = order[mass_before < config.top_p]
-    expected[kept] = scores[kept].softmax(0)
-    got = distribution(logits, [], config)
-    assert torch.equal(got > 0, expected > 0)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
     assert torch.equal(logits, given)
 
 
@@ -203,16 +192,11 @@ def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
         target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, None, config),
         tree=tree, sampling=config, seed=11,
     )  # fmt: skip
-    counts: dict[tuple[int, ...], int] = {}
-    for run in runs:
-        counts[tuple(run.tokens)] = counts.get(tuple(run.tokens), 0) + 1
-    chi_square, n_cells = 0.0, 0
-    for answer, probability in exact_answers(target, prompt, config, 3).items():
-        chi_square += (counts.pop(answer, 0) - n_runs * probability) ** 2 / (n_runs * probability)
-        n_cells += 1
-    assert not counts, "answers that the target never gives"
+    counts, exact = Counter(tuple(run.tokens) for run in runs), exact_answers(target, prompt, config, 3)
+    assert counts.keys() <= exact.keys()
+    found = chi_square(torch.tensor([counts[answer] for answer in exact]), torch.tensor(list(exact.values())))
     # Mean n - 1, variance 2 (n - 1): five standard deviations.
-    assert chi_square < n_cells - 1 + 5 * (2 * (n_cells - 1)) ** 0.5
+    assert found < len(exact) - 1 + 5 * (2 * (len(exact) - 1)) ** 0.5
 
 
 def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
@@ -227,14 +211,6 @@ def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
             longer |= {(*answer, t): probability * float(p) for t, p in enumerate(following.tolist()) if p > 0}
         answers = longer
     return answers
-
-
-def test_greedy_with_a_repetition_penalty_equals_transformers() -> None:
-    target = Target(build_model(num_hidden_layers=2))
-    config = SamplingConfig(repetition_penalty=1.6)
-    for prompt in ([9, 4, 31], [50, 7]):
-        expected = written_by_transformers(target.model, prompt, repetition_penalty=1.6, max_new_tokens=14)
-        assert plain_generate(target, prompt, max_new_tokens=14, sampling=config).tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -255,13 +231,6 @@ def logits_of(seed: int) -> torch.Tensor:
     return 2 * torch.randn(N_WORDS, generator=torch.Generator().manual_seed(seed))
 
 
-def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
-    expected = probability * counts.sum()
-    held = expected > 0
-    assert not counts[~held].any()
-    return float(((counts - expected)[held] ** 2 / expected[held]).sum())
-
-
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
     logits, previous = logits_of(0), [1, 4, 4]
@@ -275,7 +244,9 @@ def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
 
 
 def test_noise_is_a_function_of_seed_and_position() -> None:
-    assert torch.equal(noise(3, 5, 12), noise(3, 5, 12))
+    # Client and server may be of different versions of this package: the numbers must stay.
+    first = [-0.15990158959464357, -0.02969674489144777, -1.1937469859707905]
+    assert noise(1, 2, 3).tolist() == pytest.approx(first, rel=1e-12)
     kinds = [noise(*key, 12) for key in ((3, 5), (3, 6), (4, 5), (-3, 5), (5, 3), (-(2**63), 5))]
     assert len({float(one[0]) for one in kinds}) == len(kinds)
     assert torch.equal(noise(3, 5, 24)[:12], noise(3, 5, 12)), "a larger vocabulary changes nothing for the others"
@@ -283,13 +254,6 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     assert many.isfinite().all()
     assert abs(float(many.mean()) - 0.5772) < 0.01, "Euler's constant, the mean of Gumbel noise"
     assert abs(float(many.var()) - 1.6449) < 0.03, "pi^2 / 6, its variance"
-
-
-def test_the_first_draws_are_those_of_philox() -> None:
-    """Client and server may be of different versions of this package: the numbers must stay."""
-    assert noise(1, 2, 3).tolist() == pytest.approx(
-        [-0.15990158959464357, -0.02969674489144777, -1.1937469859707905], rel=1e-12
-    )
 
 
 def test_two_models_agree_more_often_than_by_independent_draws() -> None:
@@ -309,7 +273,6 @@ def test_two_models_agree_more_often_than_by_independent_draws() -> None:
 
 def test_without_temperature_it_is_the_argmax() -> None:
     logits = logits_of(3)
-    assert {choose(logits, [], GREEDY, seed, seed) for seed in range(9)} == {int(logits.argmax())}
-    penalised = SamplingConfig(repetition_penalty=50.0)
-    best = int(logits.argmax())
-    assert choose(logits, [best], penalised, 0, 0) == int(logits.topk(2).indices[1])
+    best, second = logits.topk(2).indices.tolist()
+    assert {choose(logits, [], GREEDY, seed, seed) for seed in range(9)} == {best}
+    assert choose(logits, [best], SamplingConfig(repetition_penalty=50.0), 0, 0) == second

@@ -1,7 +1,5 @@
 """Shapes of drafts, and the order of candidates."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ def test_shapes_are_read_from_text(text: str) -> None:
     assert str(TreeShape.parse(text)) == text
     assert TreeShape.parse("2X3X4") == TreeShape(2, 3, 4)
     assert TreeShape.parse("5@0") == TreeShape(5)
+    assert TreeShape.parse("6@0.2").cut(3) == TreeShape.parse("3@0.2")
 
 
 @pytest.mark.parametrize(
@@ -24,10 +23,8 @@ def test_shapes_are_read_from_text(text: str) -> None:
 def test_shapes_without_a_meaning_are_refused(text: str) -> None:
     with pytest.raises(DrafterError):
         TreeShape.parse(text)
-
-
-def test_a_cut_shape_keeps_where_its_chains_stop() -> None:
-    assert TreeShape(6, stop_below=0.2).cut(3) == TreeShape(3, stop_below=0.2)
+    with pytest.raises(DrafterError):
+        TreeShape(5, stop_below=0.1, cut_below=0.1)
 
 
 def test_equal_scores_stand_in_the_order_of_their_places() -> None:
@@ -40,11 +37,3 @@ def test_equal_scores_stand_in_the_order_of_their_places() -> None:
         assert found == sorted(row, reverse=True)[:12]
         assert [row[place] for place in at] == found
         assert all(one < other for one, other, a, b in zip(at, at[1:], found, found[1:], strict=False) if a == b)
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"stop_below": 1.0}, {"stop_below": 0.1, "cut_below": 0.1}, {"breadth": 2, "cut_below": 0.1}]
-)
-def test_ends_of_chains_without_a_meaning_are_refused(sizes: dict[str, Any]) -> None:
-    with pytest.raises(DrafterError):
-        TreeShape(5, **sizes)

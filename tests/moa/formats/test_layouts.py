@@ -1,5 +1,6 @@
 """Drafters travel through every layout of other programs unchanged; a folder that does not fit is named."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from moa_data.errors import DrafterError, TargetError
-from moa_data.moa.drafters.eagle3 import Eagle3Drafter
 from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, write_layout
 from moa_data.moa.formats.checkpoint import build_drafter as build_drafter_of
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -67,28 +67,25 @@ def features(drafter: Any, model: Any) -> Any:
     ).features
 
 
-def without_own_key(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("moa_data")
+def read_config(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+def without_own_key(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Make the folder that of another program, and return its config.json."""
+    config = {name: value for name, value in (read_config(folder) | changes).items() if name != "moa_data"}
     (folder / "config.json").write_text(json.dumps(config))
+    return config
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_half_precision_rounds_once(tmp_path: Path, name: Any) -> None:
-    model = build_model()
-    drafter = build(name, model)
-    write(drafter, name, tmp_path, model, torch.bfloat16)
-    file = load_file(tmp_path / "model.safetensors")
-    assert {value.dtype for value in file.values() if value.dtype not in (torch.int64, torch.bool)} == {torch.bfloat16}
-    weights = load_drafter(tmp_path).state_dict()
-    for key, value in drafter.state_dict().items():
-        rounded = value.to(torch.bfloat16).float() if value.is_floating_point() else value
-        assert torch.equal(weights[key], rounded), key
+def write_weights(folder: Path, weights: dict[str, Any]) -> None:
+    """Replace a file's tensors, by those of which any is there."""
+    save_file({name: value for name, value in weights.items() if value is not None}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_folder_without_our_key_computes_the_same(tmp_path: Path, name: Any) -> None:
-    model = build_model()
+    model = build_model("qwen2" if name in ("moa", "eagle") else "llama")  # with biases
     drafter = build(name, model)
     write(drafter, name, tmp_path, model)
     without_own_key(tmp_path)
@@ -98,27 +95,25 @@ def test_a_folder_without_our_key_computes_the_same(tmp_path: Path, name: Any) -
     assert torch.equal(features(again, model), features(drafter, model))
     with pytest.raises(TargetError, match="vocab_size"):
         check_drafter_matches(again, Target(build_model(vocab_size=80)))
-
-
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("input_norm", [True, False])
-def test_first_layer_without_norm_needs_no_second(tmp_path: Path, name: Any, input_norm: bool) -> None:
-    model = build_model()
-    write(build(name, model, eagle_input_norm=input_norm, eagle_layers=2), name, tmp_path, model)
-    keys = set(load_file(tmp_path / "model.safetensors"))
-    assert "layers.0.input_layernorm.weight" not in keys
-    assert ("layers.2.input_layernorm.weight" in keys) == input_norm
-    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2 + input_norm
+    write(drafter, name, tmp_path, model, torch.bfloat16)  # rounds once
+    file = load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in file.values()} <= {torch.bfloat16, torch.int64, torch.bool}
+    weights = load_drafter(tmp_path).state_dict()
+    for key, value in drafter.state_dict().items():
+        assert torch.equal(weights[key], value.to(torch.bfloat16).float() if value.is_floating_point() else value), key
 
 
 def test_keys_of_each_engine(tmp_path: Path) -> None:
     model = build_model("qwen2")
-    for name in ENGINES:
-        write(build(name, model, eagle_input_norm=False), name, tmp_path / name, model)
-    keys = {name: set(load_file(tmp_path / name / "model.safetensors")) for name in ENGINES}
+    keys, configs = {}, {}
+    for name, input_norm in itertools.product(ENGINES, (True, False)):
+        write(build(name, model, eagle_input_norm=input_norm, eagle_layers=2), name, tmp_path, model)
+        keys[name], configs[name] = set(load_file(tmp_path / "model.safetensors")), read_config(tmp_path)
+        assert "layers.0.input_layernorm.weight" not in keys[name]
+        assert ("layers.2.input_layernorm.weight" in keys[name]) == input_norm  # else it needs no second layer
+        assert configs[name]["num_hidden_layers"] == 2 + input_norm
     assert keys["eagle"] - keys["vllm-eagle"] == {"embed_tokens.weight"}
     assert keys["sglang-eagle"] - keys["vllm-eagle"] == {"fc.bias"}
-    configs = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ENGINES}
     assert configs["vllm-eagle"]["architectures"] == ["LlamaForCausalLM"]
     assert configs["vllm-eagle"]["qkv_bias"]
     assert not configs["vllm-eagle"]["attention_bias"]
@@ -131,26 +126,21 @@ def test_scaled_rotation_is_written_for_both_majors(tmp_path: Path) -> None:
     model = build_model(rope_parameters=rope)
     drafter = build("vllm-eagle", model)
     write(drafter, "vllm-eagle", tmp_path, model)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = without_own_key(tmp_path)
     assert config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    without_own_key(tmp_path)
     assert load_drafter(tmp_path).config.rope_parameters == rope
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_official_eagle_checkpoint(tmp_path: Path, file: str) -> None:
+def test_official_eagle_checkpoint(tmp_path: Path) -> None:
     """Keys and config as yuhuili/EAGLE-* have them: fc with a bias, float16, a prefix, buffers, few config keys."""
     model = build_model()
     drafter = build_eagle(model, eagle_input_norm=False, eagle_fc_bias=True)
     write(drafter, "eagle", tmp_path, model, torch.float16)
     weights = load_file(tmp_path / "model.safetensors")
-    weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
     (tmp_path / "model.safetensors").unlink()
-    if file.endswith("bin"):
-        torch.save({f"model.{name}": value for name, value in weights.items()}, tmp_path / file)
-    else:
-        save_file(weights, tmp_path / file)
+    weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    torch.save({f"model.{name}": value for name, value in weights.items()}, tmp_path / "pytorch_model.bin")
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-6,
@@ -214,8 +204,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
     # Of EAGLE's folders the last layer is the drafter's own; the first one may only hand its input on.
     key = max(key for key in weights if key.endswith("o_proj.weight"))
     for change in ({key: None}, {"extra": torch.zeros(1)}, {key: torch.zeros(2, 3)}, {key: weights[key].int()}):
-        changed = {name: value for name, value in (weights | change).items() if value is not None}
-        save_file(changed, tmp_path / "model.safetensors")
+        write_weights(tmp_path, weights | change)
         with pytest.raises(DrafterError):
             load_drafter(tmp_path)
 
@@ -223,7 +212,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
 def test_wrong_configs_are_named(tmp_path: Path) -> None:
     model = build_model()
     write(build_eagle(model), "sglang-eagle", tmp_path, model)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_config(tmp_path)
     foreign = {name: value for name, value in config.items() if name != "moa_data"}
     for text in (
         "{",
@@ -240,11 +229,11 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
             load_drafter(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     weights = load_file(tmp_path / "model.safetensors")
-    save_file(weights | {"fc.bias": torch.ones(48)}, tmp_path / "model.safetensors")
+    write_weights(tmp_path, weights | {"fc.bias": torch.ones(48)})
     with pytest.raises(DrafterError, match=r"fc\.bias"):
         load_drafter(tmp_path)
-    save_file({"some.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(foreign))
+    write_weights(tmp_path, {"some.weight": torch.zeros(1)})
+    without_own_key(tmp_path)
     with pytest.raises(DrafterError, match="some"):
         load_drafter(tmp_path)
 
@@ -252,53 +241,35 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
 def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
     model = build_model()
     write(build("eagle3", model), "eagle3", tmp_path, model)
+    key = "eagle_aux_hidden_state_layer_ids"
     without_own_key(tmp_path)
     assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
-    config = json.loads((tmp_path / "config.json").read_text())
-    nested = config.pop("eagle_config")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    without_own_key(tmp_path, eagle_config={})
     assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
-    del config["eagle_aux_hidden_state_layer_ids"]
-    for missing in ({}, {"eagle_aux_hidden_state_layer_ids": "0"}):
-        (tmp_path / "config.json").write_text(json.dumps(config | missing))
+    for missing in (None, "0"):
+        without_own_key(tmp_path, **{key: missing})
         with pytest.raises(DrafterError):
             load_drafter(tmp_path)
-    nested["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_config": nested}))
+    without_own_key(tmp_path, eagle_config={key: [0, 1, 9]})
     with pytest.raises(TargetError, match="reads layer 9"):
         check_drafter_matches(load_drafter(tmp_path), Target(model))
 
 
-def test_eagle3_with_the_norms_of_eagle_3_1(tmp_path: Path) -> None:
-    """Under the names and flags of vLLM; without them in config.json they are not there."""
+def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Path) -> None:
+    """The norms' flags are not in config.json without them."""
     model = build_model()
     write(build("eagle3", model), "eagle3", tmp_path / "plain", model)
-    plain = json.loads((tmp_path / "plain" / "config.json").read_text())
     drafter = build("eagle3", model, fc_norm=True, norm_output=True)
     write(drafter, "eagle3", tmp_path, model)
-    without_own_key(tmp_path)
-    config, names = json.loads((tmp_path / "config.json").read_text()), set(load_file(tmp_path / "model.safetensors"))
-    assert {name for name in names if "fc_norm" in name} == {f"fc_norm.{index}.weight" for index in range(3)}
-    assert set(config) - set(plain) == {"fc_norm", "norm_output"}
-    again: Any = load_drafter(tmp_path)
-    assert again.config.fc_norm
-    assert again.config.norm_output
-    frozen = FrozenTarget.from_model(model)
-    logits = [one.draft_logits(frozen, features(one, model)) for one in (again, drafter)]
-    assert torch.equal(*logits)
-
-
-def test_eagle3_under_the_name_that_vllm_gives_its_layer(tmp_path: Path) -> None:
-    model = build_model()
-    drafter = build("eagle3", model)
-    write(drafter, "eagle3", tmp_path, model)
-    without_own_key(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
-    save_file(renamed, tmp_path / "model.safetensors")
-    again = load_drafter(tmp_path)
-    assert isinstance(again, Eagle3Drafter)
-    assert torch.equal(features(again, model), features(drafter, model))
+    assert {name for name in weights if "fc_norm" in name} == {f"fc_norm.{index}.weight" for index in range(3)}
+    assert set(read_config(tmp_path)) - set(read_config(tmp_path / "plain")) == {"fc_norm", "norm_output"}
+    without_own_key(tmp_path)
+    write_weights(tmp_path, {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()})
+    again: Any = load_drafter(tmp_path)
+    assert (again.kind, again.config.fc_norm, again.config.norm_output) == ("eagle3", True, True)
+    frozen = FrozenTarget.from_model(model)
+    assert torch.equal(*(one.draft_logits(frozen, features(one, model)) for one in (again, drafter)))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +338,7 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
     backbone = {"fc", "hidden_norm", "norm"} | {f"layers.{i}.{name}" for i in (0, 1) for name in PUBLISHED}
     write(build_block("dflash", model), "dflash", tmp_path / "dflash", model)
     assert set(load_file(tmp_path / "dflash" / "model.safetensors")) == {f"{name}.weight" for name in backbone}
-    config = json.loads((tmp_path / "dflash" / "config.json").read_text())
+    config = read_config(tmp_path / "dflash")
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["num_target_layers"] == 4
     assert config["dflash_config"] == {"block_size": 7, "mask_token_id": 66, "target_layer_ids": [0, 2]}
@@ -379,7 +350,7 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
     inner = {"gated": "gate_proj", "rnn": "joint_proj"}.get(head)
     own |= {f"markov_head.{inner}.{part}" for part in ("weight", "bias") if inner}
     assert set(weights) == own | {f"{name}.weight" for name in backbone}
-    config = json.loads((tmp_path / "dspark" / "config.json").read_text())
+    config = read_config(tmp_path / "dspark")
     assert config["target_layer_ids"] == [0, 2]
     assert config["markov_rank"] == (0 if head == "none" else 8)
     assert config["enable_confidence_head"]
@@ -399,9 +370,8 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
 def test_configs_of_block_drafters_that_cannot_be_used(tmp_path: Path) -> None:
     model = build_model()
     write(build_block("dflash", model), "dflash", tmp_path, model)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["moa_data"]
-    without = {name: value for name, value in config["dflash_config"].items() if name != "target_layer_ids"}
+    own = read_config(tmp_path)
+    without = {name: value for name, value in own["dflash_config"].items() if name != "target_layer_ids"}
     unusable: tuple[dict[str, Any], ...] = (
         {"layer_types": ["sliding_attention"] * 2},
         {"dflash_config": without},
@@ -409,6 +379,6 @@ def test_configs_of_block_drafters_that_cannot_be_used(tmp_path: Path) -> None:
         {"dflash_config": {}, "block_size": None},
     )
     for changes in unusable:
-        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        without_own_key(tmp_path, **(own | changes))
         with pytest.raises(DrafterError):
             load_drafter(tmp_path)

@@ -83,50 +83,42 @@ def test_generation_tags_give_the_mask_of_transformers() -> None:
     assert tokenized(tokenizer, messages).response_mask.tolist() == expected["assistant_masks"]
 
 
-def test_generation_tags_and_derived_masks_agree() -> None:
-    tagged, derived = make("generation")[0], make("llama3")[0]
-    for content in CONTENTS:
-        messages = turns("q " + content, content, "again", "x" + content)
-        assert np.array_equal(tokenized(tagged, messages).response_mask, tokenized(derived, messages).response_mask)
+LOOP = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+REST = "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 
 
-def test_end_of_turn_outside_the_tags_is_taken_in_and_white_space_is_left_out() -> None:
-    body = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-    rest = "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    inside = body + "{%- generation -%}{{ m['content'] + '<|im_end|>\n' }}{%- endgeneration -%}" + rest
-    outside = body + "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}" + rest
-    for template in (inside, outside):
-        tokenizer = build_tokenizer(template, None, "<|im_end|>")
-        found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "a b", "q2", "c")))
-        assert found == ["a b<|im_end|>", "c<|im_end|>"]
-
-
-def test_a_chatml_template_without_generation_prompt_leaves_headers_out() -> None:
-    template = CHATML_TEMPLATE.split("{% if add_generation_prompt")[0]
+@pytest.mark.parametrize(
+    "template",
+    [
+        # White space after the end of turn is left out, an end of turn outside the tags taken in.
+        LOOP + "{%- generation -%}{{ m['content'] + '<|im_end|>\n' }}{%- endgeneration -%}" + REST,
+        LOOP + "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}" + REST,
+        CHATML_TEMPLATE.split("{% if add_generation_prompt")[0],  # headers are left out, without a generation prompt
+        # A generation prompt that is no prefix: the text is looked for.
+        CHATML_TEMPLATE.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif").replace(
+            "assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"
+        ),
+    ],
+    ids=["inside", "outside", "no prompt", "no prefix"],
+)
+def test_end_of_turn_and_headers(template: str) -> None:
     tokenizer = build_tokenizer(template, None, "<|im_end|>")
-    for content in ("assistant", "fine", "\nlines\n"):
-        found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", content, "q", "ok")))
+    for content in ("assistant", "a b", "\nlines\n"):
+        found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", content, "q2", "ok")))
         assert found == [content + "<|im_end|>", "ok<|im_end|>"]
 
 
-def test_a_generation_prompt_that_is_no_prefix_falls_back_to_the_text() -> None:
-    template = CHATML_TEMPLATE.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif").replace(
-        "assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"
-    )
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), turns("q", "one"),
+         RejectReason.TEMPLATE_REWRITES_RESPONSE),
+        (MISTRAL_TEMPLATE, turns("q", "a")[::-1], RejectReason.TEMPLATE_FAILED),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_show_is_rejected(template: str, messages: Messages, reason: RejectReason) -> None:
     tokenizer = build_tokenizer(template, None, "<|im_end|>")
-    assert marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one"))) == ["one<|im_end|>"]
-
-
-def test_a_template_that_rewrites_the_response_is_rejected() -> None:
-    tokenizer = build_tokenizer(CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), None, "<|im_end|>")
-    rejected(tokenize_chat(ChatTemplate(tokenizer), turns("q", "one"), 100), RejectReason.TEMPLATE_REWRITES_RESPONSE)
-
-
-def test_a_template_that_refuses_the_chat_is_a_rejection() -> None:
-    tokenizer, _ = make("mistral")
-    rejected(
-        tokenize_chat(ChatTemplate(tokenizer), turns("q", "a")[::-1], 100), RejectReason.TEMPLATE_FAILED, "alternate"
-    )
+    rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 100), reason)
 
 
 def test_truncation_cuts_tokens_and_mask_together() -> None:

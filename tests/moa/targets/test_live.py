@@ -1,7 +1,9 @@
 """A causal run in pieces, or without a mask, equals one call with the mask of all tokens; and it holds less."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
 import huggingface_hub
 import pytest
@@ -84,13 +86,16 @@ def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
     assert made.n_bytes < n_tokens * n_tokens
 
 
-def test_a_mistyped_folder_is_not_only_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*args: object, **options: object) -> NoReturn:
-        raise ConnectionError("no route to host.")
+def refuse(error: Exception) -> Callable[..., NoReturn]:
+    def refused(*args: Any, **options: Any) -> NoReturn:
+        raise error
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    wanted = r"no folder models/nope here, and the Hub gave no model of that name: .*host\. Check the path or the name"
-    with pytest.raises(TargetError, match=wanted):
+    return refused
+
+
+def test_a_mistyped_folder_is_not_only_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse(ConnectionError("no route to host.")))
+    with pytest.raises(TargetError, match=r"no folder models/nope here, .*host\. Check the path or the name"):
         resolve_model_folder("models/nope")
 
 
@@ -108,33 +113,18 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
 
 def test_weights_that_cannot_be_mapped_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a sparse file that is longer than what the process may address."""
-
-    def refused(*args: Any, **options: Any) -> NoReturn:
-        raise MemoryError("Cannot allocate memory (os error 12)")
-
     build_model("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr(model_files, "safe_open", refused)
+    monkeypatch.setattr(model_files, "safe_open", refuse(MemoryError("Cannot allocate memory (os error 12)")))
     with pytest.raises(MoaDataError, match=r"model\.safetensors"):
         load_target_model(tmp_path, torch.float32, "cpu")
 
 
-def test_a_second_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Any] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: Any = "the queue of the current device") -> None:
-            recorded.append(stream)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+def test_each_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = MagicMock()
+    monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the queue of {device}")
     DeviceClock(torch.device("cuda:1")).mark()
-    assert recorded == ["the queue of cuda:1"]
-
-
-def test_a_cpu_is_timed_by_its_clock() -> None:
+    event.assert_called_once_with(enable_timing=True)
+    event().record.assert_called_once_with("the queue of cuda:1")
     clock = DeviceClock(torch.device("cpu"))
-    began, ended = clock.mark(), clock.mark()
-    assert 0 <= DeviceClock.seconds(began, ended) < 60
+    assert 0 <= clock.seconds(clock.mark(), clock.mark()) < 60
