@@ -65,8 +65,8 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
         provenance={}, prompts={"file": "p.jsonl", "kind": "spec-bench", "n_answers": 3},
     )  # fmt: skip
     plain, chain = report.methods
-    assert (plain.tokens_per_s, chain.tokens_per_s) == (4.0, pytest.approx(12 / 5.5))
-    assert (chain.ratio, chain.accepted_drafts) == (pytest.approx(3 / 5.5), (3, 3))
+    assert [plain.tokens_per_s, chain.tokens_per_s, chain.ratio] == pytest.approx([4.0, 12 / 5.5, 3 / 5.5])
+    assert chain.accepted_drafts == (3, 3)
     text = markdown_report(report)
     for line in (
         "| chain | 1.50 (1.50-1.50) | 6 | 33.3% | 12 |", "| qa | 2 | 1.50 (1.50-1.50) |", "| math | 1 | 1.50 |",

@@ -60,7 +60,7 @@ def test_drafters_are_named_by_their_folders(tmp_path: Path, monkeypatch: pytest
     ("content", "named"),
     [
         ({"n_heads": "4"}, "n_heads"), ({"norm_eps": "small"}, "norm_eps"), ({"n_heads": None}, "n_heads"),
-        (b'{"kind": []}', None), (b'{"hidden": 1}', None), (b"[]", None), (b"null", None), (b"{", None), (b"\xff", None),
+        *((text, None) for text in (b'{"kind": []}', b'{"hidden": 1}', b"[]", b"null", b"{", b"\xff")),
     ],
 )  # fmt: skip
 def test_descriptions_that_cannot_be_used_are_refused(tmp_path: Path, content: Any, named: str | None) -> None:
