@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,16 +35,16 @@ from .plan import (
 )
 from .sequences import content_id, tokenize_row
 
-LOGIT_CHUNK_TOKENS = 512
+_LOGIT_CHUNK_TOKENS = 512
 
 # Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored.
-TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
+_TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 # Error that a codec may add, about twice what is measured in a store's worst layer. A transform codec's error depends
 # on its bits, so its bound catches only gross errors.
-CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
+_CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
 # Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target: batches and kernels
 # then differ in many last bits.
-LOW_PRECISION_FACTOR = 5.0
+_LOW_PRECISION_FACTOR = 5.0
 
 
 @dataclass(frozen=True)
@@ -154,28 +155,24 @@ def _tokenize_again(
 ) -> tuple[dict[int, TokenizedChat], str]:
     """Tokenise dataset rows by source row; empty with the reason where the dataset cannot be read."""
     only = "tokens and masks were checked by their content hash only"
-    extraction = stored.manifest.extraction
+    extraction: Mapping[str, Any] = stored.manifest.extraction
     wanted = {int(stored.sequences["source_row"][index].as_py()) for index in indices}
     chats: dict[int, TokenizedChat] = {}
-    arguments = extraction.get("template_kwargs")
     try:
-        config = recorded_config(stored.path)
-        sources = recorded_sources(extraction)
-        revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
-        columns = Columns.parse(config.data.columns)
-        source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
-        template = ChatTemplate(tokenizer, dict(arguments) if isinstance(arguments, Mapping) else {}, str(stored.path))
-        for row, content in source.rows():
-            if row in wanted:
-                chat = tokenize_row(template, content, int(extraction["max_length"]), columns)
-                if isinstance(chat, TokenizedChat):
-                    chats[row] = chat
-            if row >= max(wanted):
-                break
+        data = recorded_config(stored.path)
+        revision = pinned_revision(recorded_sources(extraction), "dataset", data.dataset, data.data.dataset_revision)
+        source = ChatSource(data.dataset, data.data.split, data.data.dataset_config, revision)
+        arguments = extraction.get("template_kwargs")
+        template = ChatTemplate(tokenizer, arguments if isinstance(arguments, dict) else {}, str(stored.path))
+        columns = Columns.parse(data.data.columns)
+        for row, content in itertools.islice(source.rows(), max(wanted) + 1):
+            chat = tokenize_row(template, content, int(extraction["max_length"]), columns) if row in wanted else None
+            if isinstance(chat, TokenizedChat):
+                chats[row] = chat
     except (DatasetError, OptionInvalid, WorkerError) as error:
         return {}, f"{only}: {error}"
-    recorded, own = extraction.get("template_time"), TEMPLATE_TIME.isoformat()
-    if recorded != own and (recorded or template.asked_the_time):
+    recorded = extraction.get("template_time")
+    if recorded != TEMPLATE_TIME.isoformat() and (recorded or template.asked_the_time):
         made = f"as of {recorded}" if recorded else "on the day of the extraction, which the store does not name"
         return {}, f"the chats were rendered {made}; {only}"
     return chats, ""
@@ -223,8 +220,8 @@ def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
     """The relative L2 error that rounding and the store's codec may make between a stored field and a live one."""
     computed = stored.manifest.extraction.get("compute_dtype", "float32")
     is_other = computed != "float32" or "engine" in stored.manifest.extraction
-    of_forward = TOLERANCES[dtype] * (LOW_PRECISION_FACTOR if is_other else 1.0)
-    return of_forward + CODEC_TOLERANCES[stored.codec.name.split(":")[0]]
+    of_forward = _TOLERANCES[dtype] * (_LOW_PRECISION_FACTOR if is_other else 1.0)
+    return of_forward + _CODEC_TOLERANCES[stored.codec.name.split(":")[0]]
 
 
 def _compare(values: Tensor, live: Tensor, name: str) -> tuple[float, float, str]:
@@ -248,8 +245,8 @@ def _compare_logits(hidden: Tensor, live: Tensor, target: Target, frozen: Frozen
     """Compare the logits of stored states (bundle's head) and live states (live head), in chunks of tokens."""
     max_error = squared_error = squared_norm = 0.0
     n_agreeing = 0
-    for start in range(0, len(hidden), LOGIT_CHUNK_TOKENS):
-        own = slice(start, start + LOGIT_CHUNK_TOKENS)
+    for start in range(0, len(hidden), _LOGIT_CHUNK_TOKENS):
+        own = slice(start, start + _LOGIT_CHUNK_TOKENS)
         teacher = frozen.logits(hidden[own])
         expected = target.logits(live[own].to(target.model.dtype)).float().cpu()
         difference = teacher - expected

@@ -23,7 +23,7 @@ TEXT_FIELDS = ("tokens", "response_mask")
 """Fields of every store that are not activations."""
 
 DEFAULT_MAX_LENGTH = 2048
-MAX_DEFAULT_ENCODE_THREADS = 16
+_MAX_ENCODE_THREADS = 16
 """With more, the one thread that writes is the slowest stage."""
 
 
@@ -280,8 +280,8 @@ class RegenerateConfig(Config):
 
 
 def resolve_encode_threads(wanted: int | None, n_workers: int = 1) -> int:
-    """Choose a worker's encoding threads: the wanted number, by default one for each core of its share, at most 16."""
-    return wanted or min(core_share(n_workers), MAX_DEFAULT_ENCODE_THREADS)
+    """Choose a worker's encoding threads: the wanted number, or one for each core of its share, at most 16."""
+    return wanted or min(core_share(n_workers), _MAX_ENCODE_THREADS)
 
 
 def core_share(n_workers: int) -> int:

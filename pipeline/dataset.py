@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class ChatSource:
     Args:
         dataset: a file, a folder of files, or a hub id.
         split: None for DEFAULT_SPLIT, or the only split of a folder.
-        config_name, revision: configuration, and branch, tag or commit of a hub dataset; None for its defaults.
+        config_name, revision: of a hub dataset; None for its defaults.
 
     Attributes:
         commit: the commit of a hub dataset that is read; None for files, and where `datasets` does not say.
@@ -150,17 +151,17 @@ class ChatSource:
         self.commit: str | None = None
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
-        self._hub_rows: Any = None
+        self._hub: Any = None
         self._row_hash = hashlib.sha256()
-        self._ahead: deque[tuple[int, bytes]] = deque()
+        self._ahead: deque[bytes] = deque()
         if path.exists():
             if config_name or revision:
                 raise DatasetError(f"{dataset} is local. Leave out --dataset-config and --dataset-revision.")
             self._files, self._split, self._n_others = choose_files(path, split)
         else:
             self._files, self._split, self._n_others = [], split or DEFAULT_SPLIT, 0
-            self._hub_rows = _load_hub(dataset, config_name, self._split, revision)
-            self.commit = _commit_of(self._hub_rows)
+            self._hub = _load_hub(dataset, config_name, self._split, revision)
+            self.commit = _commit_of(self._hub)
             if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
                 raise DatasetError(
                     f"Dataset {dataset}: commit {revision} is wanted, but only {self.commit} is in the cache and the "
@@ -175,38 +176,32 @@ class ChatSource:
 
     def count_rows(self) -> int:
         """Estimate how many rows there are, for progress; 0 for formats that do not say."""
-        if self._hub_rows is not None:
-            return len(self._hub_rows)
-        return sum(map(_count_rows, self._files))
+        return sum(map(_count_rows, self._files)) if self._hub is None else len(self._hub)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (row number from 0 over all files, row); a row that cannot be read comes as an UnreadableRow."""
-        if self._hub_rows is not None:
-            for number, row in enumerate(self._hub_rows):
-                self._ahead.append((number, json.dumps(row, sort_keys=True, default=str).encode()))
-                yield number, _without_nulls(row)
-            return
-        number = 0
-        for file in self._files:
-            for row in _read_file(file):
-                yield number, row
-                number += 1
+        return enumerate(chain.from_iterable(map(_read_file, self._files)) if self._hub is None else self._read_hub())
 
-    def count(self, row: int) -> None:
-        """Add the rows up to this one to the dataset's identity; rows that were only read ahead do not count."""
-        while self._ahead and self._ahead[0][0] <= row:
-            self._row_hash.update(self._ahead.popleft()[1])
+    def _read_hub(self) -> Iterator[Any]:
+        for row in self._hub:
+            self._ahead.append(json.dumps(row, sort_keys=True, default=str).encode())
+            yield _without_nulls(row)
+
+    def count_row(self) -> None:
+        """Add the next row to the dataset's identity; rows that are only read ahead do not count."""
+        if self._ahead:
+            self._row_hash.update(self._ahead.popleft())
 
     def origin(self) -> dict[str, str] | None:
         """Return what identifies the dataset without reading its rows; None where nothing does."""
-        if self._hub_rows is None:
+        if self._hub is None:
             return {"sha256": self._files_sha256}
         named = {"id": self.name, "config": self.config_name or "", "split": str(self._split)}
         return None if self.commit is None else named | {"commit": self.commit}
 
     def identity(self) -> str:
         """Return the sha256 of the files' names and bytes, or of the hub rows counted so far."""
-        return self._files_sha256 if self._hub_rows is None else self._row_hash.hexdigest()
+        return self._files_sha256 if self._hub is None else self._row_hash.hexdigest()
 
     @cached_property
     def _files_sha256(self) -> str:

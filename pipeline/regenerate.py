@@ -263,7 +263,7 @@ def _source(config: RegenerateConfig) -> ChatSource:
 def _rows(config: RegenerateConfig, source: ChatSource) -> Iterator[Row]:
     columns = Columns.parse(config.questions.columns)
     for number, content in islice(source.rows(), config.questions.max_rows):
-        source.count(number)
+        source.count_row()
         yield Row.read(number, content, columns)
 
 

@@ -186,9 +186,10 @@ def read_sequences(
         return tokenize_row(template, content, max_length, columns), template.asked_the_time
 
     n_processes = (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1
-    results = tokenise_rows(source.rows(), tokenise, n_processes, lambda: limit and limit - len(sequences))
-    for row, (chat, asked_the_time) in results:
-        source.count(row)
+    contents = (content for _, content in source.rows())
+    results = tokenise_rows(contents, tokenise, n_processes, lambda: limit and limit - len(sequences))
+    for row, (chat, asked_the_time) in enumerate(results):
+        source.count_row()
         sequences.n_rows += 1
         template.asked_the_time |= asked_the_time
         if isinstance(chat, Rejection):
@@ -208,37 +209,28 @@ def read_sequences(
 
 
 def tokenise_rows(
-    rows: Iterator[tuple[int, Any]], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
-) -> Iterator[tuple[int, Tokenised]]:
-    """Yield (row number, its result) for each row in their order; many rows are divided among forks of this process.
+    rows: Iterator[Any], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
+) -> Iterator[Tokenised]:
+    """Yield the result of each row in their order; many rows are divided among forks of this process.
 
     Args:
-        rows: number and content of each row.
         n_left: called before rows are read ahead; gives how many sequences are still wanted, None for all.
     """
     while n_processes > 1:
         block, end = _read_block(rows, n_processes * ROWS_PER_PROCESS, n_left())
-        contents = [content for _, content in block]
-        results: Iterator[Tokenised] = map(tokenise, contents)
-        if len(block) >= MIN_ROWS:
-            results = _in_forks(contents, tokenise, n_processes)
-        for (number, _), result in zip(block, results, strict=True):
-            yield number, result
+        yield from _in_forks(block, tokenise, n_processes) if len(block) >= MIN_ROWS else map(tokenise, block)
         if isinstance(end, DatasetError):
             raise end
         if end:
             return
-    for number, content in rows:
-        yield number, tokenise(content)
+    yield from map(tokenise, rows)
 
 
-def _read_block(
-    rows: Iterator[tuple[int, Any]], n_rows: int, n_left: int | None
-) -> tuple[list[tuple[int, Any]], bool | DatasetError]:
+def _read_block(rows: Iterator[Any], n_rows: int, n_left: int | None) -> tuple[list[Any], bool | DatasetError]:
     """Read the next rows; also return whether they are the last ones, or what kept the next one from being read."""
     if n_left is not None:  # a few may be rejected
         n_rows = min(n_rows, n_left + n_left // 16 + 64)
-    block: list[tuple[int, Any]] = []
+    block: list[Any] = []
     n_chars = 0
     while len(block) < n_rows and n_chars < _BLOCK_CHARS:
         try:
@@ -248,7 +240,7 @@ def _read_block(
         except DatasetError as error:
             return block, error
         with contextlib.suppress(RecursionError):  # nested too deeply, and rejected for it later
-            n_chars += sum(map(len, texts(block[-1][1])))
+            n_chars += sum(map(len, texts(block[-1])))
     return block, False
 
 
@@ -326,7 +318,7 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     """Refuse a dataset without usable rows, or with too many rejected ones."""
     if sequences.n_rows == 0:
         raise DatasetError(f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats.")
-    n_rejected, rejections = sequences.n_rejected, sequences.rejections
+    rejections = sequences.rejections
     reasons = "; ".join(f"{n:,} x {reason} ({sequences.examples[reason]})" for reason, n in rejections.most_common())
     if len(sequences) == 0:
         hint = "Choose another --dataset or convert it."
@@ -338,9 +330,10 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
         raise DatasetError(
             f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. {hint}"
         )
-    if n_rejected > config.data.max_rejected_fraction * sequences.n_rows:
+    fraction = sequences.n_rejected / sequences.n_rows
+    if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
-            f"{n_rejected:,} of {sequences.n_rows:,} rows ({n_rejected / sequences.n_rows:.1%}) cannot be used, more "
+            f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more "
             f"than --max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Correct it or raise the "
             "limit."
         )
