@@ -103,7 +103,7 @@ def config_options(
     """Decorate a click command so that it is called with ``config``, besides its other parameters.
 
     Args:
-        arguments: names of settings that are given by position; one that is a list takes several.
+        arguments: names of settings that are given by position.
         presets: named sets of values, offered as ``--preset``.
         earlier: finds the settings of an earlier run, which all else wins over.
     """
@@ -116,8 +116,7 @@ def config_options(
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any) -> Any:
             given = {name: kwargs.pop(name) for name in (*settings, *(["preset"] if presets else []))}
-            # () is what an argument is that takes several and got none.
-            given = {name: value for name, value in given.items() if value not in (None, ())}
+            given = {name: value for name, value in given.items() if value is not None}
             try:
                 config = resolve(config_class, given, config_path, assignments, presets, earlier, spell)
             except OptionInvalid as error:
@@ -194,9 +193,7 @@ def type_text(setting: Setting) -> str:
 
 
 def _argument(setting: Setting) -> click.Argument:
-    many = typing.get_origin(_plain_type(setting.field.annotation)) is tuple
-    metavar = setting.name.upper() + ("..." if many else "")
-    return click.Argument([setting.name], required=False, nargs=-1 if many else 1, metavar=metavar)
+    return click.Argument([setting.name], required=False, metavar=setting.name.upper())
 
 
 def _option(setting: Setting, hidden: bool) -> click.Option:

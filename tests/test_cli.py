@@ -18,10 +18,9 @@ from moa_data import __version__
 from moa_data.cli import COMMANDS, main
 from moa_data.commands.console import user_message
 from moa_data.commands.signals import SignalReceived
-from moa_data.commands.views import bars, decoding_view, train_view
+from moa_data.commands.views import bars, decoding_view
 from moa_data.errors import DatasetError, Interrupted
 from moa_data.tests.kit.command import run
-from moa_data.trainer.fit import TrainReport
 
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 EXTRACT = ("extract", "--model", "m", "--dataset", "d", "--out", "s")
@@ -149,17 +148,3 @@ def test_decoding_view_compares_with_plain() -> None:
     assert "other random draws" in rendered(decoding_view(*other, "5", sampled=True))
     text = rendered(decoding_view([generation([1], [4], 1.0), generation([1], [1, 1], 1.0)], None, "6x8x62"))
     assert "2.00" in text  # six tokens in three calls of two prompts
-
-
-def test_a_run_without_figures_of_its_own_is_shown_without_them() -> None:
-    """Nothing was validated, or all steps had been done before."""
-    lines = rendered(train_view(TrainReport("runs/moa", 340, 1_894_784, 0, None, None, {}, None))).splitlines()
-    assert [line.split()[-1] for line in lines if "waiting" in line or "acceptance" in line] == ["-", "-"]
-    metrics = {"train/loss": 0.5, "train/tokens_per_s": 1234.5, "train/data_wait_share": 0.1}
-    report = TrainReport("runs/moa", 340, 1_894_784, 10, 1300.4, 0.004, metrics, 3.8312)
-    text = rendered(train_view(report))
-    assert "10 (1,300/s)" in text
-    assert "1234" not in text  # the speed stands there once, that of the run
-    assert "runs/moa/drafter" in text
-    assert "0.4%" in text
-    assert "3.831" in text

@@ -73,18 +73,14 @@ def options(server: str, folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["server", "client"])
-def test_answers_a_prompt_in_a_pipe(mode: str, live: Target, server: Server, folder: Path) -> None:
-    done = run("chat", *options(server.address, folder, "--mode", mode, "--prompt", QUESTION))
-    assert done.exit_code == 0, done.output
-    assert done.stdout.rstrip("\n").rstrip("\ufffd") == shown(answer(live, QUESTION))
-    assert re.search(rf"^{N_NEW} tokens, [\d.]+ tokens/s", done.stderr, re.MULTILINE)
-
-
-def test_a_conversation_is_read_line_by_line(live: Target, server: Server, folder: Path, tmp_path: Path) -> None:
+def test_a_conversation_is_read_line_by_line(
+    mode: str, live: Target, server: Server, folder: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "chat.json"
-    arguments = options(server.address, folder, "--session", str(file))
+    arguments = options(server.address, folder, "--mode", mode, "--session", str(file))
     done = run("chat", *arguments, input=f"{QUESTION}\n\na mat\n")
     assert done.exit_code == 0, done.output
+    assert re.search(rf"^{N_NEW} tokens, [\d.]+ tokens/s", done.stderr, re.MULTILINE)
     first = answer(live, QUESTION)
     second = answer(live, QUESTION, first, "a mat")
     assert shown(second) in done.stdout

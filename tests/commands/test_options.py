@@ -63,18 +63,6 @@ def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
     assert "--validate-every N Steps between validations. [default: 100]" in text
 
 
-def test_an_argument_may_take_several() -> None:
-    @click.command(cls=StageCommand)
-    @config_options(Stage, arguments=("names",))
-    def several(config: Stage) -> None:
-        SEEN.append(config)
-
-    for given in (("a", "b"), ()):
-        assert CliRunner().invoke(several, [*given, "--store", "s"]).exit_code == 0
-        assert SEEN.pop().names == (given or ("kv", "hidden:last"))
-    assert "NAMES..." in CliRunner().invoke(several, ["--help"]).output
-
-
 def test_pages_made_from_the_code_are_current() -> None:
     for name, page in runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"].items():
         assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page(), "run docs/generate.py"
