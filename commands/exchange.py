@@ -26,7 +26,7 @@ def export_command(config: ExportConfig) -> None:
 
     with ProgressLine("sequence") as progress:
         report = export_store(config, progress=progress)
-    out.print(report.describe())
+    out.print(report)
 
 
 @click.command("export-drafter", cls=StageCommand)
@@ -84,8 +84,7 @@ def push(path: Path, repo: str, private: bool) -> None:
     """
     from ..pipeline.hub import push as run_push
 
-    report = run_push(path, repo, private)
-    out.print(report.describe())
+    out.print(run_push(path, repo, private))
 
 
 @click.command()
@@ -106,4 +105,4 @@ def pull(repo: str, path: Path, revision: str | None) -> None:
 
     with ProgressLine("B", scaled=True) as progress:
         report = run_pull(repo, path, revision, progress)
-    out.print(report.describe())
+    out.print(report)

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,10 @@ _CACHE = ".cache"
 _AGAIN = "What is there is kept: run the same command again to continue."
 
 
-@dataclass(frozen=True)
-class HubReport:
-    """What a push or a pull (``verb``) moved, of a store or a drafter (``kind``)."""
+def push(path: Path, repo: str, private: bool = False) -> str:
+    """Push a store (as a dataset) or a drafter (as a model) with its card, and say what was pushed.
 
-    verb: str
-    kind: str
-    where: str
-    n_files: int
-    n_bytes: int
-
-    def describe(self) -> str:
-        """Return the report as text."""
-        return f"{self.verb}       a {self.kind}: {self.n_files:,} files, {format_bytes(self.n_bytes)}\n{self.where}"
-
-
-def push(path: Path, repo: str, private: bool = False) -> HubReport:
-    """Push a store (as a dataset) or a drafter (as a model) with its card; what is there already is not sent again.
+    What is there already is not sent again.
 
     Args:
         path: a store, a drafter's folder, or a run of `moa-data train`.
@@ -79,11 +65,11 @@ def push(path: Path, repo: str, private: bool = False) -> HubReport:
                 allow_patterns=patterns, ignore_patterns=[f"*{PARTIAL_SUFFIX}"],
             )  # fmt: skip
     kind = "store" if repo_type == "dataset" else "drafter"
-    return HubReport("pushed", kind, f"repository   {url}", len(files), sum(files.values()))
+    return f"pushed       a {kind}: {len(files):,} files, {format_bytes(sum(files.values()))}\nrepository   {url}"
 
 
-def pull(repo: str, folder: Path, revision: str | None = None, progress: Progress | None = None) -> HubReport:
-    """Pull a repository that :func:`push` made, and check every byte.
+def pull(repo: str, folder: Path, revision: str | None = None, progress: Progress | None = None) -> str:
+    """Pull a repository that :func:`push` made, check every byte, and say what came.
 
     Args:
         folder: new, empty, or of a pull that was interrupted.
@@ -121,7 +107,8 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
             raise _damaged(f"{folder} is not whole: `moa-data verify {folder}` says why. Push it again.")
     shutil.rmtree(folder / _CACHE)
     n_bytes = sum(file.size for file in files.values())
-    return HubReport("pulled", kind, f"commit       {commit}\nfolder       {folder}", len(files), n_bytes)
+    what = f"a {kind}: {len(files):,} files, {format_bytes(n_bytes)}"
+    return f"pulled       {what}\ncommit       {commit}\nfolder       {folder}"
 
 
 def drafter_card(facts: dict[str, Any]) -> str:

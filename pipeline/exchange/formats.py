@@ -278,10 +278,12 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
         return load_pickled_tensors(io.BytesIO(data))
 
 
-def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write the Arrow dataset of an export to speculators, tokens [S] and mask [S] of every file; `state.json` last."""
     from datasets import Dataset
 
+    if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
+        return
     partial = folder / ("rows" + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     ids_type = pa.list_(pa.int64())
@@ -300,11 +302,6 @@ def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> 
         for path in sorted((partial / "dataset").iterdir(), key=lambda path: (path.name == _STATE, path.name)):
             write_atomic(folder / path.name, path.read_bytes())
         shutil.rmtree(partial)
-
-
-def count_rows(folder: Path) -> int:
-    """Count the rows of the Arrow dataset in a folder; 0 where there is none yet."""
-    return len(_load_rows(folder)) if (folder / _STATE).is_file() else 0
 
 
 def _load_rows(folder: Path) -> pa.Table:

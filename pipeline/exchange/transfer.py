@@ -7,7 +7,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from ..recode import write_parts
 from ..report import WriteReport
 from ..sequences import content_id
 from .config import ExportConfig, ImportConfig
-from .formats import FileFormat, count_rows, make_format, write_rows
+from .formats import FileFormat, make_format, write_rows
 from .torch_dataset import ActivationDataset
 
 _N_WRITERS = 8
@@ -55,28 +54,10 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: 
 RECORD_NAME = "export.json"
 
 
-@dataclass(frozen=True)
-class ExportReport:
-    """An exported folder, the fields of the store that went into it, and the files that this run wrote."""
+def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
+    """Write a store's sequences as another project's files, in the store's order, and say what was written.
 
-    folder: Path
-    format: str
-    fields: tuple[str, ...]
-    n_sequences: int
-    n_written: int
-    written_bytes: int
-
-    def describe(self) -> str:
-        """Return the report as text."""
-        kept = self.n_sequences - self.n_written
-        return (
-            f"{self.folder}: {counted(self.n_sequences, 'sequence')} for {self.format} from {', '.join(self.fields)}; "
-            f"{self.n_written:,} written ({self.written_bytes / 1e6:,.1f} MB), {kept:,} were there"
-        )
-
-
-def export_store(config: ExportConfig, progress: Progress | None = None) -> ExportReport:
-    """Write a store's sequences as another project's files, in the store's order; files that are there stay.
+    Files that are there stay.
 
     Raises:
         SelectionInvalid: the store lacks a field that the file format needs.
@@ -117,9 +98,12 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
             for future in pending:
                 future.result()
         # Last, as its state.json says that the folder is complete.
-        if file_format.name == "speculators" and count_rows(folder) != n:
-            write_rows(folder, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
-    return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
+        if file_format.name == "speculators":
+            write_rows(folder, n, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
+    return (
+        f"{folder}: {counted(n, 'sequence')} for {config.format} from {', '.join(file_format.fields)}; "
+        f"{len(sizes):,} written ({sum(sizes) / 1e6:,.1f} MB), {n - len(sizes):,} were there"
+    )
 
 
 def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequences: int) -> None:

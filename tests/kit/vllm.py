@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,13 +140,14 @@ class SamplingParams:
 
 def settings(**changes: Any) -> Any:
     """The settings that a connector looks at."""
-    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
-    cache = {"cache_dtype": "auto", "enable_prefix_caching": False}
-    return types.SimpleNamespace(
-        parallel_config=types.SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
-        cache_config=types.SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),
-        kv_transfer_config=changes.get("kv_transfer_config") or KVTransferConfig("", "", "kv_producer"),
-    )
+    of_all = {
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+        "cache_dtype": "auto", "enable_prefix_caching": False,
+        "kv_transfer_config": KVTransferConfig("", "", "kv_producer"),
+    }  # fmt: skip
+    found = types.SimpleNamespace(**of_all | changes)
+    found.parallel_config = found.cache_config = found
+    return found
 
 
 def groups(*specs: tuple[Any, list[str]]) -> Any:
@@ -194,14 +197,10 @@ class LLM:
         layout = self.forced_layout or connector.get_required_kvcache_layout(config)
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, self.groups)
         self.worker = connector(config, KVConnectorRole.WORKER, self.groups)
-        self.caches = {
-            name: paged(sizes["n_kv_heads"], 2 * sizes["head_dim"], layout, self.target.model.dtype)
-            for name in self.names
-        }
+        empty = partial(paged, layout=layout, dtype=self.target.model.dtype)
+        self.caches = {name: empty(sizes["n_kv_heads"], 2 * sizes["head_dim"]) for name in self.names}
         if self.states:
-            self.caches["cache_only_layers.7"] = paged(
-                len(self.states), sizes["hidden_size"], layout, self.target.model.dtype
-            )
+            self.caches["cache_only_layers.7"] = empty(len(self.states), sizes["hidden_size"])
         self.worker.register_kv_caches(self.caches)
         self.pool = np.random.default_rng(0).permutation(N_BLOCKS).tolist()
         self.held: dict[str, tuple[list[int], ...]] = {}
@@ -209,7 +208,6 @@ class LLM:
 
     def generate(self, prompts: list[Any], sampling_params: list[SamplingParams], use_tqdm: bool) -> None:
         """Answer prompts, a few of them at a time."""
-        finished: set[str] = set()
         for prompt, parameters in zip(prompts, sampling_params, strict=True):
             tokens = prompt["prompt_token_ids"]
             assert len(tokens) + 1 <= self.max_model_len
@@ -225,12 +223,12 @@ class LLM:
             kept, _ = self.scheduler.request_finished_all_groups(request, blocks)
             assert kept
             self.held[request.request_id] = blocks
-            finished = self._step({*finished, request.request_id})
+            self._step({request.request_id})
         while self.held:
-            finished = self._step(finished)
+            self._step(set())
 
-    def _step(self, finished: set[str]) -> set[str]:
-        """One step of scheduler and worker; returns what the worker has still to be told of."""
+    def _step(self, finished: set[str]) -> None:
+        """One step of scheduler and worker."""
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
         self.worker.wait_for_save()
         sent, _ = self.worker.get_finished(finished)
@@ -240,7 +238,6 @@ class LLM:
                 for layer in group.layer_names:
                     self.caches[layer][blocks] = torch.nan
                 self.pool += blocks
-        return set()
 
     def _forward(self, tokens: np.ndarray, blocks: tuple[list[int], ...]) -> None:
         n_layers = len(self.names)
@@ -257,21 +254,10 @@ class LLM:
 
 def install(patch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     """Let ``import vllm`` find all this, and the metadata of packages a version."""
-    base = {
-        name: globals()[name]
-        for name in ("KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorRole", "SupportsHMA")
-    }
-    modules: dict[str, dict[str, Any]] = {
-        "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
-        "vllm.config": {"KVTransferConfig": KVTransferConfig},
-        "vllm.distributed": {}, "vllm.distributed.kv_transfer": {},
-        "vllm.distributed.kv_transfer.kv_connector": {}, "vllm.distributed.kv_transfer.kv_connector.v1": {},
-        "vllm.distributed.kv_transfer.kv_connector.v1.base": base,
-    }  # fmt: skip
-    for name, members in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(members | {"__path__": []})
-        patch.setitem(sys.modules, name, module)
+    for name in ("", ".config", *accumulate((".distributed", ".kv_transfer", ".kv_connector", ".v1", ".base"))):
+        module = types.ModuleType(f"vllm{name}")
+        vars(module).update(globals() | {"__name__": module.__name__, "__path__": []})
+        patch.setitem(sys.modules, module.__name__, module)
     patch.delitem(sys.modules, "moa_data.pipeline.forwards.vllm_connector", raising=False)
     real = importlib.metadata.version
     patch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else real(name))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,37 +29,18 @@ class Forked:
     stdin = None
 
     def __init__(self, action: Callable[[], int]) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 70
-            try:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                code = action()
-            finally:
-                os._exit(code)
+        def run() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os._exit(action())
+
+        self._process = multiprocessing.get_context("fork").Process(target=run)
+        self._process.start()
+        self.pid, self.wait = self._process.pid, self._process.join
+        self.terminate, self.kill = self._process.terminate, self._process.kill
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self) -> int:
-        """Its exit code."""
-        while self.poll() is None:
-            time.sleep(0.001)
-        assert self.returncode is not None
-        return self.returncode
-
-    def terminate(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        return self._process.exitcode
 
 
 @dataclass

@@ -28,6 +28,7 @@ from moa_data.storage.schema import to_float32
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.stores import read_tree
 
 
 def export(store: Path, name: Format, out: Path, **options: Any) -> Path:
@@ -154,10 +155,10 @@ def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_
     with pytest.raises(KeyboardInterrupt):
         export_store(config, progress=stop_at(5))
     report = export_store(config)
-    assert report.n_sequences == 12
-    assert report.n_written == 7  # files on their way when it was stopped are finished
+    assert "12 sequences" in report
+    assert "7 written" in report  # files on their way when it was stopped are finished
     assert contents(tmp_path / "out") == whole
-    assert export_store(config).n_written == 0
+    assert "0 written" in export_store(config)
     assert not list((tmp_path / "out").rglob("*.partial*"))
 
 
@@ -170,9 +171,7 @@ def test_an_interrupted_import_goes_on_and_ends_in_equal_files(store: Path, targ
     with pytest.raises(KeyboardInterrupt):
         import_folder(config, progress=stop_at(6))
     assert 0 < import_folder(config).n_parts_done < ActivationStore(tmp_path / "back").manifest.n_parts
-    kept = [{k: v for k, v in contents(tmp_path / side).items() if not k.startswith(("runs/", "store.lock"))}
-            for side in ("whole", "back")]  # fmt: skip
-    assert kept[0] == kept[1]
+    assert read_tree(tmp_path / "back") == read_tree(tmp_path / "whole")
 
 
 def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path, tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path
     for other, name, n in others:
         with pytest.raises(OutputOccupied):
             export(other, name, tmp_path / "out", max_sequences=n)
-    assert export_store(ExportConfig(store=str(store), format="eagle", out=str(tmp_path / "out"))).n_written == 8
+    assert "8 written" in export_store(ExportConfig(store=str(store), format="eagle", out=str(tmp_path / "out")))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(OutputOccupied, match="not an empty folder"):
@@ -191,27 +190,23 @@ def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path
         export(store, "eagle", tmp_path / "mine")
 
 
-def test_the_commands_work(store: Path, recipe_store: Path, target: Path, tmp_path: Path) -> None:
+def test_a_store_without_a_field_names_the_command_that_adds_it(
+    store: Path, recipe_store: Path, tmp_path: Path
+) -> None:
     lacking = run("export", recipe_store, "--format", "specforge", "--layers", "2", "--out", tmp_path / "out")
     refused(lacking, f"`moa-data add {recipe_store} --model MODEL --activations hidden:layer:2")
     assert not (tmp_path / "out").exists()
     done = run("export", store, "--format", "eagle", "--out", tmp_path / "out")
     assert "12 written" in done.stdout, done.output
-    done = run("import", tmp_path / "out", "--format", "eagle", "--model", target, "--out", tmp_path / "back")
-    assert "12 sequences" in done.stdout, done.output
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"format": "gguf"}, "format is 'gguf'"),
-        ({"format": "eagle", "layers": (1,)}, "no meaning"),
-        ({"format": "speculators", "layers": (1, 1)}, "repeats"),
-        ({"format": "eagle", "kv": True}, "speculators only"),
-    ],
-)
-def test_options_are_checked_before_anything_is_read(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(OptionInvalid, match=text):
+    "options",
+    [{"format": "gguf"}, {"format": "eagle", "layers": (1,)}, {"format": "speculators", "layers": (1, 1)},
+     {"format": "eagle", "kv": True}],
+)  # fmt: skip
+def test_options_are_checked_before_anything_is_read(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionInvalid):
         ExportConfig.of(store="s", out="o", **options)
 
 
@@ -240,16 +235,10 @@ def test_official_eagle_files_come_in_as_they_are(target: Path, tmp_path: Path) 
     record = torch.load(folder / "1" / "data_10.ckpt", weights_only=True)
     np.testing.assert_array_equal(back.read(i, "hidden/last"), record["hidden_state"].numpy())
     np.testing.assert_array_equal(back.read(i, "tokens"), record["input_ids"].numpy())
-
-
-def test_equal_texts_come_in_once(target: Path, tmp_path: Path) -> None:
-    folder = official_eagle(tmp_path / "data")
+    # Equal texts come in once.
     shutil.copy(folder / "0" / "data_3.ckpt", folder / "1" / "data_3.ckpt")
-    report = import_folder(
-        ImportConfig(folder=str(folder), format="eagle", model=str(target), out=str(tmp_path / "back"))
-    )
-    assert report.n_sequences == 21
-    assert "1 duplicate left out" in report.describe()
+    options = ["--format", "eagle", "--model", target, "--out", tmp_path / "once"]
+    assert "1 duplicate left out" in run("import", folder, *options).stdout
 
 
 class Evil:
@@ -287,10 +276,7 @@ def test_a_bad_file_is_named(
 def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path: Path) -> None:
     folder = export(store, "specforge", tmp_path / "gz", max_sequences=2)
     path = folder / "rows_0-2000" / "data_1.ckpt.gz"
-    whole, bomb = (
-        gzip.compress((folder / "rows_0-2000" / "data_1.ckpt").read_bytes()),
-        gzip.compress(bytes(65 << 20), 1),
-    )
+    whole, bomb = gzip.compress(path.with_suffix("").read_bytes()), gzip.compress(bytes(65 << 20), 1)
     path.with_suffix("").unlink()
     for content in (whole[:-30], b"no gzip", gzip.compress(b"no checkpoint"), bomb):
         path.write_bytes(content)
@@ -299,10 +285,8 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
     plain = export(store, "eagle", tmp_path / "eagle", max_sequences=2)
     file = plain / "0" / "data_1.ckpt"
     file.write_bytes(file.read_bytes()[:500])
-    cases: list[tuple[Path, Format, str]] = [
-        (plain, "eagle", "data_1"), (plain, "speculators", "hs_"), (tmp_path / "no", "eagle", "no"),
-    ]  # fmt: skip
-    for source, name, text in cases:
+    cases: list[tuple[Path, Format]] = [(plain, "eagle"), (plain, "speculators"), (tmp_path / "no", "eagle")]
+    for (source, name), text in zip(cases, ("data_1", "hs_", "no"), strict=True):
         with pytest.raises(DatasetError, match=text):
             bring_in(source, name, target, tmp_path / "back")
 

@@ -71,14 +71,12 @@ def test_a_store_of_vllm_passes_the_audit(
         plan_addition(AddConfig(store=config.out, model=config.model, activations=("hidden:layer:2",)))
 
 
-def test_keys_and_values_alone_need_no_hidden_states(config: ExtractConfig) -> None:
-    extract(config.replaced(activations=("kv",)))
-    assert vllm.LLM.made[0].states == []
-    assert audit(config.out, config.model, samples=2).ok
-
-
-def test_hidden_states_alone_leave_the_keys_where_they_are(config: ExtractConfig) -> None:
-    extract(config.replaced(activations=("hidden:last",)))
+@pytest.mark.parametrize(("kept", "states"), [("kv", []), ("hidden:last", [3])])
+def test_one_activation_alone_leaves_the_others_where_they_are(
+    config: ExtractConfig, kept: str, states: list[int]
+) -> None:
+    extract(config.replaced(activations=(kept,)))
+    assert vllm.LLM.made[0].states == states
     assert audit(config.out, config.model, samples=2).ok
 
 
