@@ -35,7 +35,7 @@ class Forked:
 
         self._process = multiprocessing.get_context("fork").Process(target=run)
         self._process.start()
-        self.pid, self.wait = self._process.pid, self._process.join
+        self.pid, self.wait = self._process.pid or 0, self._process.join
         self.terminate, self.kill = self._process.terminate, self._process.kill
 
     def poll(self) -> int | None:

@@ -83,22 +83,30 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Runs:
     """Runs `moa-data extract` on one store, in processes of their own."""
 
-    def __init__(self, room: Path, out: Path, address: str | None) -> None:
-        self.room, self.out, self._is_ray = room, out, address is not None
+    def __init__(self, room: Path, out: Path, machines: Machines | None = None) -> None:
+        self.room, self.out, self._is_ray = room, out, machines is not None
         options = [f"--{name.replace('_', '-')}={value}" for name, value in _SETTINGS.items()]
         files = ["--model", str(room / "target"), "--dataset", str(room / "chats.jsonl"), "--out", str(out)]
-        ray = [] if address is None else ["--engine", "ray", "--address", address]
+        ray = [] if machines is None else ["--engine", "ray", "--address", machines.address]
         self._command = [sys.executable, "-m", "moa_data", "extract", *files, *options, *ray]
 
-    def start(self, n_workers: int = 2) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(self, n_workers: int = 2, n_parts: int = 0) -> subprocess.Popen[str]:
+        """Start a command, and wait for the commits of so many parts."""
+        running = subprocess.Popen(
             [*self._command, "--workers", str(n_workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **_ENVIRONMENT},
         )  # fmt: skip
+        wait_until(lambda: len(self.commits()) >= n_parts or running.poll() is not None)
+        assert running.poll() is None, running.communicate()
+        return running
 
-    def finish(self, running: subprocess.Popen[str]) -> tuple[str, str]:
+    def finish(self, running: subprocess.Popen[str], before: dict[str, int]) -> tuple[str, str]:
+        """Every byte is that of one process, and no part that had its commit was done again."""
         out, said = running.communicate(timeout=_WAIT_S)
         assert running.returncode == 0, said
+        assert read_tree(self.out) == read_tree(self.room / "whole")
+        after = self.commits()
+        assert {name: after[name] for name in before} == before
         return out, said
 
     def workers(self, running: subprocess.Popen[str]) -> list[int]:
@@ -111,19 +119,8 @@ class Runs:
         """The moment of each part's commit: one that was done again has another."""
         return {path.name: path.stat().st_mtime_ns for path in (self.out / "commits").glob("part-*.json")}
 
-    def wait_for_parts(self, n_parts: int, running: subprocess.Popen[str]) -> dict[str, int]:
-        wait_until(lambda: len(self.commits()) >= n_parts or running.poll() is not None)
-        assert running.poll() is None, running.communicate()
-        return self.commits()
-
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted((self.out / "runs").glob("*.json"))]
-
-    def check_whole(self, before: dict[str, int]) -> None:
-        """Every byte is that of one process, and no part that had its commit was done again."""
-        assert read_tree(self.out) == read_tree(self.room / "whole")
-        after = self.commits()
-        assert {name: after[name] for name in before} == before
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -149,75 +146,69 @@ def tasks() -> list[int]:
 def ray_runs(machines: Machines, room: Path, tmp_path: Path) -> Runs:
     machines.have(2)
     wait_until(lambda: not tasks())  # of the test before
-    return Runs(room, tmp_path / "store", machines.address)
+    return Runs(room, tmp_path / "store", machines)
 
 
 @pytest.fixture(params=["processes", "ray"])
 def runs(request: pytest.FixtureRequest, room: Path, tmp_path: Path) -> Runs:
-    found: Runs = Runs(room, tmp_path / "store", None)
+    found: Runs = Runs(room, tmp_path / "store")
     return found if request.param == "processes" else request.getfixturevalue("ray_runs")
 
 
 def test_workers_write_the_bytes_of_one_process(runs: Runs) -> None:
-    _, said = runs.finish(runs.start())
-    runs.check_whole({})
+    _, said = runs.finish(runs.start(), {})
     assert "2 workers" in said
     assert "Traceback" not in said
     (record,) = runs.records()
     assert (record["n_parts_done"], record["n_parts_late"], record["lost_workers"]) == (len(runs.commits()), 0, [])
-    assert "nothing to do" in runs.finish(runs.start())[0]
+    assert "nothing to do" in runs.finish(runs.start(), runs.commits())[0]
 
 
 def test_a_worker_is_killed(runs: Runs) -> None:
-    running = runs.start()
-    before = runs.wait_for_parts(5, running)
+    running = runs.start(n_parts=5)
+    before = runs.commits()
     os.kill(runs.workers(running)[0], signal.SIGKILL)
-    runs.finish(running)
-    runs.check_whole(before)
+    runs.finish(running, before)
     assert len(runs.records()[0]["lost_workers"]) == 1
 
 
 def test_a_machine_is_lost_and_another_one_joins(machines: Machines, ray_runs: Runs) -> None:
-    running = ray_runs.start()
-    before = ray_runs.wait_for_parts(5, running)
+    running = ray_runs.start(n_parts=5)
     machines.have(1)
-    lost = ray_runs.wait_for_parts(len(ray_runs.commits()) + 5, running)
+    n_parts = len(ray_runs.commits()) + 5
+    wait_until(lambda: len(ray_runs.commits()) >= n_parts)
+    before = ray_runs.commits()
     machines.have(2)
-    ray_runs.finish(running)
-    ray_runs.check_whole(before | lost)
+    ray_runs.finish(running, before)
 
 
 def test_the_command_is_killed_and_the_same_one_continues(runs: Runs) -> None:
-    running = runs.start()
-    runs.wait_for_parts(5, running)
+    running = runs.start(n_parts=5)
     workers = runs.workers(running)
     running.kill()
     running.communicate()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     before = runs.commits()
-    runs.finish(runs.start())
-    runs.check_whole(before)
+    runs.finish(runs.start(), before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.usefixtures("heeded_signals")
 def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -> None:
-    running = runs.start()
-    runs.wait_for_parts(5, running)
+    running = runs.start(n_parts=5)
     running.send_signal(number)
     _, said = running.communicate(timeout=_WAIT_S)
     assert "parts are committed in" in error_line(running.returncode, said, 128 + number)
     assert not list(runs.out.rglob("c.*.partial"))
     before = runs.commits()
-    runs.finish(runs.start())
-    runs.check_whole(before)
+    runs.finish(runs.start(), before)
 
 
 def test_commands_at_once_share_the_parts(runs: Runs) -> None:
-    running = [runs.start(1), runs.start(1)]
-    outputs = [one.communicate(timeout=_WAIT_S) for one in running]
-    assert [one.returncode for one in running] == [0, 0], outputs
-    runs.check_whole({})
+    first, second = runs.start(1), runs.start(1)
+    out, said = first.communicate(timeout=_WAIT_S)
+    assert first.returncode == 0, (out, said)
+    runs.finish(second, {})
     records = runs.records()
     assert sum(record["n_parts_done"] for record in records) == len(runs.commits())
     # Such small parts: a process has up to four in flight, which the others take when nothing else is left.

@@ -238,6 +238,7 @@ def test_answers_are_those_of_plain_decoding_turn_by_turn(config: RegenerateConf
 def test_drafts_change_no_distribution_and_greedily_no_word(
     config: RegenerateConfig, drafter_folder: Path, temperature: float
 ) -> None:
+    config = config.replaced(max_rows=5)
     drafted = elsewhere(config, "drafted", drafter=str(drafter_folder), temperature=temperature)
     regenerate(drafted)
     settings = record(drafted)["settings"]

@@ -237,8 +237,8 @@ def test_official_eagle_files_come_in_as_they_are(target: Path, tmp_path: Path) 
     np.testing.assert_array_equal(back.read(i, "tokens"), record["input_ids"].numpy())
     # Equal texts come in once.
     shutil.copy(folder / "0" / "data_3.ckpt", folder / "1" / "data_3.ckpt")
-    options = ["--format", "eagle", "--model", target, "--out", tmp_path / "once"]
-    assert "1 duplicate left out" in run("import", folder, *options).stdout
+    done = run("import", folder, "--format", "eagle", "--model", target, "--out", tmp_path / "once")
+    assert "1 duplicate left out" in done.stdout
 
 
 class Evil:
