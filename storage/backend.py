@@ -191,7 +191,7 @@ def names_in(folder: StorePath) -> list[str]:
 
 
 def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:
-    """Yield documents with what reads each, as :func:`read_file` does; remote ones are read ahead, all at once."""
+    """Yield documents with what reads each; remote ones are read ahead, all at once."""
     paths = list(paths)
     ahead = [requests().submit(read_file, path) if isinstance(path, RemotePath) else None for path in paths]
     for path, future in zip(paths, ahead, strict=True):

@@ -9,10 +9,9 @@ Most blosc frames are made by hand, smaller and faster than blosc's own, which s
     | offset of the one block: u32 |
     | n_bytes u32, plane 0 | n_bytes u32, plane 1 | ...                                                  one block
 
-The block is cut into one plane for each byte of the values (that is what shuffling does). A plane whose stored size is
-its own size is stored as it is; any other is one zstd frame. The low byte of a bfloat16 or float16 activation is noise,
-so it is stored as it is; the high byte (sign and exponent, or a quantised code) has no repeats worth a match but few
-values, so zstd is told to do nothing but entropy-code it: matches of 7 bytes at least, a table of 64 entries.
+The block is cut into one plane for each byte of the values (that is what shuffling does). The low byte of a bfloat16 or
+float16 activation is noise, so it is stored as it is; the high byte (sign and exponent, or a quantised code) has no
+repeats worth a match but few values, so zstd is told to do nothing but entropy-code it.
 
 Where blosc makes a frame, it is one block too: its default of many small ones costs 0.78 of raw instead of 0.69, and
 three times the time to decode.
@@ -57,14 +56,7 @@ def zarr_codecs(dtype: np.dtype) -> tuple[BloscCodec, Crc32cCodec]:
 
 
 def encode_chunk(values: np.ndarray) -> bytes:
-    """Encode one inner chunk.
-
-    Args:
-        values: the whole chunk, storage dtype, any layout in memory.
-
-    Returns:
-        The chunk's bytes as they stand in the shard, checksum included.
-    """
+    """Encode one inner chunk, of any layout in memory, to its bytes in the shard, checksum included."""
     contiguous = np.ascontiguousarray(values)
     little = contiguous.astype(contiguous.dtype.newbyteorder("<"), copy=False)
     pieces = encode_frame(little)
@@ -82,16 +74,11 @@ def encode_chunk(values: np.ndarray) -> bytes:
 
 
 def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
-    """Check and decode one inner chunk.
-
-    Args:
-        buffer: uint8 [n_bytes], the chunk's bytes, checksum included.
-        out: C-contiguous array of the chunk's shape in the storage dtype; filled.
-    """
+    """Check one inner chunk, uint8 [n_bytes] with its checksum, and decode it into a C-contiguous array."""
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
         raise StoreDamaged(f"chunk of {len(buffer)} bytes is shorter than its own header and checksum")
     n_bytes = len(buffer) - CRC_BYTES
-    # Behind a big decompression all Python is cold, so this does with few steps: no slice, one checksum of the whole.
+    # After a big decompression Python is out of the caches, so few steps: no slice, one checksum of the whole.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got, (expected,) = crc32c(buffer[:n_bytes]), _CRC.unpack_from(buffer.data, n_bytes)
         raise StoreDamaged(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
@@ -121,15 +108,12 @@ _local = threading.local()
 
 
 def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
-    """Encode values as one frame.
-
-    Args:
-        values: C-contiguous, little endian, of one or two bytes each; axis 0 counts tokens or blocks of them.
+    """Encode C-contiguous, little endian values, whose axis 0 counts tokens or blocks of them, as one frame.
 
     Returns:
         The frame in pieces, which are valid until the next call on this thread; or None where blosc's own encoder
-        serves better: other item sizes, tiny or narrow arrays, and values that repeat from row to row, as those of
-        layer 0 do, which depend on the token alone.
+        serves better: items of more than two bytes, tiny or narrow arrays, and values that repeat from row to row, as
+        those of layer 0 do, which depend on the token alone.
     """
     planes = _planes(values)
     if planes is None:
@@ -166,11 +150,7 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Look at some words of a plane: whether they repeat, as where equal tokens have equal values, or are all noise.
-
-    Args:
-        plane: uint8 [n_rows * width], width at least 8.
-    """
+    """Say of some words of a plane, uint8 [n_rows * width >= 8], whether they repeat, and whether they are noise."""
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES
     rows = plane.reshape(n_rows, width)[:: -(-n_rows // _N_SAMPLE_ROWS)]

@@ -1,9 +1,8 @@
 """Commits: the documents that make the files of a store exist, and hold their sizes and checksums.
 
-``commits/part-K.json`` lists the shards of a part, ``commits/target.json`` the files of the target bundle.
-``commits/store.json`` lists what is read once, when a store is opened: store.json, plan.parquet and the metadata of the
-arrays. It is written when a store is begun, or when a resumed extraction has found all of them equal to what its inputs
-give. Stores without one are read unchecked.
+``commits/part-K.json`` lists the shards of a part, ``commits/target.json`` the files of the target bundle, and
+``commits/store.json`` what is read when a store is opened: store.json, plan.parquet and the metadata of the arrays.
+Stores without the last one are read unchecked.
 """
 
 from __future__ import annotations
@@ -57,12 +56,7 @@ def record_of(content: bytes) -> FileRecord:
 
 @dataclass(frozen=True)
 class PartCommit:
-    """Content of ``commits/part-<k>.json``.
-
-    Attributes:
-        allocated_tokens: length of the token axis, alignment padding included.
-        files: path inside the part's folder -> size and checksum.
-    """
+    """The content of ``commits/part-<k>.json``; ``allocated_tokens`` with padding, ``files`` relative to ``parts/``."""
 
     part: int
     n_sequences: int
@@ -82,15 +76,11 @@ class PartCommit:
 
     def to_json(self) -> bytes:
         """Return the file's content."""
-        return _dump(self.counts, self.files)
+        return files_json(self.files, self.counts)
 
 
 def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -> PartCommit:
-    """Read a part's commit; raises StoreDamaged where it is damaged.
-
-    Args:
-        read: reads the file, where it is on its way already (``backend.reads_of``).
-    """
+    """Read a part's commit, by what ``backend.reads_of`` gave where it is on its way; raises StoreDamaged."""
     with _reading(path):
         document = parse_object(read() if read else read_file(path))
         return PartCommit(**{name: whole_number(document[name], name) for name in _COUNTS}, files=_records(document))
@@ -150,9 +140,10 @@ def find_size_damage(
     return damage
 
 
-def files_json(files: Mapping[str, FileRecord]) -> bytes:
-    """Return the content of a commit that lists files alone."""
-    return _dump({}, files)
+def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None = None) -> bytes:
+    """Return the content of a commit that lists files, and of a part's commit also its counts."""
+    document = {**(counts or {}), "files": {name: vars(record) for name, record in files.items()}}
+    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
@@ -165,11 +156,7 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 
 
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
-    """Compare the target bundle with its commit, byte for byte; raises StoreDamaged.
-
-    Args:
-        folder: the target bundle, or a local copy of it.
-    """
+    """Compare the target bundle, or a local copy of it, with its commit, byte for byte; raises StoreDamaged."""
     commit = target_commit_path(store)
     while (content := content_of(commit)) is not None:
         try:
@@ -210,11 +197,7 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
 
 
 def find_manifest_damage(store: StorePath, metadata: bool = True) -> list[tuple[StorePath, StoreDamaged]]:
-    """Return (path, error) for each recorded file that has changed, or for the commit itself.
-
-    Args:
-        metadata: also look at the metadata of the arrays.
-    """
+    """Return (path, error) for each recorded file, or all but the arrays' metadata, that has changed."""
     commit = manifest_commit_path(store)
     while True:
         before = content_of(commit)
@@ -298,8 +281,3 @@ def _records(document: Mapping[str, Any]) -> dict[str, FileRecord]:
         )
         for name, record in mapping(document["files"], "files").items()
     }
-
-
-def _dump(counts: Mapping[str, int], files: Mapping[str, FileRecord]) -> bytes:
-    document = {**counts, "files": {name: vars(record) for name, record in files.items()}}
-    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()

@@ -2,8 +2,7 @@
 
 Tokens of an inner chunk: each chunk costs a reader some fixed time, and of the first and last chunk of a sequence it
 needs only a part. ``chunk_tokens`` weighs one against the other: 64 tokens for wide arrays, more for narrow ones (256
-at 768 bytes per token, 2048 for token ids), so that few chunks are small. The price is what a reader decodes beside a
-sequence: for 208 tokens 1.2 times as many at 64 tokens per chunk, 2.1 times as many at 256.
+at 768 bytes per token, 2048 for token ids).
 
 Layers of an inner chunk: as many as make 256 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
 one, so that a drafter that needs one layer reads one layer's bytes. An array of pieces (of transform codes) has one
@@ -55,9 +54,7 @@ class ArrayGrid:
     """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut.
 
     Attributes:
-        shape: shape of the whole array.
-        chunk_shape: shape of an inner chunk.
-        shard_shape: shape of a shard, a multiple of ``chunk_shape`` along every axis.
+        shard_shape: a multiple of ``chunk_shape`` along every axis.
         part_rows: rows that each part owns, a multiple of a shard's.
     """
 
@@ -91,11 +88,7 @@ class ArrayGrid:
         return math.ceil(n_rows / self.chunk_tokens)
 
     def shard_key(self, part: int, number: int) -> str:
-        """Return the path of a part's shard inside the array's folder, e.g. ``"c.7.0.0.0.0"``.
-
-        Args:
-            number: number of the shard within the part, from 0.
-        """
+        """Return the path of a part's shard, counted from 0, inside the array's folder, e.g. ``"c.7.0.0.0.0"``."""
         rest = ["0"] * (len(self.shape) - 1)
         return ".".join(["c", str(part * self.shards_per_part + number), *rest])
 
@@ -106,11 +99,7 @@ class ArrayGrid:
 
 
 def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid:
-    """Choose the grid of a stored array for all parts.
-
-    Args:
-        longest_part: tokens of the longest part, alignment padding included.
-    """
+    """Choose the grid of a stored array for all parts, the longest of so many tokens, padding included."""
     chunk_shape = _chunk_shape(array)
     room = -(-longest_part // PART_STEP_TOKENS) * PART_STEP_TOKENS
     n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
@@ -134,17 +123,11 @@ def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
 
 
 def chunk_tokens(token_bytes: float) -> int:
-    """Choose how many tokens an inner chunk holds.
+    """Choose how many tokens of so many raw bytes an inner chunk holds: 64 times the power of two that costs least.
 
     A sequence of ``SEQUENCE_TOKENS`` tokens that starts anywhere at a multiple of 64 lies in
     ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens on average. Reading it costs that many times the chunk's bytes
     and ``CHUNK_OVERHEAD_BYTES``.
-
-    Args:
-        token_bytes: raw bytes of one token's values.
-
-    Returns:
-        The n that costs least, 64 times a power of two.
     """
     choices = [MIN_CHUNK_TOKENS << step for step in range(8)]
 
@@ -164,11 +147,7 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
 
 
 def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, bytes]:
-    """Return the metadata documents of a group with these arrays.
-
-    Returns:
-        Path inside the group (``"zarr.json"``, ``"kv/zarr.json"``, ...) -> content, written by zarr-python.
-    """
+    """Return the metadata of a group with these arrays: path inside the group -> content, made by zarr-python."""
     documents: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(store_dict=documents), zarr_format=3)
     for array, grid in grids:

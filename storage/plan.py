@@ -54,12 +54,12 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
     """Assign every sequence to a part and a position.
 
     Args:
-        table: columns sequence_id (string), source_row (int64), n_tokens (int32), n_response_tokens (int32).
+        table: columns of ``SEQUENCE_SCHEMA``.
         part_tokens: aligned tokens of a part; one sequence longer than that makes a part of its own.
         alignment_tokens: every sequence starts at a multiple of this.
 
     Returns:
-        The table with columns part (int32) and first_token (int64), ordered by them.
+        The table with columns of ``PLAN_SCHEMA``, ordered by part and position.
     """
     if part_tokens < 1 or alignment_tokens < 1:
         raise StoreDamaged(f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1.")

@@ -35,8 +35,7 @@ from ..schema import (
     target_commit_path,
     tokens_field,
 )
-from .batch import RowRange, read_ranges, run_in_threads
-from .shards import PartShards
+from .batch import PartShards, RowRange, read_ranges, run_in_threads
 
 _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 

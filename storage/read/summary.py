@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +26,7 @@ def _ratio(stored: float, n: float) -> float:
 
 
 class ArraySummary(NamedTuple):
-    """Size of one stored array over all committed parts; ``dtype`` is what its numbers mean."""
+    """The size of a stored array over all committed parts; ``dtype`` is what its numbers mean."""
 
     name: str
     dtype: str
@@ -34,7 +35,7 @@ class ArraySummary(NamedTuple):
 
 @dataclass(frozen=True)
 class FieldSummary:
-    """Sizes of one field over all committed parts; raw bytes and values are those of the tokens, without padding."""
+    """The sizes of a field over all committed parts; raw bytes and values are those of the tokens, without padding."""
 
     name: str
     dtype: str
@@ -56,7 +57,7 @@ class FieldSummary:
 
 
 class LengthHistogram(NamedTuple):
-    """Lengths of the committed sequences: ``counts[k]`` have from ``edges[k]`` to ``edges[k + 1] - 1`` tokens."""
+    """The lengths of the committed sequences: ``counts[k]`` have ``edges[k]`` to ``edges[k + 1] - 1`` tokens."""
 
     edges: tuple[int, ...]
     counts: tuple[int, ...]
@@ -122,10 +123,10 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     n_tokens = int(lengths.sum(dtype=np.int64))
     codec = StoreCodec.open(manifest, store)
     n_pending = manifest.n_parts - len(commits)
-    n_bytes: dict[str, int] = {}
-    for file, record in (item for commit in commits.values() for item in commit.files.items()):
-        if (array := array_of(file)) is not None:
-            n_bytes[array] = n_bytes.get(array, 0) + record.bytes
+    n_bytes: Counter[str | None] = Counter()
+    for commit in commits.values():
+        for file, record in commit.files.items():
+            n_bytes[array_of(file)] += record.bytes
     fields = tuple(
         FieldSummary(
             name=spec.name,
@@ -135,7 +136,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
             raw_bytes=spec.token_bytes * n_tokens,
             n_values=math.prod(spec.token_shape) * n_tokens,
             arrays=tuple(
-                ArraySummary(stored.name, stored.logical_dtype, n_bytes.get(stored.name, 0))
+                ArraySummary(stored.name, stored.logical_dtype, n_bytes[stored.name])
                 for stored in codec.fields[spec.name].arrays
             ),
         )
@@ -167,10 +168,9 @@ def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> LengthHistogram:
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
     """Count the parts that have fields which store.json does not name yet: field -> parts."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for commit in commits:
         arrays = {array for array in map(array_of, commit.files) if array is not None}
         steps = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
-        for field in sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps}):
-            found[field] = found.get(field, 0) + 1
+        found.update(sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps}))
     return found

@@ -3,11 +3,8 @@
 ``store.lock`` is held alone while a store is opened, cleaned or changed in more than its parts (additions, repairs).
 While parts are written it may be shared: each part and document is then published (renamed and committed) under a
 byte-range lock of its own in ``publish.lock``, so that of two writers of one part the second finds the first one's
-commit. Another byte is locked while a part is computed, so that others begin with other parts; a writer that has none
-left computes it all the same, as the first one may be slow or about to fail.
-
-Which parts a store has is told by commits alone. Locks only keep two processes from publishing the same thing at the
-same moment, and a store from being cleaned while another one writes to it.
+commit. Another byte is locked while a part is computed, so that others begin with other parts. Which parts a store has
+is told by commits alone.
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ class StoreLock:
     """The lock of a store, held until :meth:`close`.
 
     Args:
-        shares: whether the caller will :meth:`share` the lock once the store is open. It may then find others that
-            share it and joins them; it waits for those that are just opening the store.
+        shares: join those that share the lock, or take it alone and :meth:`share` it once the store is open.
         joins: take it beside others from the start.
 
     Attributes:
@@ -126,11 +122,7 @@ class StoreLock:
             os.close(fd)
 
     def claim(self, part: int) -> int:
-        """Tell others that a part is being computed.
-
-        Returns:
-            A descriptor that says so until it is closed; -1 where nobody needs to be told, or another one says it.
-        """
+        """Return a descriptor that says, until it is closed, that a part is computed; -1 where no other must know."""
         if self.is_alone:
             return -1
         fd = open_lock(self._store / PUBLISH_NAME)

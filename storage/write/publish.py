@@ -8,23 +8,18 @@ When all files of a part are durable, it is published::
        commits/part-K.json            created if absent; where fields are added, it replaces the one that was there
     3  uploads and record             deleted
 
-Of several writers of a part the first to publish wins. In a folder publishing takes a lock. A bucket has no locks, and
-nothing is renamed there: the record, which is created if absent, decides. Every writer that meets one takes steps 2 and
-3 of it, which are the same for all and may be repeated, so that nobody waits for a writer that was killed or sleeps,
-and a part that was up once is not computed again. Then it publishes its own files, or deletes them where there is a
-commit by now.
+Of several writers of a part the first to publish wins. In a folder publishing takes a lock. A bucket has no locks: the
+record, which is created if absent, decides. Every writer that meets one takes steps 2 and 3 of it, which are the same
+for all and may be repeated, so that nobody waits for a writer that was killed. Then it publishes its own files, or
+deletes them where there is a commit by now.
 
-Why one record for all files of a part, and not each shard created if absent: writers on unlike machines round
-differently, and their shards do not go together. Codes of one with scales of the other, or a hidden state with keys
-and values that it was not predicted from, decode to wrong values though every checksum fits. And of a large file, which
-is uploaded in blocks, no server that speaks S3 has to know a conditional upload, only conditional puts of documents.
+Why one record for all files of a part, and not each shard created if absent: machines that differ round differently,
+and their shards do not go together. Codes of one with scales of the other decode to wrong values though every checksum
+fits. And S3 has conditional puts of documents, not of large files that are uploaded in blocks.
 
 A file gets its final name in step 2 alone, and only while its commit is not there: before, no reader asks for it, and
-afterwards another record comes to nothing. What a repair has left there without a commit is overwritten.
-
-Uploads that no record names are deleted when they are older than ``LEFTOVER_S``. None can name them any more by then,
-since a writer gives a part up that it could not publish within ``COMMIT_WITHIN_S`` of its first upload, and both spans
-are long against what clocks differ by.
+afterwards another record comes to nothing. Uploads that no record names are deleted when they are older than
+``LEFTOVER_S``: a writer gives up a part that it could not publish within ``COMMIT_WITHIN_S`` of its first upload.
 """
 
 from __future__ import annotations
@@ -149,7 +144,7 @@ class Publication:
 
 
 def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None:
-    """Give files of a store, of so many bytes each, their final names; in a bucket the uploads stay too."""
+    """Give files of a store, name -> bytes, their final names; in a bucket the uploads stay too."""
     if isinstance(store, Path):
         for name in files:
             os.rename(store / partial_name(name, attempt), store / name)
@@ -173,8 +168,7 @@ def _delete(paths: Collection[StorePath]) -> None:
 class PartFiles:
     """The files of one part until they are published; ``existing`` is what its commit lists, where fields are added.
 
-    Shards of a part in a bucket are encoded to a local folder (of the system's temporary ones, ``TMPDIR``) and uploaded
-    one after the other, each in blocks at the same time, while the next one is encoded.
+    Shards of a part in a bucket are encoded to a temporary folder and uploaded while the next one is encoded.
     """
 
     def __init__(self, store: StoreFiles, part: int, existing: Mapping[str, FileRecord]) -> None:
@@ -204,10 +198,7 @@ class PartFiles:
         path.unlink()
 
     def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:
-        """Make the part exist.
-
-        Args:
-            shards: the files of the commit that this writer wrote.
+        """Make the part exist, with these shards of this writer.
 
         Returns:
             The part's commit, and whether it is this one; else another writer was first, and its commit stays.
@@ -249,8 +240,7 @@ class StoreFiles:
     """The files of a store that is written to: a folder, locked until :meth:`close`, or a prefix of a bucket.
 
     Args:
-        shares: whether others that share may write beside this process (``StoreLock``), as in a bucket they always may.
-        joins: whether the process that opened the store is writing to it.
+        shares, joins: see ``StoreLock``; in a bucket others may always write.
 
     Attributes:
         attempt: a name of this writer that no other has; its unfinished files bear it.
@@ -343,26 +333,26 @@ class StoreFiles:
         if isinstance(self.path, Path):
             for folder in (self.path, *(self.path / name for name in (COMMITS_NAME, RUNS_NAME, CODEC_NAME))):
                 for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-                    remove_tree(leftover)
+                    if leftover.is_dir() and not leftover.is_symlink():
+                        shutil.rmtree(leftover)
+                    else:
+                        leftover.unlink(missing_ok=True)
             self.remove_attempt("*", TARGET_NAME)
             (self.path / PUBLISH_NAME).unlink(missing_ok=True)
             return
         commits = self.path / COMMITS_NAME
         for name in names_in(commits):
             if name.endswith(PARTIAL_SUFFIX):
-                publication = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
-                if publication is not None:
-                    publication.finish()
+                found = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
+                if found is not None:
+                    found.finish()
 
     def _remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete files below ``parts/`` but those to keep, as far as no writer can commit them any more.
-
-        In a bucket these are uploads that have become too old to be published. Nothing below its final name is deleted
-        there, for another process may be publishing it at this moment.
-        """
+        """Delete files below ``parts/`` but those to keep; in a bucket uploads that are too old to be published."""
         if isinstance(self.path, Path):
             _remove_files_but(self.path / PARTS_NAME, kept)
             return
+        # Nothing below its final name: another process may be publishing it at this moment.
         bucket, now = self.path.backend, datetime.now(UTC)
         found = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files((self.path / TARGET_NAME).key)
         bucket.delete(
@@ -374,10 +364,7 @@ class StoreFiles:
         )
 
     def remove_attempt(self, attempt: str, folder: str = PARTS_NAME) -> None:
-        """Delete the unfinished shards of a writer that is dead; after a rename they do not bear its name.
-
-        In a bucket nothing is done: what a dead writer has uploaded may be published yet, and else grows old.
-        """
+        """Delete the unfinished shards of a writer that is dead; those in a bucket may still be published."""
         if isinstance(self.path, Path):
             for leftover in (self.path / folder).rglob(f"*.{attempt}{PARTIAL_SUFFIX}"):
                 leftover.unlink(missing_ok=True)
@@ -416,14 +403,6 @@ def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
         for name in names:
             if below + name not in kept:
                 (root / name).unlink()
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a file or folder."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def refuse_links(store: StorePath) -> None:

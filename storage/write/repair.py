@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...errors import StoreDamaged
 from ...text import Progress, counted
@@ -22,8 +21,6 @@ from ..schema import (
     PLAN_NAME,
     TARGET_NAME,
     TEXTS_NAME,
-    manifest_commit_path,
-    target_commit_path,
 )
 from .store import StoreWriter
 
@@ -91,22 +88,22 @@ def plan_repair(
     return RepairPlan(store, tuple(report.damages), report.missing)
 
 
+_STARTS = {
+    f"{TARGET_NAME}/": _TARGET,
+    f"{COMMITS_NAME}/target": _TARGET,
+    f"{COMMITS_NAME}/part-": _STRAYS,
+    f"{COMMITS_NAME}/{MANIFEST_NAME}": _MANIFEST_COMMIT,
+    MANIFEST_NAME: _MANIFEST,
+    PLAN_NAME: _MANIFEST,
+    TEXTS_NAME: _TEXTS,
+    CODEC_NAME: _CODEC,
+}
+
+
 def _kind(path: str) -> str:
     """Return what a damaged file of the whole store belongs to."""
-    if path.startswith((f"{TARGET_NAME}/", target_commit_path(Path()).as_posix())):
-        return _TARGET
-    if is_metadata(path):
-        return _METADATA
-    if path.startswith(f"{COMMITS_NAME}/part-"):
-        return _STRAYS
-    kinds = {
-        MANIFEST_NAME: _MANIFEST,
-        PLAN_NAME: _MANIFEST,
-        TEXTS_NAME: _TEXTS,
-        CODEC_NAME: _CODEC,
-        manifest_commit_path(Path()).as_posix(): _MANIFEST_COMMIT,
-    }
-    return kinds.get(path, _OTHERS)
+    found = (kind for start, kind in _STARTS.items() if path.startswith(start))
+    return _METADATA if is_metadata(path) else next(found, _OTHERS)
 
 
 def drop_damage(plan: RepairPlan) -> tuple[int, ...]:

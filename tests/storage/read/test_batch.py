@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moa_data.errors import SelectionInvalid, StoreDamaged
 from moa_data.storage import grid
 from moa_data.storage.backend import LocalFile
-from moa_data.storage.read.shards import ShardReader
+from moa_data.storage.read.batch import ShardReader
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_by_zarr, rows_in_store
 
