@@ -4,26 +4,15 @@ import numpy as np
 import pytest
 
 from moa_data.storage.codecs import calibration
-from moa_data.storage.codecs.calibration import (
-    Rows,
-    early_means,
-    learn_basis,
-    logit_metric,
-    principal_axes,
-)
+from moa_data.storage.codecs.calibration import early_means, logit_metric, principal_axes
 from moa_data.storage.codecs.coding import EARLY_POSITIONS, mean_rows
 
 
-def low_rank(n: int, width: int, rank: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    axes = np.linalg.qr(rng.standard_normal((width, rank)))[0]
-    noise = 0.01 * rng.standard_normal((n, width))
-    rows: np.ndarray = (rng.standard_normal((n, rank)) * np.arange(rank, 0, -1)) @ axes.T + noise
-    return rows.astype(np.float32)
-
-
 def test_subspace_iteration_finds_the_exact_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = low_rank(300, 60, 5)
+    rng = np.random.default_rng(0)
+    axes = np.linalg.qr(rng.standard_normal((60, 5)))[0]
+    rows = rng.standard_normal((300, 5)) * np.arange(5, 0, -1) @ axes.T + 0.01 * rng.standard_normal((300, 60))
+    rows = rows.astype(np.float32)
     exact = principal_axes(rows)[:, :5]
     monkeypatch.setattr(calibration, "EXACT_WIDTH", 10)
     monkeypatch.setattr(calibration, "MAX_COMPONENTS", 5)
@@ -38,14 +27,6 @@ def test_early_positions_have_their_own_mean() -> None:
     assert mean_rows(6, 5).tolist() == [6, 7, 8, 8, 8]
     unreached = early_means([np.ones((2, 3), np.float32), 3 * np.ones((2, 3), np.float32)])
     np.testing.assert_allclose(unreached, 2.0)
-
-
-def test_basis_in_a_metric_spends_components_where_errors_count() -> None:
-    rng = np.random.default_rng(3)
-    sequences = [rng.standard_normal((50, 6)).astype(np.float32) for _ in range(4)]
-    basis = learn_basis(Rows(np.concatenate(sequences), [50] * 4), np.diag([1.0, 1.0, 1.0, 1.0, 1.0, 1e4]))
-    assert np.abs(basis.analysis[:, 0]).argmax() == 5
-    np.testing.assert_allclose(basis.analysis @ basis.synthesis, np.eye(6), atol=5e-3)
 
 
 def test_logit_metric_predicts_the_divergence_of_small_errors() -> None:

@@ -74,20 +74,17 @@ def test_errors_stay_within_half_a_step(spec: Any, n_tokens: int, seed: int, exp
 
 
 def test_zero_blocks_and_tiny_values() -> None:
-    codec = Int8Codec(KV)
-    values = activations(KV, 130)
-    values[:64] = 0
-    values[64:128] = 1e-42
-    decoded = codec.decode(codec.encode(values), 0, 130)
+    codec, values = Int8Codec(KV), np.zeros((70, *KV.token_shape), np.float32)
+    values[64:] = 1e-42
+    encoded = codec.encode(values)
+    assert not any(rows[:64].any() for name, rows in encoded.items() if "codes" in name), "as the padding is"
+    decoded = codec.decode(encoded, 0, 70)
     assert not decoded[:64].any()
-    assert np.abs(decoded[64:128]).max() < 1e-37
-    assert np.isfinite(decoded).all()
-    for rows in codec.encode(np.zeros((5, *KV.token_shape), np.float32)).values():
-        assert not rows.any()  # as the padding between sequences
+    assert np.abs(decoded).max() < 1e-37
 
 
 def test_fields_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(CodecUnknown, match=r"knows kv and \[token, width\]"):
+    with pytest.raises(CodecUnknown):
         Int8Codec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b")))
 
 
@@ -156,11 +153,9 @@ def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
         np.testing.assert_array_equal(from_float32(kv, "bfloat16"), store.read(0, "kv"))
 
 
-@pytest.mark.parametrize("name", ["int6", "int3", "transform"])
-def test_a_store_of_another_codec_is_refused_in_one_line(tmp_path: Path, recipe: Recipe, name: str) -> None:
-    manifest = replace(recipe.manifest, codec={**recipe.manifest.codec, "name": name})
-    with pytest.raises(CodecUnknown, match=f"{name!r}"):
-        StoreCodec.open(manifest, tmp_path)
+def test_a_store_of_another_codec_is_refused(tmp_path: Path, recipe: Recipe) -> None:
+    with pytest.raises(CodecUnknown, match="'int6'"):
+        StoreCodec.open(replace(recipe.manifest, codec={**recipe.manifest.codec, "name": "int6"}), tmp_path)
 
 
 def test_lossless_describes_the_byte_chain_and_no_settings(recipe: Recipe) -> None:
