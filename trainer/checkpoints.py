@@ -123,8 +123,7 @@ def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
 def write_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a run's ``drafter/``: after a crash at any moment its files are those before, or the new ones, or none.
 
-    Args:
-        weights: all of the drafter's, which may hold a share of them itself.
+    All weights are given, since the drafter may hold a share of them itself.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):
@@ -154,13 +153,9 @@ def remove_leftovers(out: Path) -> None:
 
 
 def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, target: dict[str, Any]) -> Drafter:
-    """Build the drafter of a run with the weights of another: ``--init-from``.
+    """Build the drafter of a run with the weights of another, in place of fresh ones: ``--init-from``.
 
-    Args:
-        source: a run, or a folder with a drafter in any format that can be loaded.
-        fresh: the drafter that the run would start with otherwise.
-        settings: the run's settings of its drafter.
-        target: sizes of the store's target (``bundle.target_sizes``).
+    The source is a run, or a folder with a drafter in any format that can be loaded.
     """
     other = load_drafter(source)
     check_sizes_fit(other.config, target)

@@ -1,17 +1,7 @@
 """Settings of a training run, in groups, and of the export of a drafter.
 
 The drafter is a choice between groups, one for each kind, with the settings and the defaults of that kind alone; those
-that its sizes have too (``drafter.json``) carry the same name there. A run's folder::
-
-    OUT/run.yaml           the settings, as --config reads them
-        store.json         identity of the store, for --resume
-        provenance.json    command, versions, machine
-        report.json        figures of the finished run
-        metrics.csv        training and validation, beside tensorboard/ and curves.png
-        memory.json        the micro-batch that trials chose
-        run.lock           held while a process trains here
-        drafter/           the drafter of the best validation
-        checkpoints/       last.ckpt to resume from, best.ckpt
+that its sizes have too (``drafter.json``) carry the same name there.
 """
 
 from collections.abc import Mapping
@@ -24,18 +14,18 @@ from typing_extensions import override
 from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
 from ..errors import OptionInvalid
 
-# Names in the folder of a run.
-RUN_FILE = "run.yaml"
-STORE_FILE = "store.json"
-PROVENANCE_FILE = "provenance.json"
-REPORT_FILE = "report.json"
-METRICS_FILE = "metrics.csv"
+# The folder of a run, which has tensorboard/ too.
+RUN_FILE = "run.yaml"  # the settings, as --config reads them
+STORE_FILE = "store.json"  # identity of the store, for --resume
+PROVENANCE_FILE = "provenance.json"  # command, versions, machine
+REPORT_FILE = "report.json"  # figures of the finished run
+METRICS_FILE = "metrics.csv"  # of training and validation; metrics-000.csv and so on of earlier invocations
 CURVES_FILE = "curves.png"
-MEMORY_FILE = "memory.json"
-LOCK_FILE = "run.lock"
-DRAFTER = "drafter"
+MEMORY_FILE = "memory.json"  # the micro-batch that trials chose
+LOCK_FILE = "run.lock"  # held while a process trains here
+DRAFTER = "drafter"  # of the best validation
 CHECKPOINTS = "checkpoints"
-LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
+LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"  # --resume goes on from the last one
 
 PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 
@@ -462,11 +452,7 @@ class TrainConfig(Config):
 def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the file with the settings of the run that is resumed, and those that hold unless others are given.
 
-    Args:
-        given: nested settings from everywhere else.
-
-    Returns:
-        No settings where no run is resumed, or its file cannot be read; resuming it then says what is wrong.
+    There are none where no run is resumed, or its file cannot be read; resuming it then says what is wrong.
     """
     file = Path(str(given.get("out", ""))) / RUN_FILE
     if str(given.get("resume", False)).lower() != "true" or not file.is_file():

@@ -10,8 +10,8 @@
     Batch.decode          codes -> values, on the device
 
 Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees what an uninterrupted one
-would. Host memory is bounded: micro-batches that are read ahead take at most ``prefetch_mb`` together, the trainer
-holds two more, and free buffers are kept within the same bounds.
+would. Micro-batches that are read ahead take at most ``prefetch_mb`` together, the trainer holds two more, and free
+buffers are kept within the same bounds.
 
 Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target width.
 """
@@ -210,6 +210,12 @@ def await_copy(batch: Batch) -> Batch:
     return replace(batch, copied=None)
 
 
+def target_identity(store: ActivationStore) -> dict[str, str]:
+    """Return what a store records of its target's identity, such as weights_sha256."""
+    recorded = store.manifest.identities.items()
+    return {name.removeprefix("target."): str(value) for name, value in recorded if name.startswith("target.")}
+
+
 def read_fields(reads: Reads) -> dict[str, str]:
     """Map attributes of ``TrainingInputs`` to the fields that they are read from, layer outputs numbered."""
     outputs = {f"{_LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(reads.outputs)}
@@ -251,18 +257,13 @@ def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -
 
 
 class BatchReader:
-    """Reads given sequences of a store into right-padded batches, on reused memory.
-
-    Args:
-        device: the device that trains. On the CPU the thread that reads also decodes; another device decodes for
-            itself, so that only codes travel to it.
-        n_ranks: processes that read on this machine and share its cores.
-    """
+    """Reads given sequences of a store into right-padded batches, on reused memory, for a device that trains."""
 
     def __init__(self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1) -> None:
         self.store, self.config = store, config
-        n_own = len(os.sched_getaffinity(0)) // n_ranks
+        n_own = len(os.sched_getaffinity(0)) // n_ranks  # of the cores, which the processes of this machine share
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_own))
+        # On the CPU the thread that reads also decodes; another device decodes for itself, so that only codes travel.
         self._decodes = device.type == "cpu"
         self._copies = SideCopies(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
@@ -439,10 +440,9 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
 
 
 def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
-    """Yield batches in order while a thread reads the next ones, one of them however large it is.
+    """Yield batches, given the bytes and the reading function of each, while a thread reads the next ones.
 
-    Args:
-        reads: for each batch its bytes and the function that reads it.
+    One is read ahead however large it is.
     """
     # With more threads than cores OpenMP lets those of the forward sleep at each barrier, which costs up to 5 % of a
     # step: the thread that reads must not have a team of its own.
@@ -561,12 +561,12 @@ class ValidationBatches:
         reader: BatchReader,
         sequences: np.ndarray,
         lengths: np.ndarray,
-        batch_size: int,
+        size: int,
         rank: int = 0,
         n_ranks: int = 1,
     ) -> None:
-        self._reader, self._sequences, self._lengths, self._batch_size = reader, sequences, lengths, batch_size
-        n_batches = -(-len(sequences) // batch_size)
+        self._reader, self._sequences, self._lengths, self._size = reader, sequences, lengths, size
+        n_batches = -(-len(sequences) // size)
         # Those of a single device, dealt in turn, so that the metrics do not depend on the number of devices. Each gets
         # equally many, as all synchronise between two batches: the last one goes to several, under its one index.
         self._numbers = [min(turn + rank, n_batches - 1) for turn in range(0, n_batches, n_ranks)]
@@ -575,20 +575,18 @@ class ValidationBatches:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Batch]:
-        data, size = self._reader.config.data, self._batch_size
-        reads = (
-            (self._reader.n_bytes(self._lengths[number * size : (number + 1) * size]), partial(self._read, number))
-            for number in self._numbers
-        )
+        data = self._reader.config.data
+        reads = ((self._reader.n_bytes(self._lengths[self._rows(n)]), partial(self._read, n)) for n in self._numbers)
         return _read_ahead(reads, data.prefetch_batches, data.prefetch_mb << 20)
 
+    def _rows(self, number: int) -> slice:
+        return slice(number * self._size, (number + 1) * self._size)
+
     def _read(self, number: int) -> Batch:
-        start, n_steps = number * self._batch_size, self._reader.config.validation.draft_length + 1
-        part = self._sequences[start : start + self._batch_size]
-        lengths = self._lengths[start : start + self._batch_size]
-        phase = torch.arange(start, start + len(part)) % n_steps  # fixed: the same rounds in each validation
-        draws = Draws(torch.full((len(part),), n_steps), torch.zeros(len(part), dtype=torch.bool), phase)
-        return self._reader.batch(part, lengths, draws, index=number)
+        rows, n_steps = self._rows(number), self._reader.config.validation.draft_length + 1
+        phase = torch.arange(len(self._sequences))[rows] % n_steps  # fixed: the same rounds in each validation
+        draws = Draws(torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase)
+        return self._reader.batch(self._sequences[rows], self._lengths[rows], draws, index=number)
 
 
 class StoreDataModule(L.LightningDataModule):
@@ -622,25 +620,24 @@ class StoreDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> TrainingStream:
         """Make the stream from the trainer's current step on."""
-        trainer = self.trainer
-        assert trainer is not None
+        trainer, reader = self._reader()
         lengths, ranks = self.lengths[self.train_sequences], (trainer.global_rank, trainer.world_size)
-        reader = self._reader(trainer)
         stream = TrainingStream(reader, self.train_sequences, lengths, self.max_steps, *ranks, self.micro_batch)
         stream.start_step = trainer.global_step
         return stream
 
     def val_dataloader(self) -> ValidationBatches:
         """Make the validation batches of the trainer's device."""
-        trainer = self.trainer
-        assert trainer is not None
+        trainer, reader = self._reader()
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self.lengths[chosen], kind="stable")]
-        size, ranks = self.micro_batch, (trainer.global_rank, trainer.world_size)
-        return ValidationBatches(self._reader(trainer), chosen, self.lengths[chosen], size, *ranks)
+        ranks = (trainer.global_rank, trainer.world_size)
+        return ValidationBatches(reader, chosen, self.lengths[chosen], self.micro_batch, *ranks)
 
-    def _reader(self, trainer: L.Trainer) -> BatchReader:
-        return BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.num_devices)
+    def _reader(self) -> tuple[L.Trainer, BatchReader]:
+        trainer = self.trainer
+        assert trainer is not None
+        return trainer, BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.num_devices)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Wait for the copy of a batch, and decode it on the training device."""

@@ -26,6 +26,7 @@ from ..storage.paths import RemotePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import MANIFEST_NAME, TARGET_NAME
 from .config import RUN_FILE, DrafterExportConfig
+from .data import target_identity
 
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _GIVE = "Give the target with --model."
@@ -37,13 +38,11 @@ class DrafterExportReport:
 
     folder: Path
     format: str
-    reader: str
-    """The program that loads it."""
+    reader: str  # the program that loads it
     kind: str
     n_tensors: int
     written_bytes: int
-    notes: tuple[str, ...]
-    """What to know before using it."""
+    notes: tuple[str, ...]  # what to know before using it
 
     def describe(self) -> str:
         """Return the report as text."""
@@ -57,14 +56,10 @@ class DrafterExportReport:
 class TargetPieces(NamedTuple):
     """What a layout may need of a target."""
 
-    config: Any
-    """Its transformers config."""
-    identity: dict[str, str]
-    """weights_sha256 and config_sha256."""
-    embeddings: Tensor | None
-    """[V, E], where they were asked for."""
-    lm_head: Tensor | None
-    """[V, E], likewise; the embeddings where the target has no LM head of its own."""
+    config: Any  # of transformers
+    identity: dict[str, str]  # weights_sha256 and config_sha256
+    embeddings: Tensor | None = None  # [V, E], where they were asked for
+    lm_head: Tensor | None = None  # likewise; the embeddings where the target has no LM head of its own
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
@@ -80,41 +75,34 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
         pieces = find_target(config.model, source, layout.needs_embeddings, layout.needs_head)
         check_sizes_fit(drafter.config, target_sizes(pieces.config))
         check_identity_fits(drafter.config, pieces.identity)
+    of_target = (pieces.config, pieces.embeddings, pieces.lm_head) if pieces else (None, None, None)
     dtype = getattr(torch, config.dtype)
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with disk_full_guard(folder):
-            n_tensors = write_layout(
-                drafter, layout, partial, dtype,
-                target_config=pieces.config if pieces else None, embeddings=pieces.embeddings if pieces else None,
-                lm_head=pieces.lm_head if pieces else None,
-            )  # fmt: skip
+            n_tensors = write_layout(drafter, layout, partial, dtype, *of_target)
         _compare(drafter, partial, dtype)
         if folder.exists():
             folder.rmdir()
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    file = folder / "model.safetensors"
-    notes = tuple(layout.notes(drafter.config))
-    return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, file.stat().st_size, notes)
+    n_bytes, notes = (folder / "model.safetensors").stat().st_size, tuple(layout.notes(drafter.config))
+    return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes)
 
 
 def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_head: bool = False) -> TargetPieces:
     """Read the target's config, identity and weights from a store, a model folder or the Hub.
 
-    Args:
-        model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
+    Without a model it is the store that the drafter's run was trained from.
     """
     place = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
         if _is_store(place):
             # Whatever its parts are like; of a store in a bucket, files of the target last until it is closed.
             store = opened.enter_context(ActivationStore(place, parts=()))
-            folder, recorded = store.target_path, store.manifest.identities
-            found = [(name.split(".", 1), value) for name, value in recorded.items() if name.startswith("target.")]
-            identity = {name: str(value) for (_, name), value in found}
+            folder, identity = store.target_path, target_identity(store)
             files, prefix = [folder / FROZEN_FILE], ""
         else:
             folder = resolve_model_folder(place)
@@ -136,13 +124,12 @@ def _store_of(drafter: Path) -> str:
     raise TargetError(f"the format needs the target, and {drafter} is no run. {_GIVE}")
 
 
-def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Tensor:
+def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any:
     for name in names:
         for file in files:
             if name in read_header(file, TargetError):
                 with safe_open(file, framework="pt") as tensors:
-                    tensor: Tensor = tensors.get_tensor(name)
-                    return tensor
+                    return tensors.get_tensor(name)
     raise TargetError(f"{folder} has no tensor {names[0]}. {_GIVE}")
 
 

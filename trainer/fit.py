@@ -67,7 +67,7 @@ from .config import (
     MachineSettings,
     TrainConfig,
 )
-from .data import BatchReader, StoreDataModule, device_share, sequence_bytes
+from .data import BatchReader, StoreDataModule, device_share, sequence_bytes, target_identity
 from .sharding import ShardedStrategy
 from .step import WHAT_HELPS, DrafterModule
 
@@ -271,11 +271,7 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     """Build frozen target weights from the store's bundle, and a drafter with its initial weights."""
     frozen = FrozenTarget.load(store.target_path, config.target_layer_inference, None, store.manifest.target)
     check_target_bundle(store.path, store.target_path)
-    identity = {
-        name.removeprefix("target."): str(value)
-        for name, value in store.manifest.identities.items()
-        if name.startswith("target.")
-    }
+    identity = target_identity(store)
     if arguments := store.manifest.extraction.get("template_kwargs"):
         identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)  # decoding renders prompts with them
     build = drafter_class(config.drafter.kind)
@@ -496,9 +492,9 @@ def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None
 
 
 def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
-    # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
     # Absolute, so that a reader in another folder finds the store, as `export-drafter` does.
     place = store.path.absolute() if isinstance(store.path, Path) else store.path
+    # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
     write_atomic(out / RUN_FILE, config.replaced(store=str(place)).to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)

@@ -29,8 +29,7 @@ from ..storage.schema import TOKENS, to_float32
 from ..text import Progress, add_command
 from .data import read_fields
 
-DRAFT_LENGTH = 5
-"""Drafts of a round, where the drafter makes as many."""
+DRAFT_LENGTH = 5  # drafts of a round, where the drafter makes as many
 _LOGITS_BYTES = 1 << 26
 
 
@@ -53,15 +52,10 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
 
 @dataclass(frozen=True)
 class DrafterMetrics:
-    """Measures what errors of a token's keys and values cost a drafter, on average over tokens.
+    """Measures what errors of a token's keys and values cost a drafter, on average over tokens."""
 
-    Attributes:
-        drafter: in evaluation mode, in float32.
-        progress: called with (sequences done, sequences in all, message).
-    """
-
-    drafter: Drafter
-    progress: Progress | None = None
+    drafter: Drafter  # in evaluation mode, in float32
+    progress: Progress | None = None  # called with (sequences done, sequences in all, message)
 
     @property
     def identity(self) -> str:
@@ -74,14 +68,12 @@ class DrafterMetrics:
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """Measure on some sequences of a store with the exact values.
+        """Measure the metric of each part of each group, float64 [W, W], for ``TransformCodec.metrics``.
 
         Args:
+            store: holds the exact values.
             codec: that of ``kv``, which cuts it into groups of layers and parts, with keys before RoPE.
             sequences: indices of sequences with responses that draft rounds fit into.
-
-        Returns:
-            The metric of each part of each group, float64 [W, W], for ``TransformCodec.metrics``.
         """
         drafter = self.drafter
         reads, n_last = check_measurable(drafter, store), drafter.config.target_layer_inference
@@ -136,8 +128,7 @@ def drawn_gradients(
 ) -> list[list[Tensor]]:
     """Draw gradients, [T, W] of each part of each group, whose outer products have the Gauss-Newton matrix as mean.
 
-    Args:
-        inputs: one sequence, whose ``kv`` is [1, T, L, H, 2, d] of all layers.
+    The inputs are one sequence, whose ``kv`` is [1, T, L, H, 2, d] of all layers.
     """
     # Of the log-probability of tokens drawn from the drafter, one for each position that it drafts. The draws are
     # independent and their gradients have mean zero, so that products between positions cancel on average.

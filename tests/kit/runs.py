@@ -25,6 +25,18 @@ BASE: dict[str, Any] = {
     "precision": "32-true",
 }
 
+# Kind of drafter -> sizes with which it is small and fits the stores of ``kit.training``.
+SIZES: dict[str, dict[str, Any]] = {
+    "moa": {},
+    "eagle": {},
+    "eagle3": {"fused_layers": (0, 1), "draft_vocabulary": 50, "test_time_steps": 3},
+    "dspark": {"fused_layers": (0, 1), "block_layers": 1, "markov_rank": 8},
+    "dflash": {"fused_layers": (-1, 1), "block_layers": 1, "block_size": 8},
+    "glide": {"block_size": 4, "self_attention_mlp_width": 40},
+    "medusa": {"medusa_heads": 3},
+    "independent": {"independent_width": 24, "independent_layers": 1},
+}
+
 
 def settings(store: Any, out: str | Path = "unused", **changes: Any) -> Any:
     rounds = {"step_bound_min": 3, "step_bound_max": 6} if changes.get("drafter", "moa") == "moa" else {}

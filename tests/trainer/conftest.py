@@ -15,6 +15,13 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("trainer") / "store")
 
 
+@pytest.fixture(scope="session")
+def store_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that every drafter can be trained from."""
+    activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
+    return build_store(tmp_path_factory.mktemp("full") / "store", activations=activations)
+
+
 @pytest.fixture(autouse=True)
 def curves(request: pytest.FixtureRequest, pictures: None) -> Iterator[None]:
     """Lay out no curves but in tests marked as ``draws``: it takes as long as training for ten steps."""

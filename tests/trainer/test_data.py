@@ -39,38 +39,46 @@ def stream_of(store: Any, settings: Any, max_steps: int = 20, rank: int = 0, n_r
     )
 
 
-def test_batches_hold_what_the_store_holds(store_path: Path) -> None:
-    store = ActivationStore(store_path)
-    reader = BatchReader(store, config(target_layer_inference=1), torch.device("cpu"))
-    lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
-    rows = np.array([5, 0, 17])
-    inputs, encoded = reader.read(rows, lengths[rows])
-    assert not encoded
-    assert inputs.kv is not None
-    assert inputs.entering_hidden is not None
-    assert inputs.response_mask is not None
-    for row, sequence in enumerate(rows.tolist()):
-        n = lengths[sequence]
-        assert torch.equal(inputs.tokens[row, :n], torch.from_numpy(store.read(sequence, "tokens").astype(np.int64)))
-        assert np.array_equal(inputs.kv[row, :n].numpy(), store.read(sequence, "kv").reshape(n, 3, -1))
-        assert np.array_equal(inputs.hidden[row, :n].numpy(), store.read(sequence, "hidden/last"))
-        assert np.array_equal(inputs.entering_hidden[row, :n].numpy(), store.read(sequence, "hidden/layer_1"))
-        for padding in (
-            inputs.kv[row, n:],
-            inputs.hidden[row, n:],
-            inputs.tokens[row, n:],
-            inputs.response_mask[row, n:],
-        ):
-            assert not padding.any(), "padding must be zero, not left-over memory"
+@pytest.fixture(scope="module")
+def int8_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_store(tmp_path_factory.mktemp("int8") / "store", n_sequences=30, dtype="bfloat16", codec="int8")
 
 
-def test_bfloat16_bits_arrive_unchanged(tmp_path: Path) -> None:
-    store = ActivationStore(build_store(tmp_path / "store", n_sequences=6, dtype="bfloat16"))
-    n = store.sequences["n_tokens"].to_numpy().astype(np.int64)
-    inputs, _ = BatchReader(store, config(), torch.device("cpu")).read(np.array([2]), n[[2]])
-    assert inputs.kv is not None
-    assert inputs.kv.dtype == torch.bfloat16
-    assert np.array_equal(inputs.kv[0].view(torch.uint16).numpy(), store.read(2, "kv").reshape(n[2], 3, -1))
+@pytest.mark.parametrize(("dtype", "codec"), [("float32", "lossless"), ("bfloat16", "lossless"), ("bfloat16", "int8")])
+def test_batches_hold_what_the_store_holds(tmp_path: Path, dtype: str, codec: str) -> None:
+    """Codes travel, and are decoded to what the store reads."""
+    store = ActivationStore(build_store(tmp_path / "store", n_sequences=12, dtype=dtype, codec=codec))
+    rows = np.array([5, 0, 11])
+    reader = BatchReader(store, config(target_layer_inference=1), torch.device("meta"))
+    batch = reader.batch(rows, store.lengths[rows].astype(np.int64), Draws(None, torch.zeros(3, dtype=torch.bool)))
+    assert bool(batch.encoded) == (codec == "int8")
+    inputs: Any = batch.to(torch.device("cpu")).decode().inputs
+    read = {"kv": inputs.kv, "hidden/last": inputs.hidden, "hidden/layer_1": inputs.entering_hidden}
+    if batch.encoded:
+        assert batch.encoded["kv"].rows["kv/key_codes"].dtype == torch.int8
+        n_code_bytes = sum(rows.nbytes for item in batch.encoded.values() for rows in item.rows.values())
+        assert n_code_bytes < 0.75 * sum(values.nbytes for values in read.values())
+    read |= {"tokens": inputs.tokens, "response_mask": inputs.response_mask}
+    for name, values in read.items():
+        assert values.dtype == getattr(torch, dtype) or name in ("tokens", "response_mask")
+        bits = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
+        for row, sequence in enumerate(rows.tolist()):
+            n = int(store.lengths[sequence])
+            expected = store.read(sequence, name).reshape(n, *bits.shape[2:])
+            np.testing.assert_array_equal(bits[row, :n].numpy(), expected)
+            assert not bits[row, n:].any(), "padding must be zero, not left-over memory"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_who_decodes(int8_path: Path, device: str) -> None:
+    """On a CPU the thread that reads; elsewhere the training device, so that codes are what travels."""
+    store, rows = ActivationStore(int8_path), np.arange(8)
+    reader = BatchReader(store, config(), torch.device(device))
+    lengths = store.lengths[rows].astype(np.int64)
+    for batches in (TrainingStream(reader, rows, lengths, 10, 0, 1), ValidationBatches(reader, rows, lengths, 4)):
+        batch: Any = next(iter(batches))
+        assert bool(batch.encoded) == (device != "cpu")
+        assert batch.decode().inputs.kv.numel() > 0
 
 
 def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> None:
@@ -85,7 +93,6 @@ def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> 
         assert torch.equal(one.inputs.tokens, other.inputs.tokens)
         assert torch.equal(one.draws.step_bound, other.draws.step_bound)
         assert torch.equal(one.draws.staircase_rows, other.draws.staircase_rows)
-        assert one.denominator == other.denominator
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
@@ -142,19 +149,12 @@ def test_the_split_follows_content_not_order() -> None:
 
 def test_draws_cover_their_range_and_the_curriculum() -> None:
     settings = config(batch_size=64)
-    bounds: set[int] = set()
-    for step in range(40):
-        drawn = draw(settings, step, 100)
-        assert drawn.step_bound is not None
-        bounds |= set(drawn.step_bound.tolist())
-    assert bounds == set(range(5, 16)), "uniform over 5..15, both ends included"
-    assert draw(settings, 0, 100).staircase_rows.all()
-    assert not draw(settings, 50, 100).staircase_rows.any()
-    drawn = draw(settings, 7, 100)
-    assert isinstance(drawn, Draws)
-    assert drawn.step_bound is not None
-    assert drawn.offset is not None
-    assert (drawn.offset < drawn.step_bound).all()
+    drawn: list[Any] = [draw(settings, step, 100) for step in range(51)]
+    bounds = torch.cat([one.step_bound for one in drawn])
+    assert set(bounds.tolist()) == set(range(5, 16)), "uniform over 5..15, both ends included"
+    assert (torch.cat([one.offset for one in drawn]) < bounds).all()
+    assert drawn[0].staircase_rows.all()
+    assert not drawn[50].staircase_rows.any()
 
 
 def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
@@ -189,33 +189,14 @@ def test_errors_of_the_reading_thread_arrive(store_path: Path) -> None:
 
 
 def test_micro_batches_divide_the_share_of_a_device() -> None:
-    assert device_share(config(batch_size=32), 2) == 16
     assert device_share(config(batch_size=32, micro_batch_size=8), 2) == 16
-    with pytest.raises(TrainingError, match="32 does not divide over 3 devices"):
-        device_share(config(batch_size=32), 3)
     with pytest.raises(TrainingError, match="--micro-batch-size 3 does not divide the 16 sequences"):
         device_share(config(batch_size=32, micro_batch_size=3), 2)
 
 
-def test_validation_is_the_same_on_each_pass(store_path: Path) -> None:
-    store = ActivationStore(store_path)
-    sequences = np.argsort(store.lengths, kind="stable")[:10]
-    batches = ValidationBatches(
-        BatchReader(store, config(), torch.device("cpu")), sequences, store.lengths[sequences], 4
-    )
-    assert len(batches) == 3
-    first, second = list(batches), list(batches)
-    assert [len(batch.inputs.tokens) for batch in first] == [4, 4, 2]
-    for one, other in zip(first, second, strict=True):
-        for a, b in ((one.inputs.kv, other.inputs.kv), (one.draws.offset, other.draws.offset)):
-            assert a is not None
-            assert b is not None
-            assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("n_ranks", [2, 3, 5])
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
 def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> None:
-    """Equally many batches each, for devices meet between them; together those of one device, the last one again."""
+    """Equally many batches each, for devices meet between them; together those of one device, the same in each pass."""
     store = ActivationStore(store_path)
     sequences = np.argsort(store.lengths, kind="stable")[:15]
 
@@ -224,7 +205,7 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
         return list(ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks))
 
     whole, shares = batches(), [batches(rank, n_ranks) for rank in range(n_ranks)]
-    assert [batch.index for batch in whole] == [0, 1, 2, 3]
+    assert [(batch.index, len(batch.inputs.tokens)) for batch in whole] == [(0, 4), (1, 4), (2, 4), (3, 3)]
     assert {len(share) for share in shares} == {-(-4 // n_ranks)}
     assert {batch.index for share in shares for batch in share} == {0, 1, 2, 3}
     for batch in (batch for share in shares for batch in share):

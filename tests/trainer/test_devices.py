@@ -14,29 +14,20 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from moa_data.errors import TrainingError
+from moa_data.errors import OptionInvalid, TrainingError
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.tests.kit.object_stores import free_port
 from moa_data.tests.kit.ranks import run_ranks
-from moa_data.tests.kit.runs import last_state, run, settings
-from moa_data.tests.kit.training import build_store
+from moa_data.tests.kit.runs import SIZES, last_state, run, settings
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.fit import read_metrics, train
 from moa_data.trainer.step import DrafterModule
 
 STEPS: dict[str, Any] = {"max_steps": 4, "warmup_steps": 1, "validate_every": 2, "log_every": 1, "micro_batch_size": 2}
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "moa": {},
+DRAFTERS: dict[str, dict[str, Any]] = SIZES | {
     "moa with a target layer": {"target_layer_inference": 1},
-    "eagle": {},
-    "eagle3": {"fused_layers": (0, 1), "draft_vocabulary": 50, "test_time_steps": 3},
-    "glide": {"block_size": 4},
-    "medusa": {"medusa_heads": 3},
-    "independent": {"independent_width": 24},
-    "dspark": {"fused_layers": (0, 1), "block_layers": 1, "markov_rank": 8},
     "dspark on keys and values": {"context": "kv", "fused_layers": (1,), "block_layers": 1, "markov_rank": 8},
-    "dflash": {"fused_layers": (0, 1), "block_layers": 1, "block_size": 8},
     "dflash on a memory": {"context": "memory", "block_layers": 1, "block_size": 8},
 }
 MOST_OFF = 1e-5
@@ -44,13 +35,6 @@ MOST_OFF = 1e-5
 MOST_OFF_OF_WAY = 1e-3
 """Of the way that a weight tensor has gone from its initial value: Adam divides small gradients by themselves, and Muon
 makes all directions equally long, so that the rounding of sums over devices is a larger share of it."""
-
-
-@pytest.fixture(scope="session")
-def full_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store from which every drafter can be trained."""
-    activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
-    return build_store(tmp_path_factory.mktemp("full") / "store", activations=activations)
 
 
 def train_all(configs: list[TrainConfig]) -> None:
@@ -123,26 +107,26 @@ def test_two_machines_train_as_one(store_path: Path, tmp_path: Path, strategy: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_every_drafter_on_two_devices(full_store: Path, tmp_path: Path, optimizer: str) -> None:
+def test_every_drafter_on_two_devices(store_of_all: Path, tmp_path: Path, optimizer: str) -> None:
     """On both strategies, and with half of the steps on one device, in both orders."""
     runs, resumed = [], []
     for name, sizes in DRAFTERS.items():
         own = STEPS | sizes | {"drafter": name.split()[0], "optimizer": optimizer}
-        run(full_store, tmp_path / name / "one", **own)
-        run(full_store, tmp_path / name / "half-fsdp", stop_after_steps=2, **own)
+        run(store_of_all, tmp_path / name / "one", **own)
+        run(store_of_all, tmp_path / name / "half-fsdp", stop_after_steps=2, **own)
         for strategy in ("ddp", "fsdp"):
             shared = {"devices": 2, "strategy": strategy}
-            runs.append(settings(full_store, tmp_path / name / strategy, **shared, **own))
+            runs.append(settings(store_of_all, tmp_path / name / strategy, **shared, **own))
         fsdp = {"devices": 2, "strategy": "fsdp"}
-        runs.append(settings(full_store, tmp_path / name / "half-fsdp", resume=True, **fsdp, **own))
-        runs.append(settings(full_store, tmp_path / name / "fsdp-half", stop_after_steps=2, **fsdp, **own))
+        runs.append(settings(store_of_all, tmp_path / name / "half-fsdp", resume=True, **fsdp, **own))
+        runs.append(settings(store_of_all, tmp_path / name / "fsdp-half", stop_after_steps=2, **fsdp, **own))
         resumed.append((tmp_path / name / "fsdp-half", own))
     run_ranks(2, train_all, runs, folder=tmp_path)
     for out, own in resumed:
-        run(full_store, out, resume=True, **own)
+        run(store_of_all, out, resume=True, **own)
     for name, sizes in DRAFTERS.items():
         own = STEPS | sizes | {"drafter": name.split()[0], "optimizer": optimizer}
-        init = initial_weights(full_store, tmp_path / name / "init", **own)
+        init = initial_weights(store_of_all, tmp_path / name / "init", **own)
         for way in ("ddp", "fsdp", "half-fsdp", "fsdp-half"):
             assert_like(tmp_path / name / way, tmp_path / name / "one", init)
 
@@ -188,25 +172,14 @@ def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
             yield [], {"NODE_RANK": machine, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_nodes": 2, "devices": 3, "batch_size": 32}, "32 does not divide over 6 devices"),
-        ({"strategy": "fsdp", "precision": "16-mixed"}, "does not scale losses"),
-    ],
-)
-def test_refusals(store_path: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    from moa_data.errors import OptionInvalid
-
-    with pytest.raises((TrainingError, OptionInvalid), match=message):
-        run(store_path, tmp_path / "run", **changes)
-
-
-def test_a_launcher_that_contradicts(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes of one device each would otherwise train the same run twice, in one folder."""
+def test_refusals(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainingError, match="32 does not divide over 6 devices"):
+        run(store_path, tmp_path / "run", num_nodes=2, devices=3, batch_size=32)
+    with pytest.raises(OptionInvalid, match="does not scale losses"):
+        run(store_path, tmp_path / "run", strategy="fsdp", precision="16-mixed")
+    # Two processes of one device each would otherwise train the same run twice, in one folder.
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TrainingError, match="2 processes were launched for the 1 devices of --devices 1 --num-nodes 1"):
-        run(store_path, tmp_path / "run", devices=1)
-    with pytest.raises(TrainingError, match="2 processes were launched for the 3 devices of --devices 3 --num-nodes 1"):
-        run(store_path, tmp_path / "other", devices=3, batch_size=6)
+    for n_devices in (1, 3):
+        with pytest.raises(TrainingError, match=f"2 processes were launched for the {n_devices} devices"):
+            run(store_path, tmp_path / "run", devices=n_devices, batch_size=6)

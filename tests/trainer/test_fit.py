@@ -86,15 +86,9 @@ def test_resume_is_bit_exact(
     resumed = run(store_path, parts, max_steps=16, resume=True, **changes)
     assert resumed.n_tokens < at_once.n_tokens == at_once.n_tokens_total == resumed.n_tokens_total
     assert at_once.n_bytes_read == resumed.n_bytes_read > at_once.n_tokens
-    assert_same_weights(whole, parts)
     one, other = last_state(whole), last_state(parts)
-    assert one["global_step"] == other["global_step"] == 16
-    for key, moments in one["optimizer_states"][0]["state"].items():
-        for name, value in moments.items():
-            assert torch.equal(
-                torch.as_tensor(value), torch.as_tensor(other["optimizer_states"][0]["state"][key][name])
-            )
-    assert one["lr_schedulers"] == other["lr_schedulers"]
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
     metrics_whole, metrics_parts = read_metrics(whole), read_metrics(parts)
     for name in ("train/loss", "val/kl"):
         assert metrics_whole[name] == metrics_parts[name], "also the part before the resumption is kept"
@@ -122,23 +116,6 @@ def test_resume_with_another_accumulation(store_path: Path, tmp_path: Path, monk
         assert [step for step, _ in one[name]] == [step for step, _ in other[name]]
     assert [step for step, _ in one["val/kl"]] == [5, 11, 13]
     assert_same_weights(whole, parts, rtol=1e-3, atol=2e-4)
-
-
-@pytest.mark.usefixtures("heeded_signals")
-def test_an_interruption_between_micro_batches_changes_nothing(
-    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
-) -> None:
-    """The half-accumulated step is done again from its first micro-batch."""
-    settings = {"max_steps": 10, "micro_batch_size": 4}
-    at_once = run(store_path, tmp_path / "whole", **settings)
-    strike(MoADrafter, "objective", 1 + 7, signal.SIGINT)  # the trial calls it once
-    with pytest.raises(Interrupted, match="step 3"):
-        run(store_path, tmp_path / "parts", **settings)
-    monkeypatch.undo()
-    resumed = run(store_path, tmp_path / "parts", resume=True, **settings)
-    assert (resumed.n_tokens_total, resumed.n_bytes_read) == (at_once.n_tokens_total, at_once.n_bytes_read)
-    assert last_state(tmp_path / "parts")["global_step"] == 10
-    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.usefixtures("heeded_signals")

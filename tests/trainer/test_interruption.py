@@ -1,5 +1,6 @@
 """Signals at every moment of a training: the state is saved, one line says how to go on, and nothing is lost."""
 
+import contextlib
 import json
 import os
 import random
@@ -123,16 +124,11 @@ def go_on(out: Any) -> Any:
 
 
 def processes_of(out: Any) -> Any:
-    commands = (entry / "cmdline" for entry in Path("/proc").iterdir() if entry.name.isdecimal())
     found = []
-    for file in commands:
-        try:
-            text = file.read_bytes()
-        except OSError:
-            continue
-        if str(out).encode() in text:
-            found.append(text)
-    return found
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes())
+    return [text for text in found if str(out).encode() in text]
 
 
 @pytest.mark.slow

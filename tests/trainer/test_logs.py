@@ -69,16 +69,11 @@ def test_training_and_validation_divergence_have_panels_of_their_own(
         assert "entropy" in title or value == 0.9
 
 
-def test_a_torn_line_of_figures_is_left_out(tmp_path: Path) -> None:
+def test_torn_lines_and_what_is_no_figure_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics-000.csv").write_bytes(b"step,train/loss\r\n0,2.5\r\n1,1.5\r\n,1")
-    (tmp_path / "metrics.csv").write_bytes(b"step,train/loss\r\n2,1.25\r\n")
-    assert fit.read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (1, 1.5), (2, 1.25)]}
-
-
-def test_what_is_no_figure_is_left_out(tmp_path: Path) -> None:
-    lines = [b"step,train/loss", b"0,2.5", b"1,\xff\xfe", b"x,1.5", b"\0\0\0", b"2,1,9", b"inf,3", b""]
+    lines = [b"step,train/loss", b"2,1.25", b"1,\xff\xfe", b"x,1.5", b"\0\0\0", b"3,1,9", b"inf,3", b""]
     (tmp_path / "metrics.csv").write_bytes(b"\r\n".join(lines))
-    assert fit.read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (2, 1.0)]}
+    assert fit.read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (1, 1.5), (2, 1.25), (3, 1.0)]}
 
 
 def test_earlier_figures_are_never_replaced(tmp_path: Path) -> None:

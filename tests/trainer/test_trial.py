@@ -14,39 +14,21 @@ from moa_data.errors import RunWarning
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.runs import run
-from moa_data.tests.kit.training import build_store
+from moa_data.tests.kit.runs import SIZES, run
 from moa_data.trainer import step as step_module
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule, draw, rows_of
 from moa_data.trainer.fit import build_module, plan_run
 from moa_data.trainer.step import Choice, DrafterModule, Trial, recomputed_layers
 
-KINDS: dict[str, dict[str, Any]] = {
-    "moa": {},
-    "eagle": {},
-    "eagle3": {"fused_layers": (0, 1)},
-    "dspark": {"fused_layers": (0, 1), "block_layers": 2},
-    "dflash": {"fused_layers": (0, 1), "block_layers": 2, "block_size": 8},
-    "glide": {},
-    "medusa": {},
-    "independent": {},
-}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def store_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
-    return build_store(tmp_path_factory.mktemp("memory") / "store", activations=activations, n_sequences=40)
-
-
 def module_of(store: Path, kind: str = "moa", **changes: Any) -> tuple[DrafterModule, StoreDataModule]:
-    own: dict[str, Any] = {"batch_size": 8, "accelerator": "cpu", "drafter": kind, "prefetch_mb": 1}
-    config = TrainConfig.of(store=str(store), **({"out": "unused"} | own | KINDS[kind] | changes))
+    own: dict[str, Any] = {"batch_size": 8, "accelerator": "cpu", "drafter": kind, "prefetch_mb": 1, "out": "unused"}
+    config = TrainConfig.of(store=str(store), draft_length=3, **(own | SIZES[kind] | changes))
     data = StoreDataModule(opened := ActivationStore(store), config)
-    module = build_module(opened, config, data)
-    return module, data
+    return build_module(opened, config, data), data
 
 
 def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
@@ -109,11 +91,8 @@ def test_a_plan_trains_nothing(store_of_all: Path, tmp_path: Path) -> None:
     own: dict[str, Any] = {"drafter": "eagle", "batch_size": 8, "epochs": 2, "validation_fraction": 0.0}
     plan = plan_run(TrainConfig.of(store=str(store_of_all), out=str(tmp_path / "run"), **own))
     store = ActivationStore(store_of_all)
-    assert (plan.n_sequences, plan.steps_per_epoch, plan.n_steps) == (
-        len(store),
-        len(store) // 8,
-        2 * (len(store) // 8),
-    )
+    steps = len(store) // 8
+    assert (plan.n_sequences, plan.steps_per_epoch, plan.n_steps) == (len(store), steps, 2 * steps)
     assert plan.n_tokens_per_epoch == store.lengths.sum()
     assert plan.read_bytes_per_epoch == store.lengths.sum() * 32 * 4, "a hidden state of a token"
     assert plan.disk_bytes == 10 * 4 * plan.n_parameters
@@ -121,7 +100,7 @@ def test_a_plan_trains_nothing(store_of_all: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SIZES)
 def test_recomputing_changes_no_loss_and_no_gradient(
     store_of_all: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

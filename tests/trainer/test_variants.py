@@ -11,7 +11,7 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import last_state, run, settings
 from moa_data.trainer.config import PRESETS
-from moa_data.trainer.data import BatchReader, TrainingStream, draw, sequence_bytes, sum_loss_weights
+from moa_data.trainer.data import BatchReader, draw, sequence_bytes, sum_loss_weights
 
 PAPER = PRESETS["paper"]["drafter"]
 
@@ -42,24 +42,14 @@ def test_each_variant_trains(store_path: Path, tmp_path: Path, changes: Any) -> 
 def test_layers_that_the_memory_is_made_of_are_read(store_path: Path) -> None:
     store = ActivationStore(store_path)
     rows = torch.arange(3).numpy()
-    strided: dict[str, Any] = {"layer_stride": 2}
-    cases: list[tuple[dict[str, Any], int]] = [
-        ({}, 3),
-        ({"layer_attention": False}, 1),
-        (strided, 2),
-        (strided | {"target_layer_inference": 1}, 2),
-        (strided | {"target_layer_inference": 2}, 3),
-    ]
+    cases: list[tuple[dict[str, Any], int]] = [({}, 3), ({"layer_attention": False}, 1), ({"layer_stride": 2}, 2)]
     for changes, n_layers in cases:
-        if changes.get("target_layer_inference"):
-            assert MoADrafter.reads(3, settings(store_path, **changes).drafter).kv_layers == (
-                (0, 2) if n_layers == 2 else None
-            )
-            continue
         config = settings(store_path, **changes)
         inputs, _ = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows])
-        assert inputs.kv is not None
-        assert inputs.kv.shape[2] == n_layers
+        assert inputs.required_kv().shape[2] == n_layers
+    for n_last, layers in ((1, (0, 2)), (2, None)):
+        config = settings(store_path, layer_stride=2, target_layer_inference=n_last)
+        assert MoADrafter.reads(3, config.drafter).kv_layers == layers
     one, all_layers = (
         sequence_bytes(store, settings(store_path, layer_attention=value), 10) for value in (False, True)
     )
@@ -86,10 +76,3 @@ def test_draws_of_each_variant(store_path: Path) -> None:
     assert sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
     both = settings(store_path, teacher_forced_weight=0.5)
     assert sum_loss_weights(response, draw(both, 0, 10), both) == on_policy + 0.5 * 8 * 25
-    store = ActivationStore(store_path)
-    config = settings(store_path, step_bound=False, micro_batch_size=4)
-    reader = BatchReader(store, config, torch.device("cpu"))
-    rows = torch.arange(8).numpy()
-    batch = next(iter(TrainingStream(reader, rows, store.lengths[rows].astype("int64"), 4, 0, 1)))
-    assert batch.draws.step_bound is None
-    assert batch.n_bytes_read > 0
