@@ -82,16 +82,6 @@ class Throughput(L.Callback):
         self._at_step = (state_dict["n_tokens_total"], state_dict["n_bytes_read"])
         self.n_tokens_total, self.n_bytes_read = self._at_step
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens per second of ``step_s``, in this invocation; None before the first step."""
-        return self.n_tokens / self.step_s if self.step_s else None
-
-    @property
-    def data_wait_share(self) -> float | None:
-        """Share of ``step_s`` spent waiting for data; None before the first step."""
-        return self.wait_s / self.step_s if self.step_s else None
-
 
 def _stream_of(trainer: L.Trainer) -> TrainingStream:
     stream = trainer.train_dataloader

@@ -206,13 +206,14 @@ def _fit(
         is_ours = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
         raise SystemExit(0 if is_ours else 128 + (stop.signum or signal.SIGINT)) from stop
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    step_s = throughput.step_s
     report = TrainReport(
         out=str(out),
         n_steps=trainer.global_step,
         n_parameters=sum(p.numel() for p in module.drafter.parameters()),
         n_tokens=throughput.n_tokens,
-        tokens_per_s=throughput.tokens_per_s,
-        data_wait_share=throughput.data_wait_share,
+        tokens_per_s=throughput.n_tokens / step_s if step_s else None,
+        data_wait_share=throughput.wait_s / step_s if step_s else None,
         metrics={n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)},
         best_expected_acceptance_length=best.best if math.isfinite(best.best) else None,
         n_pending_parts=store.manifest.n_parts - len(store.commits),

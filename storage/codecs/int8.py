@@ -91,13 +91,8 @@ class Int8Codec(FieldCodec):
 def _part(name: str, shape: tuple[int, ...], axes: tuple[str, ...], is_per_channel: bool) -> _Part:
     layer_axis = 1 if axes[0] == KV_AXES[0] else None
     codes = StoredArray(f"{name}codes", "int8", shape, (TOKEN_AXIS, *axes), 1, layer_axis)
-    if is_per_channel:
-        scale_shape, scale_axes, block_tokens = shape, (BLOCK_AXIS, *axes), BLOCK_TOKENS
-    else:
-        scale_shape, scale_axes, block_tokens = shape[:-1], codes.axes[:-1], 1
-    return _Part(
-        codes, StoredArray(f"{name}scale", "uint16", scale_shape, scale_axes, block_tokens, layer_axis, "bfloat16")
-    )
+    rows = (shape, (BLOCK_AXIS, *axes), BLOCK_TOKENS) if is_per_channel else (shape[:-1], codes.axes[:-1], 1)
+    return _Part(codes, StoredArray(f"{name}scale", "uint16", *rows, layer_axis, "bfloat16"))
 
 
 def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:

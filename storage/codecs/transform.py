@@ -394,13 +394,12 @@ class TransformCodec(FieldCodec):
         # Group after group, since a group has one basis; the layers are put in the order wanted at the end.
         chosen = list(range(self._n_layers)) if layers is None else layers
         decoded, order = [], []
-        for transform, members in zip(groups, self.groups, strict=True):
+        for group in self._groups_of(layers):
+            members = self.groups[group]
             at = [i for i, layer in enumerate(chosen) if layer in members]
-            if not at:
-                continue
             local = [chosen[i] - members[0] for i in at]
             selection = None if local == list(range(len(members))) else local
-            parts = transform.decode(codes, first_position, n_tokens, len(members), selection, features)
+            parts = groups[group].decode(codes, first_position, n_tokens, len(members), selection, features)
             decoded.append(self._assemble(parts, first_position, [chosen[i] for i in at]))
             order += at
         xp = array_namespace(decoded[0])
