@@ -1,9 +1,8 @@
 """Who may use a server, and how fast: bearer tokens, rates, web pages of other sites, open connections.
 
-Without tokens, everyone who reaches the server may use it. On a machine with a browser that is every web page:
-the browser sends its requests (a form, or text/plain) without asking, and a name of the page's own that resolves to
-127.0.0.1 makes the answers readable. So such a server takes only JSON, no foreign ``Origin``, and, on a loopback
-address, no foreign ``Host``. With tokens none of this is needed: no page knows one.
+Without tokens, everyone who reaches the server may use it, on a machine with a browser every web page: a form or
+text/plain is sent without asking, and a name of the page's own that resolves to 127.0.0.1 makes the answers readable.
+So such a server takes only JSON, no foreign ``Origin``, and, on a loopback address, no foreign ``Host``.
 
 uvicorn has no deadline for a request's head, a TLS handshake or a reader, and counts no addresses. Here a connection is
 *waiting* until its request has arrived completely, and again when it is answered; meanwhile it is *working*::
@@ -71,8 +70,7 @@ class BearerTokens:
     def check(self, authorization: Sequence[str]) -> str:
         """Check the values of ``authorization`` headers, in the same time for a wrong token as for a right one.
 
-        Returns:
-            What stands for the owner of the token, without telling it; empty where everybody is let in.
+        Returns what stands for the token's owner, without telling it; empty where everybody is let in.
         """
         if self.is_open:
             return ""

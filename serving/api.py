@@ -180,11 +180,7 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 class AnswerText:
-    """The text of one request on its way from the engine's thread to a reader in the event loop.
-
-    Args:
-        decode: turns token ids into text, without special tokens.
-    """
+    """The text of one request on its way from the engine's thread to a reader in the event loop."""
 
     def __init__(
         self, engine: Engine, request: Request, work: Work, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
@@ -252,12 +248,7 @@ class AnswerText:
 
 
 class AnswerForm:
-    """Writes the answer to a request as JSON, whole or as server-sent events.
-
-    Args:
-        fingerprint: stands for the model's weights; empty for none.
-        n_prompt: tokens of the prompt.
-    """
+    """Writes the answer to a request as JSON, whole or as server-sent events."""
 
     def __init__(self, asked: AnswerRequest, fingerprint: str, n_prompt: int) -> None:
         self._is_chat, self._n_prompt = isinstance(asked, ChatRequest), n_prompt

@@ -7,11 +7,7 @@ _LONGEST = 16
 
 
 class Detokenizer:
-    """The text of an answer that grows by tokens and may shrink again.
-
-    Args:
-        decode: turns token ids into text, without special tokens.
-    """
+    """The text of an answer that grows by tokens and may shrink again; ``decode`` leaves special tokens out."""
 
     # What a token adds depends on those before it: a byte may complete a character, and some tokenizers drop the space
     # of a text's first word. So each step decodes the tokens since the last one that ended a text, with and without the
@@ -56,14 +52,11 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces at the first of some stop strings.
-
-    Attributes:
-        is_found: whether one has come; nothing is passed on from then on.
-    """
+    """Cuts a text that comes in pieces at the first of some stop strings."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held, self.is_found = tuple(stops), "", False
+        self._stops, self._held = tuple(stops), ""
+        self.is_found = False  # nothing is passed on from then on
 
     def push(self, text: str) -> str:
         """Take the next piece; returns what can be passed on, without an end that may begin a stop string."""

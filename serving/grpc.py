@@ -209,8 +209,6 @@ class DraftingServer:
             await self._take_messages(stream, requests)
         except MoaDataError as error:
             stream.fail(_code(error), str(error), ends=True)
-        except asyncio.CancelledError:
-            raise
         except Exception:  # noqa: BLE001 - other streams must not end of it
             _LOG.exception("a stream failed")
             stream.fail("internal", "the server failed; open the session again.", ends=True)
@@ -303,7 +301,7 @@ class DraftingServer:
         drafter = own.drafters.get(request.drafter or "", "")
         opened = pb.Opened(
             session=session.id, n_committed=len(session.tokens), context_width=width, was_rebuilt=was_rebuilt,
-            max_drafts=engine.limits.max_drafts, max_positions=engine.target.max_positions,
+            max_drafts=engine.max_drafts, max_positions=engine.target.max_positions,
             identities=pb.Identities(target=own.target, tokenizer=own.tokenizer, drafter=drafter),
         )  # fmt: skip
         stream.session, session.used_s = session, time.monotonic()

@@ -37,7 +37,7 @@ from .api import AnswerForm, AnswerRequest, AnswerText, ApiError, ChatRequest, C
 from .config import LimitOptions
 from .engine.engine import Engine
 from .engine.sequence import Request, Work
-from .metrics import Metrics, RequestLog, facts_of
+from .metrics import Facts, Metrics, RequestLog
 
 _T = TypeVar("_T")
 # Stands for a top_p of 0: only the most likely token.
@@ -57,10 +57,7 @@ _MAX_WAITING = (1024, 16)
 class Service:
     """The routes, and what they work with.
 
-    Args:
-        model_name: by which requests name the target.
-        drafter: the drafter of requests that name none; None for plain decoding.
-        fingerprint: stands for the weights in answers.
+    Requests that name no drafter use ``drafter``, or plain decoding; ``fingerprint`` stands for the weights in answers.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Service:
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once
         self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: Rate(*rate))
-        self._max_chars = engine.limits.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
+        self._max_chars = engine.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
         # Long prompts have a thread of their own, so that short ones never wait for them.
         self._tokenizers = [_Tokenizer(target.template, max_waiting) for max_waiting in _MAX_WAITING]
 
@@ -192,7 +189,7 @@ class Service:
     async def _answer(self, request: HttpRequest, asked: AnswerRequest, tokens: list[int]) -> Response:
         """Complete a prompt; the log's middleware closes the answer in any case."""
         answer = await self._begin(asked, tokens, request.scope["moa_data.connection"])
-        facts = facts_of(request)
+        facts: Facts = request.scope["moa_data.facts"]
         facts.answer, facts.n_prompt = answer, len(tokens)
         form = AnswerForm(asked, self.fingerprint, len(tokens))
         if asked.stream:
@@ -239,7 +236,7 @@ class Service:
         return request, Work.PLAIN if drafter is None else Work.SPECULATE
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
-        context, most, limit = self.engine.limits.max_positions, asked.max_tokens, self.limits.max_new_tokens
+        context, most, limit = self.engine.max_positions, asked.max_tokens, self.limits.max_new_tokens
         if n_prompt >= context:
             message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
             raise ApiError(400, message, None, "context_length_exceeded")
@@ -302,7 +299,7 @@ async def _events(request: HttpRequest, answer: AnswerText, form: AnswerForm) ->
         yield form.last(answer)
     except (ApiError, ServingError) as error:
         failure = ApiError.of(error)
-        facts_of(request).error = failure.message
+        request.scope["moa_data.facts"].error = failure.message
         yield event(failure.body)
 
 
@@ -313,7 +310,7 @@ async def _show_error(request: HttpRequest, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnect):  # in the middle of its body
         error = ApiError(_CLIENT_GONE, "the client has gone.")
     shown = ApiError.of(error)
-    facts_of(request).error = shown.message
+    request.scope["moa_data.facts"].error = shown.message
     return shown.response()
 
 

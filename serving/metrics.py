@@ -11,7 +11,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
@@ -71,12 +70,6 @@ class Facts:
     n_prompt: int | None = None
     status: int | None = None  # that was sent
     error: str | None = None
-
-
-def facts_of(request: HttpRequest) -> Facts:
-    """The facts of a request that came through :class:`RequestLog`."""
-    facts: Facts = request.scope["moa_data.facts"]
-    return facts
 
 
 class RequestLog:

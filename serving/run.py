@@ -38,12 +38,10 @@ _SEND_BUFFER_BYTES = 1 << 16
 
 
 class ServerRun:
-    """One run of a server.
+    """One run of a server. Neither model nor drafters are loaded from the settings.
 
-    Args:
-        config: where to listen, and bounds; neither model nor drafters are loaded from it.
-        on_ready: called with the addresses of HTTP and gRPC once requests are taken; the latter may be None.
-        identities: what drafting clients compare; None for no gRPC.
+    ``on_ready`` is called with the addresses of HTTP and gRPC once requests are taken. Without identities, which
+    drafting clients compare, there is no gRPC, and its address is None.
     """
 
     def __init__(

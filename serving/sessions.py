@@ -47,13 +47,10 @@ _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
 class DraftingSession:
-    """One text.
+    """One text; ``on_lost`` is called when the engine has failed with it.
 
-    Args:
-        owner: stands for the bearer token of the client that may use it; empty where there are none.
-        counted_by: what bounds the sessions of one client: its owner, or its address, which may change.
-        request: the text, as the client gave it.
-        on_lost: called when the engine has failed with this text.
+    ``owner`` stands for the bearer token of the client that may use it, empty where there are none; ``counted_by`` is
+    what bounds the sessions of one client: its owner, or its address, which may change.
     """
 
     def __init__(

@@ -72,14 +72,13 @@ class Server:
         self.model = Path(options.model).name
         options.out.mkdir(parents=True, exist_ok=True)
         self._log = (options.out / "serving-load-server.log").open("w")
-        files = make_certificates(options.out) if options.tls else None
-        self.ca = files and files.authority
-        self.tls = ssl.create_default_context(cafile=files.authority) if files else None
+        self.ca, settings = make_certificates(options.out) if options.tls else (None, {})
+        self.tls = ssl.create_default_context(cafile=self.ca) if self.ca else None
         command = [
             sys.executable, "-m", "moa_data", "serve", "--model", options.model, "--drafter", options.drafter,
             "--port", str(self.port), "--grpc-port", str(self.grpc_port), "--device", "cpu",
             *(word for limit in LIMITS for word in ("--set", limit)),
-            *(["--tls-cert", str(files.chain), "--tls-key", str(files.key)] if files else []),
+            *(word for name, file in settings.items() for word in (f"--{name.replace('_', '-')}", file)),
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
         assert self.process.stdout is not None

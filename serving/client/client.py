@@ -28,7 +28,7 @@ from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
 from .drafting import DraftingModel, TextDrafter
-from .link import Down, Link, LinkEvent, Received, Up
+from .link import Link, LinkEvent
 from .session import GREEDY_SHAPE, SAMPLED_SHAPE, AnswerSettings, ChosenMode, Done, OnEvent, Session, Stats
 
 MODES: tuple[str, ...] = get_args(ChosenMode)
@@ -187,12 +187,9 @@ class DraftingClient:
         seed: int = 0,
         on_event: OnEvent | None = None,
     ) -> Answer:
-        """Answer a chat.
+        """Answer a chat of messages with ``role`` and ``content``; ``on_event`` is called in this thread.
 
-        Args:
-            messages: with ``role`` and ``content``, the last one usually the user's.
-            seed: with the position it decides each sampled token.
-            on_event: called with each event, in this thread.
+        The seed decides, with the position, each sampled token.
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
@@ -303,26 +300,25 @@ class _Turn:
     # Events of the link
 
     def _handle(self, event: LinkEvent) -> None:
-        if isinstance(event, Up):
-            self._stream, self._heard_s, self._pinged_s = event.stream, time.monotonic(), 0.0
+        if event.error is not None:
+            if event.stream in (0, self._stream):
+                if isinstance(event.error, NotAllowed | RequestInvalid | ProtocolMismatch):
+                    raise event.error  # another connection would be refused as well
+                self._lose(event.error)
+        elif event.message is None:
+            self._stream, self._heard_s, self._pinged_s = event.stream, event.at_s, 0.0
             self._pings.clear()
             self._session.link_up()
             self._flush()
-        elif isinstance(event, Down):
-            if event.stream not in (0, self._stream):
-                return
-            if isinstance(event.error, NotAllowed | RequestInvalid | ProtocolMismatch):
-                raise event.error  # another connection would be refused as well
-            self._lose(event.error)
         elif event.stream == self._stream:
             self._heard_s = event.at_s
-            self._receive(event)
+            self._receive(event.message, event.at_s)
 
-    def _receive(self, received: Received) -> None:
-        message, session = received.message, self._session
+    def _receive(self, message: pb.ServerMessage, at_s: float) -> None:
+        session = self._session
         kind = message.WhichOneof("body")
         if kind == "pong" and (sent_s := self._pings.pop(message.pong.id, None)) is not None:
-            self._round_trip_s = _smoothed(self._round_trip_s, received.at_s - sent_s)
+            self._round_trip_s = _smoothed(self._round_trip_s, at_s - sent_s)
         n_before = len(session.tokens)
         try:
             session.receive(message)
@@ -334,15 +330,15 @@ class _Turn:
                 raise
             self._reconnect(error)
         if (n_new := len(session.tokens) - n_before) > 0:
-            self._measure(received, n_new)
+            self._measure(message.committed, at_s, n_new)
         for context, n_known in session.take_contexts():
             rows = decode(context.codec, context.values, context.n_positions, self._drafter.width)
             self._drafter.receive(rows[n_known:])
 
-    def _measure(self, received: Received, n_new: int) -> None:
-        committed, self._n_senseless = received.message.committed, 0
+    def _measure(self, committed: pb.Committed, at_s: float, n_new: int) -> None:
+        self._n_senseless = 0
         if self._first_token is None:
-            self._first_token = (received.at_s, n_new)
+            self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
         # Contexts follow at once: waiting for them is faster than feeding the tokens they stand for level by level.

@@ -65,11 +65,9 @@ class DraftingModel:
         device: str = "cpu",
         template_arguments: Sequence[str] = (),
     ) -> "DraftingModel":
-        """Load a drafter and the bundle of its target; the target itself is not loaded.
+        """Load a drafter and the bundle of its target, see :func:`find_bundle`; the target itself is not loaded.
 
-        Args:
-            folder, bundle: see :func:`find_bundle`.
-            template_arguments: ``name=value`` of the chat template; by default those of the training chats.
+        ``template_arguments`` are ``name=value`` of the chat template, by default those of the training chats.
         """
         drafter = load_drafter(folder, dtype, device)
         drafter.new_context_cache()  # refuses drafters that cannot do without their target
@@ -83,11 +81,9 @@ class DraftingModel:
 
 
 def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
-    """Find the bundle of a drafter's target.
+    """Find the target's bundle of a drafter: a run of ``moa-data train``, its folder drafter/, or any other folder.
 
-    Args:
-        folder: a run of ``moa-data train``, its folder drafter/, or any other folder with a drafter.
-        bundle: a store or its folder target/; None for the store that the run was trained from.
+    The bundle is a store or its folder target/; None for the store that the run was trained from.
     """
     if bundle is not None:
         place = Path(bundle).expanduser()
@@ -106,16 +102,10 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
 
 
 class TextDrafter:
-    """Drafts what follows one text after the other.
-
-    Attributes:
-        width: W; 0 for a drafter that needs no contexts.
-        n_context: positions whose contexts have arrived.
-        is_catching_up: whether the last call of :meth:`next` fed known tokens and should be made again.
-    """
+    """Drafts what follows one text after the other."""
 
     def __init__(self, model: DraftingModel) -> None:
-        self._model, self.width = model, model.drafter.context_width or 0
+        self._model, self.width = model, model.drafter.context_width or 0  # W; 0 for one that needs no contexts
         self._device = model.frozen.lm_head_weight.device
         self._text: list[int] = []
         self._chain: Chain | None = None
@@ -145,9 +135,8 @@ class TextDrafter:
     def next(self, tokens: Sequence[int], drafts: Sequence[int]) -> Draft | None:
         """Draft one token that follows committed tokens, the prompt among them, and drafts.
 
-        Returns:
-            None where contexts are missing, the drafter drafts no deeper, or known tokens have to be fed first
-            (``is_catching_up``).
+        Returns None where contexts are missing, the drafter drafts no deeper, or known tokens have to be fed first
+        (``is_catching_up``).
         """
         newest = self._newest_root(tokens)
         if newest is None:
@@ -187,10 +176,11 @@ class TextDrafter:
         self._state, self._cache = drafter.new_state(1), drafter.new_context_cache()
         self._pending: list[Tensor] = []
         self._fed: list[int] = []
-        self._root, self._n_taken, self.n_context = -1, 0, 0
+        self._root, self._n_taken, self.n_context = -1, 0, 0  # the last: positions whose contexts have arrived
         self._end_round()
 
     def _end_round(self) -> None:
+        # The latter: whether the last call of next fed known tokens and should be made again.
         self._chain, self.is_catching_up = None, False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:

@@ -1,7 +1,7 @@
 """The connection to a server: one gRPC stream at a time, made again when it ends, in a thread of its own.
 
-Its user takes events off a queue, in order: a stream is there (:class:`Up`), a message came (:class:`Received`), the
-stream is gone (:class:`Down`). Streams are numbered, so that nothing that was meant for one is sent on the next.
+Its user takes events off a queue, in order. Streams are numbered, so that nothing that was meant for one is sent on the
+next.
 """
 
 # gRPC's blocking interface: the asynchronous one fails where a process has several event loops, as a program that uses
@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,42 +45,19 @@ _READY, _FAILED = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANS
 
 
 @dataclass(frozen=True)
-class Up:
-    """A stream is there."""
+class LinkEvent:
+    """A stream is there, has brought a message, or has ended or could not be made (``stream`` 0), as the error says."""
 
     stream: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """A message came, at a time of ``time.monotonic()``."""
-
-    stream: int
-    message: pb.ServerMessage
-    at_s: float
-
-
-@dataclass(frozen=True)
-class Down:
-    """A stream has ended, or could not be made (``stream`` 0); ``error`` says why."""
-
-    stream: int
-    error: ServingError
-
-
-LinkEvent = Up | Received | Down
+    message: pb.ServerMessage | None = None
+    error: ServingError | None = None
+    at_s: float = field(default_factory=time.monotonic)
 
 
 class Link:
     """Connects to a server while it is wanted, and again whenever the connection ends.
 
-    Args:
-        server: ``HOST:PORT``, or ``https://HOST:PORT`` for TLS with the certificates that the system trusts.
-        token: the bearer token; empty for none.
-        ca: file of a certificate authority in PEM, which TLS is used with; None for the system's or no TLS.
-
-    Attributes:
-        bytes_up, bytes_down: of messages sent and received so far.
+    TLS is used with ``https://HOST:PORT`` or a certificate authority, by default those that the system trusts.
     """
 
     def __init__(self, server: str, token: str = "", ca: str | Path | None = None) -> None:
@@ -92,7 +69,7 @@ class Link:
         self.address = address
         self._credentials = _credentials(ca) if ca is not None or scheme == "https" else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self.bytes_up = self.bytes_down = 0
+        self.bytes_up = self.bytes_down = 0  # of messages sent and received so far
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         # Guards all that follows, which the user's threads and the link's own change.
         self._changed = threading.Condition()
@@ -170,22 +147,21 @@ class Link:
         self._thread.join()
 
     def _run(self) -> None:
-        while self._wait_until_wanted():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (self._is_wanted and not self._is_cut))
+                if self._is_closed:
+                    return
             try:
                 if self._run_stream(self._connect()):
                     continue
             except ServingError as error:
-                self._events.put(Down(0, error))
+                self._events.put(LinkEvent(0, error=error))
             with self._changed:
                 self._drop()  # whatever ended the stream, the connection under it is suspect
                 # Random, for clients that a server lost at once shall not come back at once.
                 wait_s, self._wait_s = self._wait_s * random.uniform(0.8, 1.2), min(2 * self._wait_s, _LONGEST_WAIT_S)
                 self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
-
-    def _wait_until_wanted(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or (self._is_wanted and not self._is_cut))
-            return not self._is_closed
 
     def _connect(self) -> grpc.Channel:
         """Return a channel that has spoken with the server; the one of the stream before where it is still good."""
@@ -239,20 +215,20 @@ class Link:
             self._n_streams += 1
             stream = self._stream = self._n_streams
             events = self._events
-        events.put(Up(stream))
+        events.put(LinkEvent(stream))
         error: ServingError = Disconnected(f"{self.address} ended the stream.")
         try:
             for message in self._call:
                 self.bytes_down += message.ByteSize() + _FRAME_BYTES
                 self._wait_s = _FIRST_WAIT_S
-                events.put(Received(stream, message, time.monotonic()))
+                events.put(LinkEvent(stream, message))
         except grpc.RpcError as failure:
             error = self._error_of(failure)
         with self._changed:
             self._call, self._stream = None, 0
             outbox.put(None)  # ends gRPC's thread that reads it
             was_meant = not self._is_wanted
-            events.put(Down(stream, error))
+            events.put(LinkEvent(stream, error=error))
             self._changed.notify_all()
         return was_meant
 

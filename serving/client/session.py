@@ -150,11 +150,8 @@ class Draft:
 class Session:
     """One answer, from its prompt to its end.
 
-    Args:
-        tokens: the prompt, and what of the answer is committed.
-        texts: turns the answer's tokens into text; still empty.
-        session: id that a server gave this answer before; empty for none.
-        n_context: positions whose contexts the drafter has.
+    It begins with the prompt and what of the answer is committed, empty ``texts``, the id that a server gave it before
+    or none, and the number of positions whose contexts the drafter has.
     """
 
     def __init__(
@@ -196,16 +193,13 @@ class Session:
         self._is_up, self.is_opened, self._sequence = True, False, 0
         self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
-        settings, sampling = self.settings, self.settings.sampling
+        settings = self.settings
         self._send(
             open=pb.Open(
                 protocol=PROTOCOL, session=self.session, identities=settings.identities, tokens=self.tokens,
                 n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens, codec=settings.codec,
                 n_context=self.n_context,
-                sampling=pb.Sampling(
-                    temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-                    repetition_penalty=sampling.repetition_penalty, seed=settings.seed,
-                ),
+                sampling=pb.Sampling(**asdict(settings.sampling), seed=settings.seed),
             )
         )  # fmt: skip
         # The next request follows at once: waiting for Opened would cost each answer another round trip.
@@ -217,7 +211,7 @@ class Session:
         self._awaited, self.n_asked, self._is_running = 0, 0, False
         self._outbox.clear()
         if was_opened and not self.finish:
-            self._emit(LinkChanged(False, reason))
+            self._events.append(LinkChanged(False, reason))
         self.stall(reason)
 
     def stall(self, reason: str) -> None:
@@ -225,7 +219,7 @@ class Session:
         if self.is_offline or self.finish or not self.was_opened:
             return
         self.is_offline, self._is_stuck, self._has_paused = True, False, False
-        self._emit(ModeChanged("offline", reason))
+        self._events.append(ModeChanged("offline", reason))
         while len(self.drafts) > self.settings.max_offline:
             self.drafts.pop()
         self._show()
@@ -246,11 +240,9 @@ class Session:
         self._proceed()
 
     def receive(self, message: pb.ServerMessage) -> None:
-        """Take a message of the present connection.
+        """Take a message of the present connection; raises the error that the server tells.
 
-        Raises:
-            Disconnected: another connection should be made; Overloaded: after some time.
-            ServingError: another error, as the server says.
+        Disconnected asks for another connection, Overloaded for one after some time.
         """
         kind = message.WhichOneof("body")
         if self.finish:
@@ -264,7 +256,7 @@ class Session:
             raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
         if self.is_offline and self.is_opened:
             self.is_offline = False
-            self._emit(ModeChanged(self.mode, "the server is there again"))
+            self._events.append(ModeChanged(self.mode, "the server is there again"))
         if kind == "committed":
             self._commit(message.committed)
         elif kind == "context":
@@ -319,9 +311,9 @@ class Session:
         self.session, self.is_opened = opened.session, True
         self._max_drafts = max(1, opened.max_drafts)
         self._max_positions = opened.max_positions or self._max_positions
-        self._emit(LinkChanged(True))
+        self._events.append(LinkChanged(True))
         if not self.was_opened:
-            self._emit(ModeChanged(self.mode, "the session is open"))
+            self._events.append(ModeChanged(self.mode, "the session is open"))
         self.was_opened = True
 
     def _commit(self, message: pb.Committed) -> None:
@@ -377,7 +369,7 @@ class Session:
         self.n_asked = max(0, self.n_asked - n_agreed)
         self.tokens += new[:n_seen]
         if n_seen:
-            self._emit(Verified(len(self.tokens) - self.n_prompt))
+            self._events.append(Verified(len(self.tokens) - self.n_prompt))
         if n_agreed < len(new):
             self._take_back()
         if rest := new[n_seen:]:
@@ -391,7 +383,7 @@ class Session:
             stop = len(self.tokens) - self.n_prompt
             self._texts.truncate(stop)
             self.n_rolled_back += self.n_shown
-            self._emit(RolledBack(stop))
+            self._events.append(RolledBack(stop))
         self.drafts.clear()
         self.n_shown = self.n_asked = 0
 
@@ -415,16 +407,16 @@ class Session:
             why = "the drafter lacks contexts of the server"
         else:
             why = "the drafter is too unsure of what follows"
-        self._emit(ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
+        self._events.append(ModeChanged("offline", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
 
     def _emit_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:
         texts = tuple(self._texts.append(token) for token in tokens)
-        self._emit(Tokens(start, tuple(tokens), texts, tuple(kinds)))
+        self._events.append(Tokens(start, tuple(tokens), texts, tuple(kinds)))
 
     def _end(self, reason: str) -> None:
         self._take_back()
         self.finish = reason
-        self._emit(Done(reason))
+        self._events.append(Done(reason))
 
     def _end_if_complete(self) -> None:
         """End an answer that was complete when it was resumed."""
@@ -470,6 +462,3 @@ class Session:
         self._sequence += 1
         self._outbox.append(pb.ClientMessage(sequence=self._sequence, **body))  # type: ignore[arg-type]
         return self._sequence
-
-    def _emit(self, event: Event) -> None:
-        self._events.append(event)

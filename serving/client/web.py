@@ -57,6 +57,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._items: list[str] = []
         self._first, self._began, self.is_closed = 0, time.monotonic(), False
+        self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
 
     def begin(self, *items: dict[str, Any]) -> None:
         """Forget the last answer, and start another with these items."""
@@ -72,25 +73,25 @@ class EventLog:
         with self._lock:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
 
-    async def follow(self, after: int) -> AsyncIterator[tuple[int, str]]:
-        """Yield (number, item) of all items of the present answer after a number, and then as they come."""
+    async def follow(self, last_id: str) -> AsyncIterator[str]:
+        """Yield all items of the present answer after an id as server-sent events, and then as they come."""
+        run, _, after = last_id.partition("-")
+        last = int(after) if run == self._run and after.isdecimal() else -1
         while not self.is_closed:
             with self._lock:
-                start = max(after + 1, self._first)
+                start = max(last + 1, self._first)
                 items = self._items[start - self._first :]
             for number, item in enumerate(items, start):
-                yield number, item
-            after = start + len(items) - 1
+                yield f"id: {self._run}-{number}\ndata: {item}\n\n"
+            last = start + len(items) - 1
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
 class ChatPage:
     """Serves the page at http://127.0.0.1:``port`` from a thread of its own, within a ``with`` statement.
 
-    Args:
-        answer: answers a prompt, one at a time and each in a new thread, and reports events; its errors are shown.
-        set_network: cuts the connection to the server, or lets it be made again.
-        port: to listen on; 0 for any that is free.
+    ``answer`` answers a prompt, one at a time and each in a new thread, and reports events; its errors are shown.
+    ``set_network`` cuts the connection to the server, or lets it be made again.
     """
 
     def __init__(
@@ -105,7 +106,6 @@ class ChatPage:
         self._answer, self._set_network = answer, set_network
         self._log, self._is_up = EventLog(), True
         self._log.begin({"type": "Began", "prompt": None}, self._network())
-        self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
         self._asking = threading.Lock()
         config = uvicorn.Config(
             self._app(), log_config=None, access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1
@@ -146,9 +146,8 @@ class ChatPage:
 
         @app.get("/events")
         def events(request: Request) -> StreamingResponse:
-            run, _, number = request.headers.get("last-event-id", "").partition("-")
-            after = int(number) if run == self._run and number.isdecimal() else -1
-            return StreamingResponse(self._stream(after), media_type="text/event-stream")
+            events = self._log.follow(request.headers.get("last-event-id", ""))
+            return StreamingResponse(events, media_type="text/event-stream")
 
         @app.post("/ask", status_code=202)
         def ask(body: _Ask) -> Response:
@@ -166,10 +165,6 @@ class ChatPage:
             return JSONResponse({})
 
         return app
-
-    async def _stream(self, after: int) -> AsyncIterator[str]:
-        async for number, item in self._log.follow(after):
-            yield f"id: {self._run}-{number}\ndata: {item}\n\n"
 
     def _ask(self, prompt: str) -> None:
         try:

@@ -28,17 +28,18 @@ from typing import Any
 
 import torch
 
-from ...errors import Overloaded, ServingError
+from ...errors import Overloaded, RequestInvalid, ServingError
 from ...moa.decoding.policy import AUTO_SHAPE
 from ...moa.decoding.sampling import Text, accept_argmax, accept_chosen, cut_answer
 from ...moa.drafters.base import Drafter
+from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import EngineOptions
 from .runner import Output, Part, Runner
 from .scheduler import BLOCK_TOKENS, Scheduled, Scheduler, blocks_for
-from .sequence import Commit, Limits, Request, Sequence, Work
+from .sequence import Commit, Request, Sequence, Work
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
@@ -75,11 +76,7 @@ class Counts:
 
 
 class Engine:
-    """Completes texts with one target, step by step or in a thread of its own.
-
-    Args:
-        drafters: name -> loaded drafter of this target.
-    """
+    """Completes texts with one target and its drafters, by name; step by step or in a thread of its own."""
 
     def __init__(
         self, target: Target, drafters: Mapping[str, Drafter] | None = None, options: EngineOptions | None = None
@@ -87,10 +84,10 @@ class Engine:
         options, self.target, self.drafters = options or EngineOptions(), target, dict(drafters or {})
         shape, self._n_layers = options.shape, target.sizes["n_layers"]
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
-        vocab_size, n_positions = target.sizes["vocab_size"], target.max_positions
-        # A text needs room for the drafts of a round besides its tokens.
+        self.max_drafts = options.max_drafts  # of one VERIFY
+        # Tokens that a text can have: what the model allows, and the KV memory with the drafts of a round besides.
         n_slots = blocks_for(options.kv_tokens) * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
-        self.limits = Limits(vocab_size, n_positions, min(n_positions, n_slots), options.max_drafts, self.drafters)
+        self.max_positions = min(target.max_positions, n_slots)
         self._max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(
             target, options.kv_tokens, options.max_sequences, options.prefill_chunk, n_own_drafts
@@ -122,12 +119,12 @@ class Engine:
         ``on_commit`` is called after each target call that served the text, and when it has failed and was removed,
         from the thread that steps: it must not block.
         """
-        self.limits.check(request)
+        limit = min(request.n_prompt + request.max_new_tokens, self.target.max_positions)
+        self._check(request, limit)
         with self._lock:
             if self._counts.n_open >= self._max_open:
                 raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
-        limit = self.limits.of(request)
         sequence = Sequence(next(self._ids), request, limit, KVBuffer(n_layers=self._n_layers), on_commit)
         answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
         sequence.finish = cut_answer(answer, n_answer, self.target.eos_token_ids)[1]
@@ -145,8 +142,8 @@ class Engine:
                 for a plain step. RequestInvalid where they are no tokens.
             answers: a tag that the commits of this work carry.
         """
-        chain = tuple(drafts[: self.limits.max_drafts])
-        self.limits.check_tokens(chain)
+        chain = tuple(drafts[: self.max_drafts])
+        self._check_tokens(chain)
 
         def apply(sequence: Sequence) -> None:
             sequence.set_work(work, chain, answers)
@@ -166,6 +163,44 @@ class Engine:
     def remove(self, sequence_id: int) -> None:
         """Forget a sequence. The commit of a call that runs meanwhile may still be given."""
         self._post(sequence_id, self._remove)
+
+    def _check(self, request: Request, limit: int) -> None:
+        """Refuse a request that cannot be served with a message for its sender; ``limit`` bounds its whole text."""
+        n_prompt, n_tokens, name = request.n_prompt, len(request.tokens), request.drafter
+        drafter, n_positions = self.drafters.get(name or ""), self.target.max_positions
+        problems = (
+            (not 1 <= n_prompt <= n_tokens, "the prompt is empty; give at least one token."),
+            (
+                n_prompt >= n_positions,
+                f"the prompt has {n_prompt} tokens, the model {n_positions} positions; shorten the prompt.",
+            ),
+            (request.max_new_tokens < 1, f"max_new_tokens must be at least 1, got {request.max_new_tokens}."),
+            (n_tokens > limit, f"the text has {n_tokens} tokens, more than its own bound of {limit}."),
+            (
+                limit > self.max_positions,
+                f"the text may become {limit} tokens long, {self.max_positions} fit in the server's memory; ask for "
+                "fewer tokens or shorten the prompt.",
+            ),
+            (request.n_context > n_tokens, f"contexts of {request.n_context} positions cannot be known of this text."),
+            (
+                name is not None and drafter is None,
+                f"there is no drafter {name!r} here; loaded: {', '.join(self.drafters) or 'none'}.",
+            ),
+            (
+                request.wants_context and drafter is not None and drafter.context_width is None,
+                f"the drafter {name!r} cannot draft away from the target; use one of a kind that can: "
+                f"{', '.join(REMOTE_KINDS)}.",
+            ),
+        )
+        for is_wrong, message in problems:
+            if is_wrong:
+                raise RequestInvalid(message)
+        self._check_tokens(request.tokens)
+
+    def _check_tokens(self, tokens: Rows[int]) -> None:
+        largest = self.target.sizes["vocab_size"] - 1
+        if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
+            raise RequestInvalid(f"tokens must be from 0 to {largest}; use the model's tokenizer.")
 
     def snapshot(self) -> Counts:
         """Copy the counts."""

@@ -92,11 +92,7 @@ class Output:
 
 
 class Runner:
-    """Calls a target.
-
-    Args:
-        min_s: seconds that each call takes at least, to stand for a slower target.
-    """
+    """Calls a target; a call takes at least ``min_s`` seconds, to stand for a slower one."""
 
     def __init__(self, target: Target, min_s: float = 0.0) -> None:
         # A copy of the model's modules, not of its weights.
@@ -138,18 +134,14 @@ class Runner:
 
 
 class _PartsAttention:
-    """Writes keys and values of a call to each part's own KV, and attends within each part.
-
-    Attributes:
-        positions: [T] int64.
-    """
+    """Writes keys and values of a call to each part's own KV, and attends within each part."""
 
     def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
         self._sizes = [len(part.tokens) for part in parts]
         self._pending = list(zip(*(part.slots(part.start) for part in parts), strict=True))  # by layer
         self._seen = list(zip(*(part.slots(0) for part in parts), strict=True))
         positions = [part.positions() for part in parts]
-        self.positions = torch.tensor(list(itertools.chain.from_iterable(positions)), device=device)
+        self.positions = torch.tensor(list(itertools.chain.from_iterable(positions)), device=device)  # [T] int64
         by_window = {
             window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
             for window in set(windows)

@@ -59,11 +59,7 @@ class Scheduled:
 class Scheduler:
     """Plans target calls, and bounds the KV of all sequences together, counted in blocks of tokens.
 
-    Args:
-        kv_tokens: positions of all sequences, rounded up to a whole block.
-        max_sequences: sequences that share a call at most.
-        prefill_chunk: tokens that those with missing tokens read in a call, together.
-        max_drafts: drafts that the server's own drafting makes at most.
+    ``max_drafts`` bounds the server's own drafts; the other arguments are those of ``EngineOptions``.
     """
 
     # Each sequence has a buffer of its own, so that attention reads it as it lies: gathering blocks that are scattered

@@ -11,7 +11,7 @@ commits those that the target agrees with and one token more.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -19,10 +19,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ...errors import RequestInvalid, ServingError
+from ...errors import ServingError
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, cut_answer
-from ...moa.drafters.base import Drafter
-from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.kv import KVBuffer
 
 
@@ -162,54 +160,3 @@ class Sequence:
         first, context = self.n_context - self.n_unsent, torch.cat(self.encoded)
         self.encoded.clear()
         return replace(commit, context_start=first, context=context)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for; safe to use from any thread."""
-
-    vocab_size: int
-    model_positions: int  # of the target
-    max_positions: int  # tokens that a text can have, prompt included: what the model and the KV memory allow
-    max_drafts: int  # of one VERIFY
-    drafters: Mapping[str, Drafter]  # that requests can name
-
-    def of(self, request: Request) -> int:
-        """The bound on the tokens of the whole text."""
-        return min(request.n_prompt + request.max_new_tokens, self.model_positions)
-
-    def check(self, request: Request) -> None:
-        """Raise RequestInvalid for a request that cannot be served, with a message for its sender."""
-        n_prompt, n_tokens, limit = request.n_prompt, len(request.tokens), self.of(request)
-        name, known = request.drafter, ", ".join(self.drafters) or "none"
-        drafter = self.drafters.get(name or "")
-        problems = (
-            (not 1 <= n_prompt <= n_tokens, "the prompt is empty; give at least one token."),
-            (
-                n_prompt >= self.model_positions,
-                f"the prompt has {n_prompt} tokens, the model {self.model_positions} positions; shorten the prompt.",
-            ),
-            (request.max_new_tokens < 1, f"max_new_tokens must be at least 1, got {request.max_new_tokens}."),
-            (n_tokens > limit, f"the text has {n_tokens} tokens, more than its own bound of {limit}."),
-            (
-                limit > self.max_positions,
-                f"the text may become {limit} tokens long, {self.max_positions} fit in the server's memory; ask for "
-                "fewer tokens or shorten the prompt.",
-            ),
-            (request.n_context > n_tokens, f"contexts of {request.n_context} positions cannot be known of this text."),
-            (name is not None and drafter is None, f"there is no drafter {name!r} here; loaded: {known}."),
-            (
-                request.wants_context and drafter is not None and drafter.context_width is None,
-                f"the drafter {name!r} cannot draft away from the target; use one of a kind that can: "
-                f"{', '.join(REMOTE_KINDS)}.",
-            ),
-        )
-        for is_wrong, message in problems:
-            if is_wrong:
-                raise RequestInvalid(message)
-        self.check_tokens(request.tokens)
-
-    def check_tokens(self, tokens: Rows[int]) -> None:
-        """Raise RequestInvalid for tokens that are not of the vocabulary."""
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
-            raise RequestInvalid(f"tokens must be from 0 to {self.vocab_size - 1}; use the model's tokenizer.")

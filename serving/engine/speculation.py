@@ -36,11 +36,7 @@ _MAX_CATCH_UP = 64
 
 
 class Speculation:
-    """One drafter and its caches of all sequences that name it.
-
-    Args:
-        shape: shape of the drafts; None for chains that are replaced by plain steps where they do not pay.
-    """
+    """One drafter and its caches of all sequences that name it; no shape means ``auto``."""
 
     def __init__(self, target: Target, drafter: Drafter, shape: TreeShape | None) -> None:
         self.drafter = drafter
@@ -206,13 +202,10 @@ class JoinedKV:
     """The KV of B sequences as a drafter reads it for one round (:class:`~moa_data.moa.targets.cache.KVSource`).
 
     The drafter writes after the committed slots of copies, never to the sequences.
-
-    Attributes:
-        lengths: committed tokens of each row.
     """
 
     def __init__(self, rows: Rows[KVBuffer]) -> None:
-        self._rows, self.lengths = rows, [kv.lengths[0] for kv in rows]
+        self._rows, self.lengths = rows, [kv.lengths[0] for kv in rows]  # committed tokens of each row
         self._copies: dict[int, Tensor] = {}  # layer -> [2, B, H_kv, S, d]
 
     def packed(self, starts: Rows[int], n_tokens: int, first_layer: int = 0) -> Tensor:

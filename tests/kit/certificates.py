@@ -2,7 +2,6 @@
 
 import datetime
 import ipaddress
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -36,25 +35,10 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-@dataclass(frozen=True)
-class Certificates:
-    """PEM files: the authority's certificate, and the chain and key of a server on localhost."""
-
-    authority: Path
-    chain: Path
-    key: Path
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """Settings of a server that has them."""
-        return {"tls_cert": str(self.chain), "tls_key": str(self.key)}
-
-
-def make_certificates(folder: Path) -> Certificates:
-    """Write the files of an authority and of a server."""
+def make_certificates(folder: Path) -> tuple[Path, dict[str, str]]:
+    """Write an authority's certificate, and chain and key of a server; returns its file, and the server's settings."""
     authority = Authority()
-    found = Certificates(folder / "authority.pem", folder / "server.pem", folder / "server.key")
     key, chain = authority.server()
-    for path, content in ((found.authority, authority.certificate), (found.chain, chain), (found.key, key)):
-        path.write_bytes(content)
-    return found
+    for name, content in (("authority", authority.certificate), ("chain", chain), ("key", key)):
+        (folder / f"{name}.pem").write_bytes(content)
+    return folder / "authority.pem", {"tls_cert": str(folder / "chain.pem"), "tls_key": str(folder / "key.pem")}

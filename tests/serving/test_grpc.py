@@ -1,50 +1,67 @@
-"""The gRPC server over real connections: the text is that of plain decoding, whatever is asked, cut or sent again."""
+"""The gRPC server writes the text of plain decoding, whatever is asked, cut or sent again, and outlives its clients."""
 
 import random
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import grpc
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.wire import CODECS, decode
+from moa_data.serving.config import DraftingOptions, LimitOptions
+from moa_data.serving.engine.runner import Runner
+from moa_data.serving.grpc import Identities
+from moa_data.serving.wire import CODECS, STATUSES, decode
+from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
 from moa_data.tests.kit.drafters import build, build_drafter, teach
 from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.proxy import Proxy
+from moa_data.tests.kit.serving import wait_for
 
 from .drafting import PLAIN, SPECULATE, Server, Talk
 
-PROMPTS = random_prompts(8, 3, longest=40)
+PROMPTS = random_prompts(4, 3, longest=40)
 PROMPT = PROMPTS[0]
 N = len(PROMPT)
 N_NEW = 12
+IDENTITIES = Identities("aa" * 32, "bb" * 32, {"moa": "cc" * 32})
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """It never ends an answer."""
-    target = Target(build_model(num_hidden_layers=3))
+def never_ending(**sizes: Any) -> Target:
+    target = Target(build_model(num_hidden_layers=2, **sizes))
     target.eos_token_ids = frozenset()
     return target
 
 
 @pytest.fixture(scope="module")
-def taught(target: Target) -> Any:
-    return teach(build_drafter(target.model, 1), target, PROMPTS, 60)
+def target() -> Target:
+    return never_ending()
 
 
 @pytest.fixture(scope="module")
-def server(target: Target, taught: Any) -> Iterator[Server]:
-    with Server(target, {"moa": taught, "eagle": build("eagle", target.model)}, max_drafts=16, tree="4") as server:
-        yield server
+def drafter(target: Target) -> Any:
+    """It is often right about the prompts."""
+    return teach(build_drafter(target.model, 1), target, PROMPTS, 40)
 
 
 @pytest.fixture(scope="module")
 def answer(target: Target) -> list[int]:
     """Prompt and answer of plain decoding."""
     return PROMPT + plain_generate(target, PROMPT, max_new_tokens=N_NEW).tokens
+
+
+@pytest.fixture(scope="module")
+def server(target: Target, drafter: Any) -> Iterator[Server]:
+    settings, limits = DraftingOptions(messages_per_s=1e6), LimitOptions(max_body_bytes=4096)
+    with Server(target, {"moa": drafter}, IDENTITIES, settings, limits, max_drafts=16, tree="4") as server:
+        yield server
 
 
 # Verify
@@ -77,8 +94,6 @@ def test_what_is_committed_answers_a_verify_that_is_sent_again(server: Server, a
         n_calls = server.engine.snapshot().n_calls
         for drafts, n_accepted in ((truth[:2], 2), ([7], 0), ([], 0), ([truth[0], (truth[1] + 1) % 60], 1)):
             found = talk.verify(N, drafts)
-            if drafts == truth[:2]:
-                assert list(found.tokens) == truth[:3]
             assert (found.start, list(found.tokens), found.n_accepted) == (N, truth[:3], n_accepted)
         assert server.engine.snapshot().n_calls == n_calls, "nothing is computed again"
         found = talk.verify(N, truth[:5])
@@ -88,21 +103,6 @@ def test_what_is_committed_answers_a_verify_that_is_sent_again(server: Server, a
 
 
 # Runs
-
-
-def test_a_run_is_paused_and_goes_on(server: Server, answer: list[int]) -> None:
-    with Talk(server.address) as talk:
-        talk.open(PROMPT)
-        talk.send(run=pb.Run(start=N, mode=PLAIN))
-        talk.read("committed")
-        paused = talk.send(pause=pb.Pause(start=N))
-        while not (found := talk.read("committed").committed).answers:
-            pass
-        assert found.answers == paused
-        assert list(found.tokens) == answer[N : N + len(found.tokens)]
-        talk.send(ping=pb.Ping(id=7))
-        assert talk.read().pong.id == 7, "nothing is decoded meanwhile"
-        assert talk.run(N, SPECULATE) == answer[N:]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -127,14 +127,11 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
                 start = chance.randint(len(prompt), len(tokens))
                 drafts = [t if chance.random() < 0.8 else chance.randrange(60) for t in text[start : start + 6]]
                 kind = chance.choice(("verify", "verify", "run", "pause", "ping"))
-                if kind == "verify":
-                    talk.send(verify=pb.Verify(start=start, tokens=drafts))
-                elif kind == "run":
-                    talk.send(run=pb.Run(start=start, mode=chance.choice((PLAIN, SPECULATE))))
-                elif kind == "pause":
-                    talk.send(pause=pb.Pause(start=start))
-                else:
-                    talk.send(ping=pb.Ping(id=start))
+                bodies: dict[str, Any] = {
+                    "verify": pb.Verify(start=start, tokens=drafts), "pause": pb.Pause(start=start),
+                    "run": pb.Run(start=start, mode=chance.choice((PLAIN, SPECULATE))), "ping": pb.Ping(id=start),
+                }  # fmt: skip
+                talk.send(**{kind: bodies[kind]})
                 if chance.random() < 0.7 and kind != "run":
                     talk.read({"verify": "committed", "pause": "committed", "ping": "pong"}[kind])
                 for position, token in sorted(talk.text.items()):
@@ -172,11 +169,11 @@ def received(talk: Talk, width: int, start: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_contexts_come_behind_the_tokens(
-    server: Server, target: Target, taught: Any, answer: list[int], codec: str
+    server: Server, target: Target, drafter: Any, answer: list[int], codec: str
 ) -> None:
     with Talk(server.address) as talk:
         opened = talk.opened(PROMPT, codec=codec)
-        assert opened.context_width == taught.context_width
+        assert opened.context_width == drafter.context_width
         talk.verify(N, answer[N : N + 3])
         talk.run(N + 4, SPECULATE)
         known = N
@@ -186,19 +183,19 @@ def test_contexts_come_behind_the_tokens(
             elif message.WhichOneof("body") == "context":
                 assert message.context.start + message.context.n_positions < known, "only of tokens that were sent"
         found = received(talk, opened.context_width)
-        expected = expected_contexts(target, taught, answer)[: len(found)]
+        expected = expected_contexts(target, drafter, answer)[: len(found)]
         assert len(found) >= len(answer) - 2
         steps = {"bf16": 256, "int8": 127, "int4": 7}
         assert ((found - expected).abs() <= expected.abs().amax(dim=1, keepdim=True) / steps[codec]).all()
 
 
 def test_the_contexts_of_a_prompt_wait_for_the_first_token(
-    target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch
+    target: Target, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is read in chunks, whose contexts are there long before; then they come in pieces."""
     monkeypatch.setattr("moa_data.serving.sessions._CHUNK_BYTES", 200)
     prompt = random_prompts(1, 5)[0] * 40
-    with Server(target, {"moa": taught}, prefill_chunk=16) as server, Talk(server.address) as talk:
+    with Server(target, {"moa": drafter}, prefill_chunk=16) as server, Talk(server.address) as talk:
         talk.open(prompt[:80], codec="bf16")
         talk.verify(80)
         assert [message.WhichOneof("body") for message in talk.got] == ["opened", "committed"]
@@ -206,12 +203,12 @@ def test_the_contexts_of_a_prompt_wait_for_the_first_token(
         talk.hang_up()
         talk.rest()
         assert sum(message.WhichOneof("body") == "context" for message in talk.got) >= 80
-        assert len(received(talk, taught.context_width)) == 81
+        assert len(received(talk, drafter.context_width)) == 81
 
 
 @pytest.mark.parametrize("n_context", [0, 5, N + 3])
 def test_contexts_of_a_session_taken_up_again(
-    server: Server, target: Target, taught: Any, answer: list[int], n_context: int
+    server: Server, target: Target, drafter: Any, answer: list[int], n_context: int
 ) -> None:
     """Those that the client lacks come, also where the cut took them, without reading the text again."""
     with Talk(server.address) as talk:
@@ -228,15 +225,15 @@ def test_contexts_of_a_session_taken_up_again(
         talk.rest()
         assert len(received(talk, opened.context_width, n_context)) == N + 3 - n_context
         assert server.engine.snapshot().n_read == n_read
-    expected = expected_contexts(target, taught, answer)[n_context : N + 3]
+    expected = expected_contexts(target, drafter, answer)[n_context : N + 3]
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 def test_contexts_that_are_gone_are_made_again(
-    target: Target, taught: Any, answer: list[int], monkeypatch: pytest.MonkeyPatch
+    target: Target, drafter: Any, answer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moa_data.serving.sessions._MAX_KEPT", 0)
-    with Server(target, {"moa": taught}) as server:
+    with Server(target, {"moa": drafter}) as server:
         with Talk(server.address) as talk:
             session = talk.opened(PROMPT, codec="bf16").session
             talk.verify(N, answer[N : N + 3])
@@ -250,7 +247,7 @@ def test_contexts_that_are_gone_are_made_again(
                 assert opened.was_rebuilt == was_rebuilt
                 if was_rebuilt:
                     talk.run(N + 4, PLAIN)
-                    found = received(talk, taught.context_width, n_context)
+                    found = received(talk, drafter.context_width, n_context)
                     assert n_context + len(found) == len(answer) - 1
                     assert talk.answer == answer[N + 4 :]
                     assert server.counts.n_rebuilt == 1
@@ -292,12 +289,9 @@ def test_another_stream_takes_a_session_up(server: Server, answer: list[int]) ->
 def test_closed_sessions_are_forgotten(server: Server) -> None:
     with Talk(server.address) as talk:
         session = talk.opened(PROMPT).session
-        talk.verify(N)
-        n_sessions = server.counts.n_sessions
         talk.send(close=pb.Close())
         talk.rest()
         assert talk.failure is None
-        assert server.counts.n_sessions == n_sessions - 1
     with Talk(server.address) as talk:
         opened = talk.opened(PROMPT, session=session)
         assert opened.was_rebuilt
@@ -311,3 +305,476 @@ def test_deadlines_end_the_answer(target: Target) -> None:
         commits = list(talk.committed())
         assert commits[-1].finish == "deadline"
         assert 1 < len(talk.answer) < 20
+
+
+def check_health(server: Server, answer: list[int]) -> None:
+    """A new client gets the plain answer."""
+    with Talk(server.address) as talk:
+        talk.open(PROMPT, codec="int4")
+        talk.run(N, SPECULATE)
+        assert talk.failure is None
+        assert talk.answer == answer[N:]
+
+
+def failure_of(talk: Talk) -> pb.Failure:
+    """The failure that ends a stream; the status says the same."""
+    talk.rest()
+    failure = talk.got[-1].failure
+    assert failure.ends
+    assert talk.call.details() == failure.message
+    assert "\n" not in failure.message
+    return failure
+
+
+# The handshake
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"protocol": 2}, "mismatch"),
+        ({"identities": pb.Identities(target="dd")}, "mismatch"),
+        ({"identities": pb.Identities(tokenizer="dd")}, "mismatch"),
+        ({"identities": pb.Identities(drafter="dd"), "codec": "bf16"}, "mismatch"),
+        ({"codec": "int2"}, "invalid"),
+        ({"tokens": [5, 66, 67]}, "invalid"),
+        ({"max_new_tokens": 0}, "invalid"),
+        ({"n_context": N + 1}, "invalid"),
+        ({"sampling": pb.Sampling(temperature=float("nan"))}, "invalid"),
+        ({"sampling": pb.Sampling(top_p=2)}, "invalid"),
+        ({"sampling": pb.Sampling(repetition_penalty=float("inf"))}, "invalid"),
+    ],
+)
+def test_an_open_that_does_not_fit_is_refused(server: Server, changes: dict[str, Any], code: str) -> None:
+    with Talk(server.address) as talk:
+        talk.open(**{"tokens": PROMPT} | changes)
+        assert failure_of(talk).code == code
+        assert talk.call.code() == STATUSES[code]
+
+
+def test_what_fits_or_is_not_said_is_taken(target: Target, drafter: Any) -> None:
+    names, narrow = Identities("aa", "bb", {"moa": "cc", "narrow": "ee"}), build("moa", target.model, layer_groups=1)
+    with Server(target, {"moa": drafter, "narrow": narrow}, names) as server:
+        for drafts_with, codec, width in (
+            ("cc", "bf16", drafter.context_width), ("", "int8", drafter.context_width), ("dd", "", 0),
+            ("ee", "int8", narrow.context_width),
+        ):  # fmt: skip
+            with Talk(server.address) as talk:
+                asked = pb.Identities(target="aa", tokenizer="bb" if codec else "", drafter=drafts_with)
+                opened = talk.opened(PROMPT, identities=asked, codec=codec)
+                assert opened.context_width == width, "without contexts the client's drafter is its own affair"
+                own = "ee" if drafts_with == "ee" else "cc"
+                assert opened.identities == pb.Identities(target="aa", tokenizer="bb", drafter=own)
+
+
+@pytest.mark.parametrize(("kind", "word"), [("glide", "'glide'"), (None, "--drafter"), ("independent", "")])
+def test_drafters_without_contexts(target: Target, kind: str | None, word: str) -> None:
+    drafters = {kind: build(kind, target.model)} if kind else {}
+    with Server(target, drafters) as server, Talk(server.address) as talk:
+        if word:
+            talk.open(PROMPT, codec="bf16")
+            assert word in failure_of(talk).message
+        else:  # it needs none
+            assert talk.opened(PROMPT, codec="bf16").context_width == 0
+            assert talk.verify(N).tokens
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_prompt": N - 1}, {"tokens": [6, *PROMPT[1:]]}, {"max_new_tokens": 13},
+        {"sampling": pb.Sampling(temperature=0.5)}, {"sampling": pb.Sampling(seed=3)}, {"more": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_session_goes_on_with_its_own_text_alone(server: Server, answer: list[int], changes: dict[str, Any]) -> None:
+    with Talk(server.address) as first, Talk(server.address) as second:
+        session = first.opened(PROMPT).session
+        first.verify(N, answer[N : N + 2])
+        tokens = changes.pop("tokens", PROMPT) + [(t + answer[N]) % 60 for t in changes.pop("more", [])]
+        second.open(tokens, changes.pop("n_prompt", N), session=session, **changes)
+        assert failure_of(second).code == "invalid"
+        assert list(first.verify(N + 3).tokens) == answer[N + 3 : N + 4], "the first stream is unharmed"
+
+
+def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int]) -> None:
+    """Its tokens are the text; if they are none, the session stays as it was."""
+    with Talk(server.address) as talk:
+        session = talk.opened(PROMPT).session
+        talk.verify(N)
+    with Talk(server.address) as talk:
+        talk.open([*answer[: N + 1], 67], N, session=session)
+        assert failure_of(talk).code == "invalid"
+    with Talk(server.address) as talk:
+        opened = talk.opened(answer[: N + 1], N, session=session)
+        assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, False, N + 1)
+    with Talk(server.address) as talk:
+        opened = talk.opened(answer[: N + 5], N, session=session)
+        assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, True, N + 5)
+        assert list(talk.verify(N + 5, answer[N + 5 : N + 7]).tokens) == answer[N + 5 : N + 8]
+
+
+# Who may come in
+
+
+def test_bearer_tokens(target: Target, answer: list[int]) -> None:
+    with Server(target, tokens=["secret", "other"]) as server:
+        right, wrong = (("authorization", f"Bearer {token}") for token in ("secret", "wrong"))
+        for metadata in ((), (wrong,), (right, wrong), (wrong, right)):
+            with Talk(server.address, metadata) as talk:
+                talk.open(PROMPT)
+                assert failure_of(talk).code == "not_allowed"
+                assert talk.call.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert server.counts.n_sessions == 0
+        with Talk(server.address, (("authorization", "Bearer secret"),)) as talk:
+            session = talk.opened(PROMPT).session
+            assert list(talk.verify(N).tokens) == answer[N : N + 1]
+        for token, is_new in (("other", True), ("secret", False)):
+            with Talk(server.address, (("authorization", f"bearer {token}"),)) as talk:
+                opened = talk.opened(PROMPT, session=session)
+                assert opened.was_rebuilt == is_new == (opened.session != session), "sessions are their owner's"
+
+
+# What makes no sense
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"verify": pb.Verify(start=N + 1)},
+        {"verify": pb.Verify(start=N - 1)},
+        {"run": pb.Run(start=1 << 31, mode=PLAIN)},
+        {"run": pb.Run(start=N)},
+        {"run": pb.Run(start=N, mode=cast(Any, 9))},
+        {"verify": pb.Verify(start=N, tokens=[67])},
+        {"open": pb.Open(protocol=1, tokens=PROMPT)},
+        {},
+    ],
+    ids=str,
+)
+def test_a_message_that_makes_no_sense_harms_nobody(server: Server, answer: list[int], body: dict[str, Any]) -> None:
+    with Talk(server.address) as talk:
+        talk.open(PROMPT)
+        sequence = talk.send(**body)
+        failure = talk.read("failure").failure
+        assert (failure.code, failure.answers, failure.ends) == ("invalid", sequence, False)
+        found = talk.verify(N, answer[N : N + 3])
+        assert (list(found.tokens), found.n_accepted) == (answer[N : N + 4], 3), "the session continues"
+
+
+def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list[int]) -> None:
+    """Repeated, replayed, or overtaken by later ones."""
+    with Talk(server.address) as talk:
+        talk.open(PROMPT)
+        talk.verify(N)
+        for sequence in (0, 1, 2):
+            talk.send(sequence, run=pb.Run(start=N, mode=PLAIN))
+            talk.send(sequence, open=pb.Open(protocol=1, tokens=PROMPT))
+        talk.send(9, verify=pb.Verify(start=N + 1, tokens=answer[N + 1 : N + 3]))
+        talk.send(8, close=pb.Close())
+        talk.send(9, verify=pb.Verify(start=N + 1, tokens=[1]))
+        talk.send(1 << 63, pause=pb.Pause(start=N))
+        talk.hang_up()
+        talk.rest()
+        assert talk.failure is None
+        assert [one.answers for one in talk.committed()] == [2, 9, 1 << 63]
+        assert talk.text == dict(enumerate(answer[N : N + 4], N))
+
+
+def test_garbage_ends_its_own_stream(server: Server, answer: list[int]) -> None:
+    with Talk(server.address) as other:
+        session = other.opened(PROMPT).session
+        for data in (b"\xff", b"\x00" * 100):
+            with Talk(server.address) as talk:
+                talk.open(PROMPT)
+                talk.send_bytes(data)
+                assert failure_of(talk).code == "invalid"
+        noise = random.Random(1).randbytes(5000)
+        for data in (b"GET / HTTP/1.1\r\n\r\n", noise, HTTP2_PREFACE + noise[:99]):
+            with connect(("127.0.0.1", server.server.port)) as connection:
+                connection.sendall(data)
+                wait_for_end(connection)
+        assert list(other.verify(N).tokens) == answer[N : N + 1]
+        other.send(verify=pb.Verify(start=N, tokens=[1] * 5000))  # too large
+        assert other.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    with Talk(server.address) as talk:
+        assert not talk.opened(PROMPT, session=session).was_rebuilt, "the session is unharmed"
+    check_health(server, answer)
+
+
+any32 = st.integers(0, (1 << 32) - 1)
+small = st.integers(0, 20) | st.just(N) | any32
+tokens = st.lists(st.integers(0, 66) | any32, max_size=20)
+sampling = st.builds(
+    pb.Sampling, temperature=st.floats(), top_p=st.floats(), top_k=any32, repetition_penalty=st.floats()
+)
+opens = st.builds(
+    pb.Open, protocol=st.just(1) | any32, session=st.text(max_size=5), tokens=tokens, n_prompt=small, sampling=sampling,
+    identities=st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5)), max_new_tokens=small,
+    codec=st.sampled_from(["", "int4", "bf16", "x"]), n_context=small, deadline_ms=small,
+)  # fmt: skip
+numbers = {"sequence": st.integers(0, 9) | st.integers(0, (1 << 64) - 1)}
+messages = st.one_of(
+    st.builds(pb.ClientMessage, open=opens, **numbers),
+    st.builds(pb.ClientMessage, run=st.builds(pb.Run, start=small, mode=st.integers(0, 5)), **numbers),
+    st.builds(pb.ClientMessage, verify=st.builds(pb.Verify, start=small, tokens=tokens), **numbers),
+    st.builds(pb.ClientMessage, pause=st.builds(pb.Pause, start=small), ping=st.builds(pb.Ping, id=any32), **numbers),
+).map(lambda message: message.SerializeToString())
+
+
+def test_fuzzed_messages(server: Server, answer: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """Any frames give answers, failures or a typed status, never an error of the server's own."""
+    expected = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+
+    @settings(max_examples=60)
+    @given(st.integers(0, 9).map(bool), st.lists(messages | st.binary(max_size=60), max_size=8))
+    def fuzz(is_opened: bool, frames: list[bytes]) -> None:
+        with Talk(server.address) as talk:
+            if is_opened:
+                talk.open(PROMPT, codec="int4")
+            for frame in frames:
+                talk.send_bytes(frame)
+            talk.hang_up()
+            assert talk.status() in expected, talk.call.details()
+            assert all(message.failure.code != "internal" for message in talk.got)
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+        wait_for(lambda: server.counts.n_streams == 0)
+
+    fuzz()
+    check_health(server, answer)
+
+
+# Limits
+
+
+def test_sessions_of_a_client_and_of_all(target: Target) -> None:
+    """Those without a stream give way, the longest unused first."""
+    limits = DraftingOptions(max_sessions=4, max_sessions_each=2)
+    one, other = ((("authorization", f"Bearer {name}"),) for name in ("one", "other"))
+    with Server(target, tokens=["one", "other"], settings=limits) as server:
+        with Talk(server.address, one) as first, Talk(server.address, one) as second:
+            name = first.opened(PROMPT).session
+            second.opened(PROMPT)
+            with Talk(server.address, one) as third:
+                third.open(PROMPT)
+                assert failure_of(third).code == "overloaded"
+                assert third.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            with Talk(server.address, other) as third:
+                third.opened(PROMPT)
+        wait_for(lambda: server.counts.n_streams == 0)
+        with Talk(server.address, one) as third:
+            third.opened(PROMPT)
+            assert server.counts.n_sessions == 3
+            with Talk(server.address, one) as again:
+                assert again.opened(PROMPT, session=name).was_rebuilt, "it gave way"
+
+
+def test_an_engine_that_is_full(target: Target) -> None:
+    with Server(target, max_sequences=1, max_waiting=1) as server:
+        with Talk(server.address) as first, Talk(server.address) as second, Talk(server.address) as third:
+            first.opened(PROMPT)
+            second.opened(PROMPT)
+            third.open(PROMPT)
+            assert failure_of(third).code == "overloaded"
+            assert first.verify(N).tokens
+        wait_for(lambda: server.counts.n_streams == 0)
+
+        def is_taken() -> bool:
+            with Talk(server.address) as talk:
+                talk.open(PROMPT)
+                is_opened: bool = talk.read().WhichOneof("body") == "opened"
+                return is_opened
+
+        wait_for(is_taken)
+
+
+def test_too_many_messages_in_flight(target: Target, answer: list[int]) -> None:
+    """The first ones are answered, those beyond the bound are refused one by one."""
+    with Server(target, target_ms=100.0) as server, Talk(server.address) as talk:
+        talk.opened(PROMPT)
+        sent = [talk.send(verify=pb.Verify(start=N)) for _ in range(25)]
+        talk.hang_up()
+        talk.rest()
+        refused = [message.failure for message in talk.got if message.WhichOneof("body") == "failure"]
+        answered = [one.answers for one in talk.committed()]
+        assert [failure.code for failure in refused] == ["overloaded"] * len(refused)
+        assert sorted(answered + [failure.answers for failure in refused]) == sent
+        assert len(refused) >= 7
+        assert talk.failure is None
+        assert talk.text == dict(enumerate(answer[N : N + len(talk.text)], N))
+
+
+def test_messages_beyond_the_rate_wait(target: Target) -> None:
+    limits = DraftingOptions(messages_per_s=20)
+    with Server(target, settings=limits) as server, Talk(server.address) as talk:
+        talk.opened(PROMPT)
+        began = time.monotonic()
+        for number in range(30):
+            talk.send(ping=pb.Ping(id=number))
+        for number in range(30):
+            assert talk.read("pong").pong.id == number
+        assert time.monotonic() - began > 10 / 20 * 0.9
+
+
+def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
+    """Nothing piles up: the engine waits for it, and others go on."""
+    target = never_ending(max_position_embeddings=600)
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with Server(target, {"moa": drafter}, kv_tokens=1000) as server, Talk(server.address, options=window) as talk:
+        talk.open(PROMPT, codec="bf16", max_new_tokens=400)
+        talk.send(run=pb.Run(start=N, mode=PLAIN))
+        talk.hang_up()
+        n_calls = [-1, 0]
+        while n_calls[-1] != n_calls[-2]:
+            time.sleep(0.5)
+            n_calls.append(server.engine.snapshot().n_calls)
+        assert 64 <= n_calls[-1] < 300, "it is held"
+        with Talk(server.address) as other:
+            other.open(PROMPT)
+            assert other.verify(N).tokens
+        talk.rest()
+        assert talk.failure is None
+        assert sorted(talk.text) == list(range(N, N + 400)), "it goes on when it is read"
+
+
+@pytest.mark.parametrize("n_new", [400, 20], ids=["running", "done"])
+def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
+    target = never_ending(max_position_embeddings=600)
+    window, limits = [("grpc.http2.lookahead_bytes", 1024)], LimitOptions(write_s=1.0)
+    with (
+        Server(target, {"moa": drafter}, settings=DraftingOptions(idle_s=1.0), limits=limits) as server,
+        Talk(server.address, options=window) as talk,
+    ):
+        talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
+        talk.send(run=pb.Run(start=100, mode=PLAIN))
+        wait_for(lambda: server.engine.snapshot().n_committed > 10)
+        wait_for(lambda: server.counts.n_streams == server.counts.n_sessions == 0)
+        wait_for(lambda: server.engine.snapshot().n_open == 0)
+        assert talk.status() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+# Time
+
+
+def test_who_opens_nothing_is_sent_away(target: Target) -> None:
+    with Server(target, limits=LimitOptions(head_s=0.3)) as server:
+        with Talk(server.address) as talk:
+            assert failure_of(talk).code == "idle"
+        with Talk(server.address) as talk:
+            talk.send(ping=pb.Ping(id=3))
+            assert talk.read().pong.id == 3, "a ping needs no session"
+            talk.send(verify=pb.Verify(start=N))
+            assert failure_of(talk).code == "invalid"
+
+
+def test_idle_sessions_are_forgotten(target: Target) -> None:
+    with Server(target, settings=DraftingOptions(idle_s=0.6)) as server:
+        with Talk(server.address) as idle, Talk(server.address) as busy:
+            session = idle.opened(PROMPT).session
+            busy.opened(PROMPT)
+            began = time.monotonic()
+            while time.monotonic() - began < 1.5:
+                busy.send(ping=pb.Ping())
+                busy.read("pong")
+                time.sleep(0.05)
+            assert failure_of(idle).code == "idle"
+            assert busy.verify(N).tokens
+            assert server.counts.n_sessions == 1
+        wait_for(lambda: server.counts.n_sessions == 0)
+        wait_for(lambda: server.engine.snapshot().n_open == 0)
+        with Talk(server.address) as talk:
+            assert talk.opened(PROMPT, session=session).was_rebuilt
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["half-open", "reset"])
+def test_connections_that_are_gone_end(target: Target, answer: list[int], is_silent: bool) -> None:
+    """A client that vanished without a word is found by keepalive, and its session waits for it."""
+    limits = DraftingOptions(keepalive_s=0.5)
+    with (
+        Server(target, settings=limits, target_ms=5.0) as server,
+        Proxy(("127.0.0.1", server.server.port)) as proxy,
+        Talk(proxy.address) as talk,
+    ):
+        session = talk.opened(PROMPT, max_new_tokens=80).session
+        talk.send(run=pb.Run(start=N, mode=PLAIN))
+        talk.read("committed")
+        proxy.cut(reset=not is_silent)
+        wait_for(lambda: server.counts.n_streams == server.engine.snapshot().n_working == 0, 30)
+        n_committed = server.engine.snapshot().n_committed
+        time.sleep(0.1)
+        assert server.engine.snapshot().n_committed == n_committed, "nothing is decoded for nobody"
+        with Talk(server.address) as again:
+            opened = again.opened(PROMPT, session=session, max_new_tokens=80)
+            assert not opened.was_rebuilt
+            assert opened.n_committed == N + n_committed
+
+
+def test_the_server_drains(target: Target, answer: list[int]) -> None:
+    """What runs ends; what is idle, and what comes, is sent away."""
+    with (
+        Server(target, target_ms=30.0) as server,
+        Talk(server.address) as running,
+        Talk(server.address) as idle,
+        Talk(server.address) as endless,
+    ):
+        for talk, n_new in ((running, N_NEW), (idle, N_NEW), (endless, 90)):
+            talk.opened(PROMPT, max_new_tokens=n_new)
+        running.send(run=pb.Run(start=N, mode=PLAIN))
+        endless.send(run=pb.Run(start=N, mode=PLAIN))
+        running.read("committed")
+        stopping = threading.Thread(target=server.run, args=(server.server.stop(1.0),))
+        stopping.start()
+        assert failure_of(idle).code == "unavailable"
+        assert idle.call.code() == grpc.StatusCode.UNAVAILABLE
+        with Talk(server.address) as late:
+            late.open(PROMPT)
+            assert failure_of(late).code == "unavailable"
+        assert failure_of(running).code == "unavailable"
+        assert running.answer == answer[N:]
+        assert failure_of(endless).code == "unavailable"
+        assert 5 < len(endless.text) < 90
+        stopping.join()
+
+
+# Faults of the engine
+
+
+def test_a_text_that_fails_is_opened_again(
+    target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What broke is the log's affair."""
+    real, is_broken = Runner.run, threading.Event()
+
+    def run(*arguments: Any) -> Any:
+        if is_broken.is_set():
+            raise RuntimeError("CUDA error: at /secret/path.cu\nTraceback")
+        return real(*arguments)
+
+    monkeypatch.setattr(Runner, "run", run)
+    with Server(target) as server:
+        with Talk(server.address) as talk:
+            session = talk.opened(PROMPT).session
+            talk.verify(N)
+            is_broken.set()
+            talk.send(verify=pb.Verify(start=N + 1))
+            failure = failure_of(talk)
+            assert failure.code == "internal"
+            assert talk.call.code() == grpc.StatusCode.INTERNAL
+            assert "/secret/path.cu" not in failure.message
+            assert "/secret/path.cu" in caplog.text
+        is_broken.clear()
+        with Talk(server.address) as talk:
+            assert talk.opened(answer[: N + 1], N, session=session).was_rebuilt
+            assert list(talk.verify(N + 1).tokens) == answer[N + 1 : N + 2]
+
+
+def test_a_fault_of_the_server_ends_one_stream(
+    server: Server, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch, Talk(server.address) as talk:
+        patch.setattr("moa_data.serving.grpc.DraftingServer._request", lambda *_: 1 / 0)
+        talk.open(PROMPT)
+        assert failure_of(talk).code == "internal"
+    assert "ZeroDivisionError" in caplog.text
+    check_health(server, answer)

@@ -346,18 +346,15 @@ def test_metrics_count_what_happened(target: Target) -> None:
         server.wait_until_free()
         httpx.get(f"{server.address}/some/path")
         text = httpx.get(f"{server.address}/metrics").text
-    values = dict(re.findall(r"^(moa_\S+) (\S+)$", text, flags=re.MULTILINE))
-    assert float(values['moa_http_requests_total{path="/v1/chat/completions",status="200"}']) == 1
-    assert float(values['moa_http_requests_total{path="/v1/chat/completions",status="400"}']) == 1
-    assert float(values['moa_http_requests_total{path="other",status="404"}']) == 1
-    assert float(values["moa_tokens_committed_total"]) == 24
-    assert 0 < float(values["moa_rounds_total"]) <= 24
-    assert float(values["moa_drafts_verified_total"]) > 0
-    assert float(values["moa_first_token_seconds_count"]) == 1
-    assert float(values["moa_target_calls_total"]) > 0
-    assert float(values["moa_sequences_open"]) == 0
-    assert float(values["moa_kv_tokens"]) == 16384
-    assert float(values["moa_http_requests_in_flight"]) == 1, "this one"
+    found = re.findall(r"^(moa_\S+) (\S+)$", text, flags=re.MULTILINE)
+    values = {name.replace("moa_http_requests_total", ""): float(value) for name, value in found}
+    assert values['{path="/v1/chat/completions",status="200"}'] == 1
+    assert values['{path="/v1/chat/completions",status="400"}'] == 1
+    assert values['{path="other",status="404"}'] == 1
+    assert values["moa_tokens_committed_total"] == 24
+    assert min(values[f"moa_{name}_total"] for name in ("rounds", "drafts_verified", "target_calls")) > 0
+    assert values["moa_first_token_seconds_count"] == values["moa_http_requests_in_flight"] == 1, "this one"
+    assert (values["moa_sequences_open"], values["moa_kv_tokens"]) == (0, 16384)
 
 
 def test_each_request_is_one_json_line(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -380,12 +377,11 @@ def test_each_request_is_one_json_line(server: LiveServer, caplog: pytest.LogCap
 
 def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> None:
     """Handshakes have to end in time, and give way."""
-    files = make_certificates(tmp_path)
-    config, limits = files.settings, LimitOptions(max_connections_each=4, head_s=0.3)
+    (authority, config), limits = make_certificates(tmp_path), LimitOptions(max_connections_each=4, head_s=0.3)
     with LiveServer(target, config=config, limits=limits) as server:
         assert server.address.startswith("https://")
         silent = stay_silent(server.place, 6)
-        context = ssl.create_default_context(cafile=str(files.authority))
+        context = ssl.create_default_context(cafile=str(authority))
         with httpx.Client(verify=context) as http, client_of(server, http_client=http) as client:
             assert ask(client, max_tokens=2).usage.completion_tokens == 2
         for connection in silent:

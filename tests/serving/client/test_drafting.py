@@ -60,6 +60,18 @@ class Beside:
         found: Tensor = self.drafter.encode_context(hidden, cache.packed([0], len(text))[0], torch.arange(len(text)))
         return found
 
+    def drafter_of(self, text: list[int], n_contexts: int = -1) -> TextDrafter:
+        """A client's drafter that has begun a text, and has the contexts of its first positions where it needs any."""
+        drafter = TextDrafter(self.model)
+        drafter.begin(text)
+        self.give(drafter, n_contexts)
+        return drafter
+
+    def give(self, drafter: TextDrafter, stop: int) -> None:
+        """Give it the contexts of TEXT up to a position."""
+        if drafter.width and stop > drafter.n_context:
+            drafter.receive(self.contexts(TEXT)[drafter.n_context : stop])
+
     @torch.inference_mode()
     def chain(self, text: list[int], depth: int) -> list[int]:
         """The drafts behind a text whose last token is the root."""
@@ -91,11 +103,12 @@ def beside(request: pytest.FixtureRequest, target: Target) -> Beside:
 
 def test_drafts_are_those_beside_the_target(beside: Beside) -> None:
     """Round after round, with all contexts of what was committed before the root."""
-    contexts, drafter = beside.contexts(TEXT), TextDrafter(beside.model)
-    assert drafter.begin(TEXT[:4]) == 0
+    drafter = beside.drafter_of(TEXT[:4])
     for n_committed in (4, 5, 8, 12):
-        if beside.drafter.context_width:
-            drafter.receive(contexts[drafter.n_context : n_committed - 1])
+        if n_committed != 5:
+            drafter.warm(TEXT[:n_committed])  # changes nothing, with or without contexts
+        beside.give(drafter, n_committed - 1)
+        drafter.warm(TEXT[:n_committed])
         text = TEXT[:n_committed]
         assert drafted(drafter, text, 6) == beside.chain(text, 6)
         assert drafted(drafter, text, 6) == beside.chain(text, 6), "a round may be drafted again"
@@ -103,70 +116,38 @@ def test_drafts_are_those_beside_the_target(beside: Beside) -> None:
 
 def test_contexts_that_lag(beside: Beside) -> None:
     """Known tokens without contexts are fed as levels, as one long chain from the first of them would feed them."""
-    contexts, text = beside.contexts(TEXT), TEXT[:9]
-    drafter, other = TextDrafter(beside.model), TextDrafter(beside.model)
-    for each in (drafter, other):
-        each.begin(text)
-    n_context = 5 if beside.drafter.context_width else 8
-    if n_context == 5:
-        drafter.receive(contexts[:2])
-        drafter.receive(contexts[2:5])
-        other.receive(contexts[:5])
+    text, n_context = TEXT[:9], 5 if beside.drafter.context_width else 8
+    drafter, other = beside.drafter_of(text, 2), beside.drafter_of(text, 5)
+    beside.give(drafter, 5)
     expected = drafted(other, text[: n_context + 1], 9, tuple(text[n_context + 1 :]))
     assert drafted(drafter, text, 9) == expected
-    if n_context == 5:
-        drafter.receive(contexts[5:8])
-        assert drafted(drafter, text, 6) == beside.chain(text, 6), "newer contexts are used where nothing is drafted"
+    beside.give(drafter, 8)
+    assert drafted(drafter, text, 6) == beside.chain(text, 6), "newer contexts are used where nothing is drafted"
 
 
 def test_a_chain_goes_on_and_goes_back(beside: Beside) -> None:
     """Where the target disagrees, the chain goes on from the last token that is right, as if nothing had been wrong."""
-    contexts, text = beside.contexts(TEXT), TEXT[:6]
-    drafter = TextDrafter(beside.model)
-    drafter.begin(text)
-    if beside.drafter.context_width:
-        drafter.receive(contexts[:5])
+    text = TEXT[:6]
+    drafter = beside.drafter_of(text, 5)
     chain = drafted(drafter, text, 8)
     assert drafted(drafter, text, 6, tuple(chain[:2])) == chain[2:], "back to what was drafted before"
     # Three were right and a fourth was not; without newer contexts the same round goes on.
     other = next(token for token in range(4, 60) if token != chain[3])
     longer = text + chain[:3] + [other]
-    fresh = TextDrafter(beside.model)
-    fresh.begin(longer)
-    if beside.drafter.context_width:
-        fresh.receive(contexts[:5])
-    assert drafted(drafter, longer, 6) == drafted(fresh, longer, 6)
+    assert drafted(drafter, longer, 6) == drafted(beside.drafter_of(longer, 5), longer, 6)
 
 
 def test_a_conversation_keeps_its_contexts(beside: Beside) -> None:
-    contexts, width = beside.contexts(TEXT), beside.drafter.context_width
-    drafter = TextDrafter(beside.model)
-    drafter.begin(TEXT[:6])
-    if width:
-        drafter.receive(contexts[:5])
+    drafter = beside.drafter_of(TEXT[:6], 5)
     drafted(drafter, TEXT[:6], 3)
     assert drafter.begin(TEXT[:10]) == 5, "the text goes on"
-    if width:
-        drafter.receive(contexts[5:9])
+    beside.give(drafter, 9)
     assert drafted(drafter, TEXT[:10], 4) == beside.chain(TEXT[:10], 4)
     other = [*TEXT[:3], 40, *TEXT[4:10]]
     assert drafter.begin(other) == 0, "another text"
-    if width:
+    if drafter.width:
         drafter.receive(beside.contexts(other)[:9])
     assert drafted(drafter, other, 4) == beside.chain(other, 4)
-
-
-def test_warm_contexts_change_nothing(beside: Beside) -> None:
-    contexts, drafter = beside.contexts(TEXT), TextDrafter(beside.model)
-    drafter.begin(TEXT[:5])
-    if beside.drafter.context_width:
-        drafter.warm(TEXT[:5])
-        drafter.receive(contexts[:3])
-        drafter.warm(TEXT[:5])
-        assert drafter.n_pending == 0
-        drafter.receive(contexts[3:8])
-    drafter.warm(TEXT[:9])
-    assert drafted(drafter, TEXT[:9], 5) == beside.chain(TEXT[:9], 5)
 
 
 def test_a_long_gap_is_fed_in_pieces(target: Target) -> None:
@@ -213,13 +194,11 @@ def test_sampled_drafts_share_the_noise_of_the_target(target: Target) -> None:
 def test_a_block_ends(target: Target) -> None:
     """Alone a drafter of blocks drafts to the end of one, known tokens included; newer contexts begin another."""
     beside = Beside(target, "dspark")
-    contexts, drafter = beside.contexts(TEXT), TextDrafter(beside.model)
-    drafter.begin(TEXT[:9])
-    drafter.receive(contexts[:5])
+    drafter = beside.drafter_of(TEXT[:9], 5)
     drafts = drafted(drafter, TEXT[:9], 13)
     assert drafter.next(TEXT[:9], drafts) is None
     assert not drafter.is_catching_up
-    drafter.receive(contexts[5:8])
+    beside.give(drafter, 8)
     assert drafted(drafter, TEXT[:9], 16) == beside.chain(TEXT[:9], 16)
     assert drafter.next([*TEXT[:9], *range(30, 47)], []) is None, "its context is too far behind"
 

@@ -13,7 +13,7 @@ import pytest
 
 from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.client.link import Down, Link, LinkEvent, Received, Up
+from moa_data.serving.client.link import Link, LinkEvent
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.proxy import Proxy
 
@@ -45,27 +45,24 @@ def links() -> Iterator[Any]:
         link.close()
 
 
-def wait_for(link: Link, kind: type[LinkEvent], timeout_s: float = 30.0) -> Any:
+def wait_for(link: Link, kind: str) -> LinkEvent:
     """The first event of a kind; those before it are passed over."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + 30
     while time.monotonic() < end:
         for event in link.take(0.1):
-            if isinstance(event, kind):
+            if kind == ("down" if event.error else "received" if event.message else "up"):
                 return event
-    raise AssertionError(f"no {kind.__name__}")
+    raise AssertionError(f"no {kind}")
 
 
 def error_of(link: Link) -> ServingError:
     """Why a link ends when it opens a session."""
     link.begin()
-    found: list[LinkEvent] = []
-    while not any(isinstance(event, Down) for event in found):
+    while True:
         for event in link.take(30.0):
-            found.append(event)
-            if isinstance(event, Up):
-                link.send(event.stream, [OPEN])
-    error: ServingError = next(event.error for event in found if isinstance(event, Down))
-    return error
+            if event.error is not None:
+                return event.error
+            link.send(event.stream, [OPEN] if event.message is None else [])
 
 
 def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None:
@@ -74,10 +71,10 @@ def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None
         link = links(proxy.address)
         for number in (1, 2, 3):
             link.begin()
-            up = wait_for(link, Up)
+            up = wait_for(link, "up")
             assert up.stream == number
             link.send(up.stream, [OPEN])
-            wait_for(link, Received)
+            wait_for(link, "received")
             link.send(up.stream, [CLOSE])
             link.end()
         assert proxy.n_connections == 1
@@ -86,18 +83,18 @@ def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None
 def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: Any) -> None:
     link = links(server.address)
     link.begin()
-    first = wait_for(link, Up).stream
+    first = wait_for(link, "up").stream
     link.send(first, [OPEN])
-    wait_for(link, Received)
+    wait_for(link, "received")
     link.reconnect("because")
-    assert str(wait_for(link, Down).error) == "because"
-    second = wait_for(link, Up).stream
+    assert str(wait_for(link, "down").error) == "because"
+    second = wait_for(link, "up").stream
     assert second != first
     n_bytes = link.bytes_up
     link.send(first, [PING])
     assert link.bytes_up == n_bytes
     link.send(second, [OPEN])
-    assert wait_for(link, Received).stream == second
+    assert wait_for(link, "received").stream == second
 
 
 def test_closes_while_it_waits(links: Any) -> None:
@@ -128,8 +125,10 @@ def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
         address = f"localhost:{guarded.server.port}"
         link = links(address, "t", tmp_path / "ca.pem")
         link.begin()
-        link.send(wait_for(link, Up).stream, [OPEN])
-        assert wait_for(link, Received).message.WhichOneof("body") == "opened"
+        link.send(wait_for(link, "up").stream, [OPEN])
+        opened = wait_for(link, "received").message
+        assert opened is not None
+        assert opened.WhichOneof("body") == "opened"
         for name in ("other", "alike"):
             error = error_of(links(address, "t", tmp_path / f"{name}.pem"))
             assert isinstance(error, ProtocolMismatch)
