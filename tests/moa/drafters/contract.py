@@ -26,7 +26,7 @@ from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, distribution
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
-from moa_data.moa.drafters.training import Draws, LossWeights, TrainingInputs, TrainingStep
+from moa_data.moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, save_drafter, write_layout
 from moa_data.moa.nn import losses, masks
 from moa_data.moa.targets.live import Target
@@ -227,6 +227,21 @@ def one_row(inputs: TrainingInputs, row: int, n_tokens: int) -> TrainingInputs:
     return TrainingInputs(**{item.name: cut(getattr(inputs, item.name)) for item in fields(inputs)})
 
 
+class Case:
+    """A drafter, a batch that it trains on, and what it needs of its target."""
+
+    def __init__(self, drafter: Drafter, model: Any) -> None:
+        self.drafter, self.model = drafter, model
+        self.inputs, self.frozen = batch_of(drafter, model), frozen_for(drafter, model)
+
+    def terms(
+        self, draws: Draws = ROUNDS["bounded"], weights: LossWeights | None = None, denominator: float | None = None,
+        **changes: Any,
+    ) -> LossTerms:  # fmt: skip
+        step = TrainingStep(replace(self.inputs, **changes), draws, weights or LossWeights(), denominator)
+        return self.drafter.objective(self.frozen, step)
+
+
 class DrafterContract:
     """Inherit this for a drafter; override what is particular to it."""
 
@@ -253,6 +268,11 @@ class DrafterContract:
         target = Target(build_model(num_hidden_layers=3))
         target.eos_token_ids = frozenset()
         return target, teach(cls.build(target.model), target, PROMPTS, cls.learns_in)
+
+    @pytest.fixture
+    def case(self) -> Case:
+        model = build_model()
+        return Case(self.build(model), model)
 
     # Training and decoding compute the same
 
@@ -467,108 +487,71 @@ class DrafterContract:
 
     # Training
 
-    def test_loss_and_gradients_are_finite(self) -> None:
-        model = build_model()
-        drafter = self.build(model)
-        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
-        terms = drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"]))
-        positions = drafter.loss_positions(inputs.response_mask, ROUNDS["bounded"])
+    def test_loss_and_gradients_are_finite(self, case: Case) -> None:
+        terms = case.terms()
+        positions = case.drafter.loss_positions(case.inputs.response_mask, ROUNDS["bounded"])
         assert terms.n_positions == int((positions > 0).sum()) > 20
         assert terms.total > 0
         assert terms.forward_kl > 0
         terms.total.backward()
-        for name, weight in drafter.named_parameters():
+        for name, weight in case.drafter.named_parameters():
             assert weight.grad is not None, name
             assert weight.grad.isfinite().all(), name
             assert weight.grad.any(), f"{name} learns nothing"
-        nothing = drafter.objective(frozen, TrainingStep(inputs, UNBOUNDED, weights_times(0.0)))
-        assert nothing.total.item() == 0.0
-        twice = drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"], weights_times(2.0)))
-        torch.testing.assert_close(twice.total, 2 * terms.total)
+        assert case.terms(UNBOUNDED, weights_times(0.0)).total.item() == 0.0
+        torch.testing.assert_close(case.terms(weights=weights_times(2.0)).total, 2 * terms.total)
 
-    def test_an_lk_loss_takes_the_place_of_the_forward_kl(self) -> None:
-        model = build_model()
-        drafter = self.build(model)
-        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
-        found = []
-        for divergence in (losses.KL, losses.Divergence("lk"), losses.Divergence("lk-hybrid")):
-            weights = LossWeights(1.0, 0.0, 0.0, 0.0, 0.0, divergence)
-            found.append(drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"], weights)).total.item())
-        assert len(set(found)) == 3
+    def test_an_lk_loss_takes_the_place_of_the_forward_kl(self, case: Case) -> None:
+        weights = [LossWeights(1.0, 0.0, 0.0, 0.0, 0.0, losses.Divergence(kind)) for kind in ("kl", "lk", "lk-hybrid")]
+        found = {case.terms(weights=one).total.item() for one in weights}
+        assert len(found) == 3
         assert min(found) > 0
 
-    def test_rows_and_padding_do_not_mix(self) -> None:
+    def test_rows_and_padding_do_not_mix(self, case: Case) -> None:
         """The loss of a batch is the sum of its rows', each without its padding."""
-        model, draws = build_model(), ROUNDS["bounded"]
-        assert draws.step_bound is not None
-        assert draws.offset is not None
-        drafter = self.build(model)
-        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
-        both = drafter.objective(frozen, TrainingStep(inputs, draws, denominator=1.0))
-        alone = []
+        both, alone, draws = case.terms(denominator=1.0), [], ROUNDS["bounded"]
         for row, n_tokens in ((0, 30), (1, 25)):
-            own = Draws(
-                draws.step_bound[row : row + 1], draws.staircase_rows[:1], draws.offset[row : row + 1]
-            )  # fmt: skip
-            step = TrainingStep(one_row(inputs, row, n_tokens), own, denominator=1.0)
-            alone.append(drafter.objective(frozen, step).total)
+            inputs = one_row(case.inputs, row, n_tokens)
+            own = [None if value is None else value[row : row + 1] for value in (draws.step_bound, draws.offset)]
+            step = TrainingStep(inputs, Draws(own[0], draws.staircase_rows[:1], own[1]), denominator=1.0)
+            alone.append(case.drafter.objective(case.frozen, step).total)
         torch.testing.assert_close(both.total, sum(alone), rtol=1e-5, atol=1e-4)
-        halved = drafter.objective(frozen, TrainingStep(inputs, draws, denominator=2.0))
-        torch.testing.assert_close(both.total, 2 * halved.total)
+        torch.testing.assert_close(both.total, 2 * case.terms(denominator=2.0).total)
 
     @pytest.mark.parametrize("response", [[], [0]], ids=str)
-    def test_a_batch_without_a_loss_position_adds_nothing(self, response: list[int]) -> None:
-        model = build_model()
-        drafter = self.build(model)
-        tokens = torch.randint(4, VOCABULARY, (1, 12))
-        mask = torch.zeros_like(tokens, dtype=torch.bool)
+    def test_a_batch_without_a_loss_position_adds_nothing(self, case: Case, response: list[int]) -> None:
+        mask = torch.zeros(1, 12, dtype=torch.bool)
         mask[0, response] = True
-        draws = Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([0]))
+        draws, drafter = Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([0])), case.drafter
         if drafter.loss_positions(mask, draws).any():
             assert response, "a drafter that reads tokens alone drafts from the first one"
             return
-        inputs, frozen = stored(drafter, model, tokens, mask), frozen_for(drafter, model)
-        terms = drafter.objective(frozen, TrainingStep(inputs, draws))
+        inputs = stored(drafter, case.model, torch.randint(4, VOCABULARY, (1, 12)), mask)
+        terms = drafter.objective(case.frozen, TrainingStep(inputs, draws))
         terms.total.backward()
         assert terms.n_positions == terms.total.item() == terms.forward_kl.item() == 0
         assert all(weight.grad is None or not weight.grad.any() for weight in drafter.parameters())
-        assert not drafter.drafted_features(frozen, inputs, draws).valid.any()
+        assert not drafter.drafted_features(case.frozen, inputs, draws).valid.any()
 
-    def test_it_reads_what_it_says(self) -> None:
+    def test_it_reads_what_it_says(self, case: Case) -> None:
         """All of it has a say in the loss; what it does not ask for is not there."""
-        model = build_model()
-        drafter = self.build(model)
-        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
-
-        def loss(**changes: Any) -> float:
-            step = TrainingStep(replace(inputs, **changes), UNBOUNDED)
-            return float(drafter.objective(frozen, step).total.detach())
-
-        usual = loss()
-        for name in type(drafter).reads(4, drafter.config).fields:
+        usual, inputs = case.terms(UNBOUNDED).total, case.inputs
+        for name in type(case.drafter).reads(4, case.drafter.config).fields:
             value = getattr(inputs, name)
-            if name != "kv":
-                assert loss(**{name: value + torch.randn_like(value)}) != usual, name
-                continue
-            for layer in range(value.shape[2]):
+            parts = range(value.shape[2]) if name == "kv" else [slice(None)]
+            for part in parts:  # layers, or all
                 other = value.clone()
-                other[:, :, layer] += torch.randn_like(other[:, :, layer])
-                assert loss(kv=other) != usual, f"layer {layer} of {value.shape[2]}"
-        assert len(inputs.layer_outputs) == len(drafter.observed_layers)
+                other[:, :, part] += torch.randn_like(other[:, :, part])
+                assert case.terms(UNBOUNDED, **{name: other}).total != usual, f"{part} of {name}"
+        assert len(inputs.layer_outputs) == len(case.drafter.observed_layers)
         for index, states in enumerate(inputs.layer_outputs):
             others = list(inputs.layer_outputs)
             others[index] = states + torch.randn_like(states)
-            assert loss(layer_outputs=tuple(others)) != usual, index
-
-    def test_a_batch_that_lacks_what_it_reads_is_refused(self) -> None:
-        model = build_model()
-        drafter = self.build(model)
-        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
+            assert case.terms(UNBOUNDED, layer_outputs=tuple(others)).total != usual, index
         for name, nothing in (("kv", None), ("entering_hidden", None), ("layer_outputs", ())):
             if getattr(inputs, name) != nothing:
-                absent: Any = {name: nothing}
                 with pytest.raises(DrafterError):
-                    drafter.objective(frozen, TrainingStep(replace(inputs, **absent), UNBOUNDED))
+                    case.terms(UNBOUNDED, **{name: nothing})
 
     def test_the_seed_decides_the_starting_weights(self) -> None:
         model = build_model()
@@ -623,20 +606,17 @@ class DrafterContract:
     def test_other_programs_get_the_same_drafter(self, tmp_path: Path) -> None:
         """Each layout of this kind of drafter is written and read; one that it does not fit names a reason."""
         model = build_model()
-        for name, layout in LAYOUTS.items():
-            if layout.kind != self.kind:
-                continue
-            drafter = self.build(model, **self.export_sizes.get(name, {}))
+        embeddings, lm_head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+        for layout in [one for one in LAYOUTS.values() if one.kind == self.kind]:
+            name, drafter = layout.name, self.build(model, **self.export_sizes.get(layout.name, {}))
             if refusals := layout.refusals(drafter.config):
                 assert name not in self.export_sizes, refusals
                 continue
             write_layout(
-                drafter, layout, tmp_path / name, target_config=model.config,
-                embeddings=model.model.embed_tokens.weight.detach(), lm_head=model.lm_head.weight.detach(),
-            )  # fmt: skip
-            again, inputs = load_drafter(tmp_path / name), batch_of(drafter, model)
-            frozen = frozen_for(drafter, model)
+                drafter, layout, tmp_path / name, target_config=model.config, embeddings=embeddings, lm_head=lm_head
+            )
+            again, case = load_drafter(tmp_path / name), Case(drafter, model)
             with torch.no_grad():
-                found = [one.drafted_features(frozen, inputs, ROUNDS["bounded"]).features for one in (drafter, again)]
-            assert torch.equal(*found), name
+                found = [one.drafted_features(case.frozen, case.inputs, ROUNDS["bounded"]) for one in (drafter, again)]
+            assert torch.equal(found[0].features, found[1].features), name
             assert again.config == drafter.config

@@ -80,7 +80,5 @@ def test_one_distribution_serves_a_level() -> None:
     """The shared logits of a level are those of its nodes one by one."""
     model = build_model()
     drafter, frozen = build_medusa(model), FrozenTarget.from_model(model)
-    shared = torch.randn(2, 1, 48).expand(-1, 5, -1)
-    torch.testing.assert_close(drafter.draft_logits(frozen, shared), frozen.logits(shared.contiguous()))
-    apart = torch.randn(2, 5, 48)
-    torch.testing.assert_close(drafter.draft_logits(frozen, apart), frozen.logits(apart))
+    for features in (torch.randn(2, 1, 48).expand(-1, 5, -1), torch.randn(2, 5, 48)):
+        torch.testing.assert_close(drafter.draft_logits(frozen, features), frozen.logits(features.contiguous()))

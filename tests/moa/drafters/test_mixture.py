@@ -1,4 +1,4 @@
-"""Mixture of Attentions keeps the contract in all its forms; passes, memory and losses are as defined."""
+"""Mixture of Attentions keeps the contract in all its forms; passes, encoded KV and losses are as defined."""
 
 import dataclasses
 from typing import Any
@@ -9,14 +9,13 @@ from torch import Tensor
 
 from moa_data.errors import DrafterError
 from moa_data.moa.drafters.caches import write_after
-from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
+from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import Draws, Rounds, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import PAPER, build_drafter, encode_layers, frozen_for, stored
+from moa_data.tests.kit.drafters import PAPER, build_drafter, frozen_for, stored
 from moa_data.tests.kit.models import build_model
-from moa_data.tests.kit.variants import quick
 
 from .contract import CLOSE, DrafterContract, Rows, check_contexts
 
@@ -96,20 +95,19 @@ def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -
         torch.testing.assert_close(stepped[-1], trained[query], rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("n_target_layers", quick([0, 1, 3], [0, 1]))
-@pytest.mark.parametrize("sizes", [{}, OURS, {"layer_attention": False}], ids=["paper", "ours", "last layer"])
-def test_contexts_hold_the_narrower_of_means_and_memory(n_target_layers: int, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("n_target_layers", "n_kv_heads", "kv_width"), [(0, 1, 24), (1, 1, 24), (1, 4, 96)])
+@pytest.mark.parametrize("sizes", [{}, {"layer_attention": False}], ids=["paper", "last layer"])
+def test_contexts_hold_the_narrower_of_means_and_encoded_kv(
+    n_target_layers: int, n_kv_heads: int, kv_width: int, sizes: dict[str, Any]
+) -> None:
     """And the KV of the target layers, which the drafted features pass through."""
-    for n_kv_heads, kv_width in ((1, 24), (4, 96)):
-        target = Target(build_model("qwen2-mixed", num_key_value_heads=n_kv_heads))
-        drafter = build_drafter(target.model, n_target_layers, **sizes)
-        n_groups = drafter.config.layer_groups if drafter.config.layer_attention else 1
-        assert drafter.context_width == min(48, n_groups * kv_width) + n_target_layers * kv_width
-        check_contexts(drafter, target, 10 * CLOSE)
+    target = Target(build_model("qwen2-mixed", num_key_value_heads=n_kv_heads))
+    drafter = build_drafter(target.model, n_target_layers, **sizes)
+    assert drafter.context_width == min(48, kv_width) + n_target_layers * kv_width
+    check_contexts(drafter, target, 10 * CLOSE)
 
 
-@pytest.mark.parametrize("sees_drafts", [True, False])
-@pytest.mark.parametrize("n_target_layers", [0, 2])
+@pytest.mark.parametrize(("n_target_layers", "sees_drafts"), [(0, True), (2, False)])
 def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers: int, sees_drafts: bool) -> None:
     """In value and in gradient; the staircase of the on-policy pass does not reach the teacher-forced one."""
     model = build_model()
@@ -132,31 +130,8 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers
         torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
 
 
-def test_teacher_forcing_sees_the_predecessor_everywhere() -> None:
-    response = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 0]])
-    draws = Draws(None, NO_STAIRCASE, on_policy_weight=0.0, teacher_forced_weight=1.0)
-    ((_, drafted, context),) = draws.passes(response)
-    assert drafted.int().tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]
-    assert context.tolist() == [[0, 0, 1, 2, 3]] * 2
-
-
-@pytest.mark.parametrize("n_groups", [1, 2, 3])
-def test_memory_in_one_go_equals_the_means_over_layers(n_groups: int) -> None:
-    """The path that applies the down projection once per mean equals the plain one, in value and gradient."""
-    drafter = build_drafter(build_model(), layer_groups=n_groups).double()
-    kv = torch.randn(2, 5, 4, 48, dtype=torch.float64)
-    groups = encode_layers(drafter, kv).split({1: 4, 2: 2, 3: [2, 1, 1]}[n_groups], dim=2)
-    plain = drafter.kv_to_hidden(torch.cat([group.mean(dim=2) for group in groups], dim=-1))
-    fast = drafter.encode_kv(kv)
-    torch.testing.assert_close(fast, plain)
-    used = [*drafter.layer_self_attention.parameters(), *drafter.kv_to_hidden.parameters()]
-    expected = torch.autograd.grad(plain.square().sum(), used)
-    for got, goal in zip(torch.autograd.grad(fast.square().sum(), used), expected, strict=True):
-        torch.testing.assert_close(got, goal)
-
-
 @pytest.mark.parametrize(("stride", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [0, 3]), (4, [3])])
-def test_memory_of_some_layers(stride: int, layers: list[int]) -> None:
+def test_encoded_kv_of_some_layers(stride: int, layers: list[int]) -> None:
     """It depends on these layers alone, so that they are enough, and is of the last one whatever the stride."""
     drafter = build_drafter(build_model(), layer_stride=stride, layer_groups=1 if stride == 4 else 2)
     kv = torch.randn(2, 5, 4, 48)
@@ -170,12 +145,9 @@ def test_memory_of_some_layers(stride: int, layers: list[int]) -> None:
     assert not torch.equal(drafter.encode_kv(changed), memory)
 
 
-@pytest.mark.parametrize("most", [1, 4, 10])
-def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_encoded_kv_in_pieces_equals_that_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = build_drafter(build_model()).double()
     kv, used = torch.randn(2, 5, 4, 48, dtype=torch.float64), list(drafter.layer_self_attention.parameters())
-    whole = drafter.encode_kv(kv)
-    expected = torch.autograd.grad(whole.square().sum(), used)
     sizes: list[int] = []
     attend = drafter.layer_self_attention.attend_self_means
 
@@ -183,25 +155,18 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatc
         sizes.append(len(x))
         return attend(x, *args)
 
-    monkeypatch.setattr("moa_data.moa.drafters.kv_encoder._MAX_POSITIONS", most)
     monkeypatch.setattr(drafter.layer_self_attention, "attend_self_means", attend_to_few)
-    pieces = drafter.encode_kv(kv)
-    assert sum(sizes) == 10
-    assert max(sizes) == most
-    torch.testing.assert_close(pieces, whole)
-    for got, goal in zip(torch.autograd.grad(pieces.square().sum(), used), expected, strict=True):
-        torch.testing.assert_close(got, goal)
-    states = [MoADraftState(2), MoADraftState(2)]
-    with torch.inference_mode():
-        drafter.append_encoded(states[0], drafter.encode_kv(kv))
-        monkeypatch.undo()
-        drafter.append_encoded(states[1], drafter.encode_kv(kv))
-    for got, goal in zip(states[0].encoded.view(), states[1].encoded.view(), strict=True):
-        torch.testing.assert_close(got, goal)
+    found = []
+    for most in (10, 1, 4):
+        monkeypatch.setattr("moa_data.moa.drafters.kv_encoder._MAX_POSITIONS", most)
+        encoded = drafter.encode_kv(kv)
+        found.append((encoded, *torch.autograd.grad(encoded.square().sum(), used)))
+        torch.testing.assert_close(found[-1], found[0])
+    assert sizes == [10, *[1] * 10, 4, 4, 2]
 
 
 @pytest.mark.parametrize("layer_attention", [True, False])
-def test_equal_content_makes_equal_memory_wherever_it_stands(layer_attention: bool) -> None:
+def test_equal_content_makes_equal_encoded_kv_wherever_it_stands(layer_attention: bool) -> None:
     """With keys before RoPE; with those after it the paper's memory depends on the position."""
     model = build_model()
     for unrotated in (True, False):

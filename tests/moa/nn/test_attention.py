@@ -120,16 +120,9 @@ def test_scores_are_never_held() -> None:
 
 
 @pytest.mark.parametrize("n_heads", [2, 6])
-def test_attention_of_many_short_sequences_equals_the_fused_kernel_in_value_and_gradient(n_heads: int) -> None:
-    q = torch.randn(40, 4, n_heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_(True)
-    k, v = (torch.randn(40, 2, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    got = attend_many_short(q, k, v)
-    torch.testing.assert_close(got, expected)
-    weight = torch.randn_like(got)
-    for ours, plain in zip(
-        torch.autograd.grad((got * weight).sum(), (q, k, v)),
-        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, plain)
+def test_attention_of_many_short_sequences_equals_the_definition_in_value_and_gradient(n_heads: int) -> None:
+    q = torch.randn(40, 4, n_heads, 8).transpose(1, 2).requires_grad_()
+    k, v = (torch.randn(40, 2, 4, 8, requires_grad=True) for _ in "kv")
+    expected = with_gradients(plain(q, k, v, torch.ones(40, 4, 4).bool()), (q, k, v))
+    for one, other in zip(with_gradients(attend_many_short(q, k, v), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

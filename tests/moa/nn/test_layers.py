@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moa_data.errors import DrafterError, TargetError
-from moa_data.moa.nn.kv import KVBuffer
 from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate
 from moa_data.moa.nn.masks import causal_mask
 from moa_data.moa.targets.bundle import FrozenTarget, layer_sizes, save_target_bundle
@@ -42,19 +41,6 @@ def test_frozen_layers_equal_the_target(family: str) -> None:
     torch.testing.assert_close(frozen.logits(frozen.norm(x)), out.logits, rtol=0, atol=5e-5)
 
 
-def test_attend_self_equals_forward_on_own_keys_in_value_and_gradient() -> None:
-    block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
-    rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
-    mask = torch.ones(7, 7).tril().bool()[None]
-    x = torch.randn(2, 7, 48, requires_grad=True)
-    whole = block.attend_self(x, rotation, mask)
-    (grad_whole,) = torch.autograd.grad(whole.square().sum(), x)
-    parts = block(x, rotation, *block.keys_values(x, rotation), mask)
-    (grad_parts,) = torch.autograd.grad(parts.square().sum(), x)
-    torch.testing.assert_close(whole, parts)
-    torch.testing.assert_close(grad_whole, grad_parts)
-
-
 def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights() -> None:
     block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
     torch.nn.init.normal_(block.get_parameter("input_layernorm.weight"))
@@ -70,27 +56,20 @@ def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights()
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-def test_a_block_with_norms_of_its_own_attends_to_itself_alike(needs_gradient: bool) -> None:
-    block = build_eagle3(build_model()).midlayer
+@pytest.mark.parametrize("has_own_norms", [False, True])
+def test_attention_to_itself_equals_forward_on_own_keys(has_own_norms: bool, needs_gradient: bool) -> None:
+    model = build_model()
+    block = build_eagle3(model).midlayer if has_own_norms else FrozenTarget.from_model(model, 1).blocks[0]
     rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
-    x = torch.randn(2, 7, 96, requires_grad=needs_gradient)
-    expected = block(x, rotation, *block.keys_values(x, rotation), None)
-    torch.testing.assert_close(block.attend_self(x, rotation, None), expected)
+    x = torch.randn(2, 7, 96 if has_own_norms else 48, requires_grad=needs_gradient)
+    expected, got = block(x, rotation, *block.keys_values(x, rotation), None), block.attend_self(x, rotation, None)
+    torch.testing.assert_close(got, expected)
+    if needs_gradient:
+        torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), x)[0] for one in (got, expected)))
+        expected = block(x, rotation, *block.keys_values(x, rotation), None)
     for sizes in ([7], [4, 3], [2, 2, 2, 1], [1] * 7):
         means = torch.stack([group.mean(dim=1) for group in expected.split(sizes, dim=1)], dim=1)
         torch.testing.assert_close(block.attend_self_means(x, rotation, len(sizes)), means)
-
-
-def test_incremental_use_equals_whole_use() -> None:
-    block = FrozenTarget.from_model(build_model(), 1).blocks[0]
-    rotary, x = Rotary(12, {"rope_theta": 1e4}, 96), torch.randn(1, 9, 48)
-    whole = block.attend_self(x, rotary(torch.arange(9)[None]), torch.ones(9, 9).tril().bool()[None])
-    buffer = KVBuffer(n_slots=2)
-    for position in range(9):
-        rotation, row = rotary(torch.tensor([[position]])), x[:, position : position + 1]
-        out = block.attend_cached(row, rotation, buffer.append, None)
-        torch.testing.assert_close(out, whole[:, position : position + 1], rtol=0, atol=1e-5)
-        assert torch.equal(out, block(row, rotation, *buffer.view(), None))
 
 
 def test_rotary_stays_float32_and_uses_theta() -> None:

@@ -1,5 +1,6 @@
 """The chunked loss equals the plain one; no logits of the whole batch are ever held."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from moa_data.moa.nn.losses import (
     chunked_cross_entropy,
     chunked_losses,
     d_pace_weights,
-    feature_loss,
     logits_of,
 )
 from moa_data.tests.kit.drafters import forward_kl
@@ -34,81 +34,61 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "MAX_CHUNKS", 1000)
 
 
+def plain_terms(logits: Tensor, target: Tensor, divergence: Divergence, labels: Tensor | None) -> Tensor:
+    """The definition of the terms [N, J, 1 or 3], of a draft's logits and the target's probabilities [N, J, V_d]."""
+    log_draft = logits.log_softmax(dim=-1)
+    accepted, kl = torch.minimum(target, log_draft.exp()).sum(dim=-1), -(target * log_draft).sum(dim=-1)
+    share = torch.exp(-divergence.decay * accepted).detach()
+    found = [{"kl": kl, "lk": -accepted.log(), "lk-hybrid": share * kl + (1 - share) * (1 - accepted)}[divergence.kind]]
+    if labels is not None:
+        found += [(log_draft.exp() - target).abs().sum(dim=-1), -log_draft.gather(-1, labels[..., None])[..., 0]]
+    return torch.stack(found, dim=-1)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 31 * 3, 1 << 26])
-@pytest.mark.parametrize("n_tokens", [0, None, 7], ids=["frozen head", "own head", "draft vocabulary"])
+@pytest.mark.parametrize("form", ["frozen head", "own head", "draft vocabulary", "labels", "correction"])
 @pytest.mark.parametrize("kind", ["kl", "lk", "lk-hybrid"])
 def test_chunked_losses_equal_the_plain_ones(
-    monkeypatch: pytest.MonkeyPatch, kind: str, n_tokens: int | None, chunk_bytes: int
+    monkeypatch: pytest.MonkeyPatch, kind: str, form: str, chunk_bytes: int
 ) -> None:
     """In value and in every gradient, of one step and of several; a weight of 0 leaves a step out."""
     monkeypatch.setattr(losses, "LOGITS_BYTES", chunk_bytes)
     torch.manual_seed(3)
-    divergence, n_steps = Divergence(kind, 2.0), 1 if n_tokens == 0 else 3
-    tokens = torch.randperm(20)[:n_tokens].sort().values if n_tokens else None
-    features = torch.randn(9, n_steps, 6, dtype=torch.float64, requires_grad=True)
-    hidden, head = torch.randn(9, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
-    own = None if n_tokens == 0 else torch.randn(n_tokens or 20, 6, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(9, n_steps, dtype=torch.float64) * (torch.rand(9, n_steps) > 0.3)
-    got, terms = chunked_losses(
-        features, hidden, head, weights[..., None], own_head=own, tokens=tokens, divergence=divergence
-    )
-    logits = features @ (head if own is None else own).T
-    target = (hidden @ head.T).softmax(dim=-1)[:, None]
-    target = target if tokens is None else target[..., tokens]
-    log_draft = logits.log_softmax(dim=-1)
-    accepted, kl = torch.minimum(target, log_draft.exp()).sum(dim=-1), -(target * log_draft).sum(dim=-1)
-    share = torch.exp(-2.0 * accepted).detach()
-    plain = {"kl": kl, "lk": -accepted.log(), "lk-hybrid": share * kl + (1 - share) * (1 - accepted)}[kind]
-    if kind == "kl" and tokens is None:
-        torch.testing.assert_close(plain, forward_kl(logits, (hidden @ head.T)[:, None]))
-    torch.testing.assert_close(terms[..., 0].double(), plain.detach(), rtol=1e-5, atol=1e-5)
+    has_own, has_labels = form in ("own head", "draft vocabulary"), form in ("labels", "correction")
+    n_steps, random = 3 if has_own else 1, partial(torch.randn, dtype=torch.float32 if has_labels else torch.float64)
+    features, hidden, head = random(9, n_steps, 6), random(9, 6), random(20, 6)
+    options: dict[str, Any] = {"divergence": Divergence(kind, 2.0)}
+    if has_own:
+        options["own_head"] = random(7 if form == "draft vocabulary" else 20, 6)
+    if form == "draft vocabulary":
+        options["tokens"] = torch.randperm(20)[:7].sort().values
+    if has_labels:
+        options["labels"] = torch.randint(20, (9, 1))
+    if form == "correction":
+        options |= {"code": random(9, 1, 3), "correction": random(20, 3)}
+    inputs = [features, *(options[name] for name in ("own_head", "code", "correction") if name in options)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    weights = torch.rand(9, n_steps, 3 if has_labels else 1) * (torch.rand(9, n_steps, 1) > 0.3)
+    got, terms = chunked_losses(features, hidden, head, weights.to(features.dtype), **options)
+
+    logits = features @ options.get("own_head", head).T
+    if form == "correction":
+        logits = logits + options["code"] @ options["correction"].T
+    target = (hidden @ head.T).softmax(dim=-1)[:, None, options.get("tokens", slice(None))]
+    plain = plain_terms(logits, target, options["divergence"], options.get("labels"))
+    torch.testing.assert_close(terms, plain.detach().float(), rtol=1e-5, atol=1e-5)
     expected = (plain * weights).sum()
     assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    inputs = [features] if own is None else [features, own]
     found = torch.autograd.grad(2 * got, inputs)
     for one, other in zip(found, torch.autograd.grad(2 * expected, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("has_correction", [False, True])
-@pytest.mark.parametrize("kind", ["kl", "lk-hybrid"])
-def test_token_losses_equal_their_definition(monkeypatch: pytest.MonkeyPatch, kind: str, has_correction: bool) -> None:
-    """In value and in every gradient, whatever the chunks."""
-    generator = torch.Generator().manual_seed(0)
-    features, code = (torch.randn(9, width, generator=generator).requires_grad_() for width in (6, 3))
-    correction = torch.randn(11, 3, generator=generator).requires_grad_()
-    hidden, head = torch.randn(9, 6, generator=generator), torch.randn(11, 6, generator=generator)
-    labels, weights = torch.randint(11, (9,), generator=generator), torch.rand(9, 3, generator=generator)
-    logits = features @ head.T
-    if has_correction:
-        logits = logits + code @ correction.T
-    draft, target = logits.log_softmax(dim=-1), (hidden @ head.T).softmax(dim=-1)
-    kl, l1 = -(target * draft).sum(dim=1), (draft.exp() - target).abs().sum(dim=1)
-    if kind == "lk-hybrid":
-        share = torch.exp(-3.0 * (1 - 0.5 * l1)).detach()
-        kl = share * kl + (1 - share) * 0.5 * l1
-    expected = torch.stack((kl, l1, -draft.gather(1, labels[:, None])[:, 0]), dim=1)
-    inputs = [features, code, correction] if has_correction else [features]
-    goals = torch.autograd.grad(2.0 * (expected * weights).sum(), inputs)
-    own: dict[str, Any] = {"code": code[:, None], "correction": correction} if has_correction else {}
-    for chunk_bytes in (1 << 26, 1, 4 * 2 * 11 * 4):
-        monkeypatch.setattr(losses, "LOGITS_BYTES", chunk_bytes)
-        total, terms = chunked_losses(
-            features[:, None],
-            hidden,
-            head,
-            weights[:, None],
-            labels=labels[:, None],
-            divergence=Divergence(kind),
-            **own,
+    if has_labels:
+        code, correction = options.get("code"), options.get("correction")
+        alone = chunked_cross_entropy(
+            features[:, 0], options["labels"][:, 0], head, None if code is None else code[:, 0], correction
         )
-        torch.testing.assert_close(terms[:, 0], expected)
-        torch.testing.assert_close(total, (expected * weights).sum())
-        for got, goal in zip(torch.autograd.grad(2.0 * total, inputs), goals, strict=True):
-            torch.testing.assert_close(got, goal)
-        own_code = code.detach() if has_correction else None
-        cross_entropy = chunked_cross_entropy(features.detach(), labels, head, own_code, own.get("correction"))
-        torch.testing.assert_close(cross_entropy, expected[:, 2].detach())
+        torch.testing.assert_close(alone, plain[:, 0, 2].detach())
 
 
 def test_chunked_under_autocast_equals_plain_within_bfloat16(small_chunks: None) -> None:
@@ -161,20 +141,6 @@ def test_chunks_wait_for_nothing(small_chunks: None) -> None:
     assert waits.n == 0
 
 
-def test_no_rows_give_no_loss() -> None:
-    head, hidden, features = torch.randn(31, 6), torch.randn(0, 6), torch.randn(0, 6, requires_grad=True)
-    value = kl_through(head, features, hidden)
-    assert value.item() == 0
-    value.backward()
-    assert features.grad is not None
-    assert features.grad.shape == (0, 6)
-
-
-def test_feature_loss_is_smooth_l1_mean_over_width() -> None:
-    got = feature_loss(torch.tensor([[0.0, 3.0]]), torch.tensor([[0.5, 0.0]]))
-    assert got.tolist() == [pytest.approx((0.125 + 2.5) / 2)]
-
-
 def test_peak_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the head may be read often enough."""
     vocab, width, chunk_bytes = 4096, 8, 1 << 18
@@ -199,14 +165,9 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch: pytes
     assert large - small < per_row * (1024 - 256)
     assert large < 12 * chunk_bytes + per_row * 1024
     assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, "the measure must see the plain loss's logits"
-
-
-def test_a_head_is_read_in_few_chunks() -> None:
-    """Of Llama 3's vocabulary 64 MiB hold 130 positions, and 2,048 positions would read 1 GB of head 16 times."""
-    assert chunk_rows(2048, 128_256) == 256
-    assert chunk_rows(1_000, 128_256) == 130
-    assert chunk_rows(100, 4096) == 4096
-    assert chunk_rows(0, 128_256) == 130
+    # Of Llama 3's vocabulary 64 MiB hold 130 positions, and 2,048 positions would read 1 GB of head 16 times.
+    monkeypatch.undo()
+    assert [chunk_rows(n, 128_256) for n in (2048, 1_000, 0)] == [256, 130, 130]
 
 
 @pytest.mark.parametrize("trains_head", [False, True])
