@@ -176,12 +176,8 @@ def check_losses(
     vectors.close("loss_weights", shares)
     own = Draws(None, draws.staircase_rows, blocks=chosen)
     torch.testing.assert_close(drafter.loss_positions(inputs.response_mask, own).sum(), shares.sum())
-    weights = LossWeights(
-        forward_kl=0.0,
-        cross_entropy=flags["ce_loss_alpha"],
-        l1=flags["l1_loss_alpha"],
-        confidence=flags["confidence_head_alpha"],
-    )
+    own_weights = {"cross_entropy": flags["ce_loss_alpha"], "l1": flags["l1_loss_alpha"]}
+    weights = LossWeights(forward_kl=0.0, **own_weights, confidence=flags["confidence_head_alpha"])
     sums = drafter.objective(frozen, TrainingStep(inputs, own, weights, denominator=1.0)).parts
     for name, key in (("cross_entropy", "ce"), ("l1", "l1"), ("confidence", "confidence")):
         is_used = getattr(weights, name) > 0
@@ -193,41 +189,32 @@ def check_losses(
     return terms.total
 
 
-@pytest.mark.parametrize("name", [name for name in names("train") if meta(name)["flags"]["world_size"] == 1])
+@pytest.mark.parametrize("name", names("train"))
 def test_training(name: str) -> None:
-    flags, vectors, (drafter, frozen) = meta(name)["flags"], Vectors(tensors(name)), build(name)
-    inputs = inputs_of(name[0], drafter, vectors["loss_mask"], slice(None))
-    draws = check_blocks(vectors, drafter, frozen, inputs)
-    accepted = check_forward(vectors, drafter, frozen, inputs)
-    check_losses(vectors, drafter, frozen, inputs, draws, flags).backward()
-    assert vectors.gradients(drafter) in (set(), set(dict(drafter.named_parameters())))
-    vectors.all_read()
-    supervised = vectors["eval_mask"].bool()
-    reached = (accepted.clamp(0, 1) * supervised).cumprod(dim=-1)
-    length = (1 + reached.sum(dim=-1)[supervised.any(dim=-1)]).mean().item()
-    assert length == pytest.approx(meta(name)["metrics"]["train/tau_probabilistic"], rel=1e-5)
-    _, is_candidate = blocks.draw_anchors(inputs.response_mask, Draws(None, draws.staircase_rows))
-    assert is_candidate.sum().item() / len(is_candidate) == meta(name)["metrics"]["train/valid_anchors_abs"]
-
-
-@pytest.mark.parametrize("name", [name for name in names("train") if meta(name)["flags"]["world_size"] > 1])
-def test_training_on_several_ranks(name: str) -> None:
     """Denominators are sums over ranks, so that the mean of the ranks' gradients is that of the pooled loss."""
     flags, found, (drafter, frozen) = meta(name)["flags"], tensors(name), build(name)
-    ranks = range(flags["world_size"])
-    by_rank = [Vectors(common.Vectors(found).starting_with(f"rank{rank}.")) for rank in ranks]
-    total_weight = sum(vectors["loss_weights"].sum().item() for vectors in by_rank)
+    n_ranks, whole = flags["world_size"], Vectors(found, unread=[key for key in found if key.startswith("rank")])
+    loss_mask, total_weight, ranks = whole["loss_mask"], None, [whole]
+    if n_ranks > 1:
+        ranks = [Vectors(common.Vectors(found).starting_with(f"rank{rank}.")) for rank in range(n_ranks)]
+        total_weight = sum(vectors["loss_weights"].sum().item() for vectors in ranks)
     losses = []
-    for rank, vectors in zip(ranks, by_rank, strict=True):
-        inputs = inputs_of(name[0], drafter, found["loss_mask"], slice(rank, rank + 1))
+    for rank, vectors in enumerate(ranks):
+        inputs = inputs_of(name[0], drafter, loss_mask, slice(rank, rank + 1) if n_ranks > 1 else slice(None))
         draws = check_blocks(vectors, drafter, frozen, inputs)
-        check_forward(vectors, drafter, frozen, inputs)
+        accepted = check_forward(vectors, drafter, frozen, inputs)
         losses.append(check_losses(vectors, drafter, frozen, inputs, draws, flags, total_weight))
-        vectors.all_read()
     torch.stack(losses).mean().backward()
-    rest = Vectors({key: value for key, value in found.items() if not key.startswith("rank")}, unread=["loss_mask"])
-    assert rest.gradients(drafter) in (set(), set(dict(drafter.named_parameters())))
-    rest.all_read()
+    assert whole.gradients(drafter) in (set(), set(dict(drafter.named_parameters())))
+    for vectors in (*ranks, whole):
+        vectors.all_read()
+    if n_ranks == 1:
+        supervised, metrics = whole["eval_mask"].bool(), meta(name)["metrics"]
+        reached = (accepted.clamp(0, 1) * supervised).cumprod(dim=-1)
+        length = (1 + reached.sum(dim=-1)[supervised.any(dim=-1)]).mean().item()
+        assert length == pytest.approx(metrics["train/tau_probabilistic"], rel=1e-5)
+        _, is_candidate = blocks.draw_anchors(inputs.response_mask, Draws(None, draws.staircase_rows))
+        assert is_candidate.sum().item() / len(is_candidate) == metrics["train/valid_anchors_abs"]
 
 
 class Rounds(DrafterProposer):

@@ -356,21 +356,16 @@ class DrafterContract:
         together = two_levels(joined, [texts[row] for row in order], tokens[order])
         apart = torch.cat((two_levels(pair, texts[:2], tokens[:2]), two_levels(single, texts[2:], tokens[2:])))
         torch.testing.assert_close(together, apart[order], rtol=1e-5, atol=self.close)
-        left = Rows(drafter, target)
-        left.commit([longer[0][:-1]])
         joined.commit([longer[row][:-1] for row in order])
-        left.proposer.state = joined.proposer.state.take_rows([1])
-        pair_goes_on = two_levels(pair, longer[:2], tokens[:2])
-        torch.testing.assert_close(
-            two_levels(left, longer[:1], tokens[:1]), pair_goes_on[:1], rtol=1e-5, atol=self.close
-        )
+        expected = two_levels(pair, longer[:2], tokens[:2])
+        taken = joined.proposer.state.take_rows([1])
         joined.proposer.state.select_rows([0])
-        rest = Rows(drafter, target)
-        rest.commit([longer[1][:-1]])
-        rest.proposer.state = joined.proposer.state
-        torch.testing.assert_close(
-            two_levels(rest, longer[1:2], tokens[1:2]), pair_goes_on[1:], rtol=1e-5, atol=self.close
-        )
+        for row, state in ((0, taken), (1, joined.proposer.state)):
+            own, alone = slice(row, row + 1), Rows(drafter, target)
+            alone.commit([longer[row][:-1]])
+            alone.proposer.state = state
+            got = two_levels(alone, longer[own], tokens[own])
+            torch.testing.assert_close(got, expected[own], rtol=1e-5, atol=self.close)
 
     # Decoding
 
@@ -548,7 +543,8 @@ class DrafterContract:
             others = list(inputs.layer_outputs)
             others[index] = states + torch.randn_like(states)
             assert case.terms(UNBOUNDED, layer_outputs=tuple(others)).total != usual, index
-        for name, nothing in (("kv", None), ("entering_hidden", None), ("layer_outputs", ())):
+        without: dict[str, Any] = {"kv": None, "entering_hidden": None, "layer_outputs": ()}
+        for name, nothing in without.items():
             if getattr(inputs, name) != nothing:
                 with pytest.raises(DrafterError):
                     case.terms(UNBOUNDED, **{name: nothing})
