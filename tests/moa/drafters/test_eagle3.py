@@ -52,16 +52,13 @@ def unrolled(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: in
     stream = torch.cat((embeddings[:, 1 : root + 1], fused[:, :root]), dim=-1)  # slots 0..root-1
     for step in range(n_steps):
         rotation = drafter.rotary(torch.arange(root + step)[None])
-        attended = block(stream, rotation, *block.keys_values(stream, rotation), _causal(root + step))
+        causal = torch.ones(1, root + step, root + step, dtype=torch.bool).tril()
+        attended = block(stream, rotation, *block.keys_values(stream, rotation), causal)
         features.append(drafter.fed_back(attended[:, -1]))
         if step < n_steps - 1:
             following = torch.cat((embeddings[:, root + step + 1], features[-1]), dim=-1)
             stream = torch.cat((stream, following[:, None]), dim=1)
     return torch.cat(features)
-
-
-def _causal(n_slots: int) -> Tensor:
-    return torch.ones(1, n_slots, n_slots, dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
@@ -141,7 +138,8 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch: pytes
         cache.take_layer_outputs()
 
 
-def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
+def test_draft_vocabulary_is_the_most_frequent_tokens(tmp_path: Path) -> None:
+    """Its maps are no weights, so that a cast leaves them."""
     model = build_model()
     frozen, counts = FrozenTarget.from_model(model), token_counts()
     drafter = build_eagle3(model, draft_vocabulary=20)
@@ -157,10 +155,6 @@ def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
     assert full.draft_tokens is None
     assert full.t2d.all()
     assert torch.equal(full.lm_head.weight, model.lm_head.weight)
-
-
-def test_maps_of_the_draft_vocabulary_are_no_weights(tmp_path: Path) -> None:
-    drafter = build_eagle3(build_model(), draft_vocabulary=20)
     save_drafter(drafter, tmp_path)
     half = load_drafter(tmp_path, torch.bfloat16)
     assert isinstance(half, Eagle3Drafter)

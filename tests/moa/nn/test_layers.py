@@ -10,6 +10,7 @@ from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate
 from moa_data.moa.nn.masks import causal_mask
 from moa_data.moa.targets.bundle import FrozenTarget, layer_sizes, save_target_bundle
+from moa_data.moa.targets.live import layer_outputs
 from moa_data.tests.kit.drafters import build_eagle3
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import QUICK_FAMILIES
@@ -24,14 +25,8 @@ class NoTokenizer:
 def test_frozen_layers_equal_the_target(family: str) -> None:
     model = build_model(family)
     tokens = torch.randint(0, 67, (2, 20))
-    states: dict[int, torch.Tensor] = {}
-    hooks = [
-        layer.register_forward_hook(lambda _m, _a, out, i=i: states.__setitem__(i, out))
-        for i, layer in enumerate(model.model.layers)
-    ]
-    out = model(tokens)
-    for hook in hooks:
-        hook.remove()
+    with layer_outputs(model, range(4)) as states:
+        out = model(tokens)
     frozen = FrozenTarget.from_model(model, n_layers=2)
     x, positions = states[1], torch.arange(20)[None]
     assert frozen.windows == {"mistral": [8, 8], "qwen2-mixed": [None, 6]}.get(family, [None, None])

@@ -195,26 +195,6 @@ def test_a_head_in_bfloat16_is_cast_in_blocks(
     torch.testing.assert_close(logits_of(hidden, stored), hidden @ stored.float().T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("divergence", "expected"),
-    [
-        (Divergence(), 1.247665),
-        (Divergence("lk"), 0.356675),  # -log 0.7
-        (Divergence("lk-hybrid", 3.0), 0.416047),  # exp(-2.1) * 1.247665 + (1 - exp(-2.1)) * 0.3
-        (Divergence("lk-hybrid", 0.0), 1.247665),
-    ],
-)
-def test_divergences_by_hand(divergence: Divergence, expected: float) -> None:
-    """Of 0.5, 0.3, 0.2 and a draft's 0.25, 0.25, 0.5: 0.7 is accepted, and the cross-entropy is 1.247665."""
-    target, draft = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()
-    weights, labels = torch.tensor([[[3.0, 0.0, 0.0]]]), torch.tensor([[1]])
-    for options in ({}, {"own_head": torch.eye(3)}, {"labels": labels}):
-        of_terms = weights if "labels" in options else weights[..., :1]
-        total, terms = chunked_losses(draft[:, None], target, torch.eye(3), of_terms, divergence=divergence, **options)
-        assert total.item() == pytest.approx(3 * expected, abs=1e-5)
-        assert terms[0, 0].tolist() == pytest.approx([expected, 0.6, 1.386294][: len(terms[0, 0])], abs=1e-5)
-
-
 def test_drafts_that_are_never_accepted_have_finite_losses() -> None:
     draft, target = torch.tensor([[60.0, -60.0]], requires_grad=True), torch.tensor([[-60.0, 60.0]])
     loss, _ = chunked_losses(draft[:, None], target, torch.eye(2), torch.ones(1, 1, 1), divergence=Divergence("lk"))
