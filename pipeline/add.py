@@ -221,10 +221,7 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
 
 
 def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPlan:
-    """Plan an addition without running the target or writing anything.
-
-    Args:
-        progress: called with (bytes done, bytes of the target's weights, message) while these are hashed.
+    """Plan an addition without running the target or writing anything; ``progress`` is told of hashed bytes.
 
     Raises:
         OptionInvalid: `extract` did not make the store, or the activations are unknown.

@@ -290,13 +290,12 @@ def _read_arrow(path: Path) -> Iterator[Any]:
     with pa.memory_map(str(path)) as source:
         try:
             file = pa.ipc.open_file(source)
+            found: Iterable[pa.RecordBatch] = map(file.get_batch, range(file.num_record_batches))
         except pa.ArrowInvalid:
             source.seek(0)  # `datasets` writes the stream format, feather is the file format
-            for batch in pa.ipc.open_stream(source):
-                yield from _arrow_rows(batch)
-            return
-        for index in range(file.num_record_batches):
-            yield from _arrow_rows(file.get_batch(index))
+            found = pa.ipc.open_stream(source)
+        for batch in found:
+            yield from _arrow_rows(batch)
 
 
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:

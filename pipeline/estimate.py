@@ -75,11 +75,9 @@ class ForwardPlan:
     """How the target will be run, and which activations are kept.
 
     Attributes:
-        folder, model_config: of the target.
         spec, codec: of the fields to write; a codec that learns has not learned yet.
         dtype: dtype in which activations are kept.
-        batch_tokens: tokens per forward, padding included.
-        longest_tokens: tokens of the longest sequence; one longer than ``batch_tokens`` makes a batch of its own.
+        batch_tokens: tokens per forward, padding included; a longer sequence makes a batch of its own.
         uses_cache: whether the forwards fill a key/value cache.
         n_workers: processes of this machine that run them at once.
     """
@@ -127,7 +125,7 @@ class ForwardPlan:
         return host_bytes * self.n_workers, device_bytes
 
     def describe_memory(self) -> str:
-        """Return the memory that forwards need, as text."""
+        """Return the memory that forwards need as text."""
         host_bytes, device_bytes = self.memory_bytes
         each = f" for {self.n_workers} workers" if self.n_workers > 1 else ""
         on_device = f" and {format_bytes(device_bytes)} on {self.device}" if device_bytes else ""
@@ -212,14 +210,9 @@ class WritePlan:
         """A folder on the disk that is written to."""
         return existing_parent(self.store)
 
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes of that disk."""
-        return shutil.disk_usage(self.disk).free
-
     def check_disk(self) -> None:
-        """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
-        needed, n_free = max(0, self.stored_bytes - self.present_bytes), self.free_bytes
+        """Refuse a plan that the disk cannot hold."""
+        needed, n_free = max(0, self.stored_bytes - self.present_bytes), shutil.disk_usage(self.disk).free
         is_remote = isinstance(self.store, RemotePath)
         if is_remote:  # only shards on their way to the bucket lie on the disk
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
@@ -234,7 +227,7 @@ class WritePlan:
     def room(self) -> list[str]:
         """Return lines about disk and memory."""
         return [
-            f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
+            f"free disk    {format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
             + (", for shards on their way to the bucket" if isinstance(self.store, RemotePath) else "")
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
             f"memory       {self.forward.describe_memory()}; free {format_bytes(free_memory() or 0)}",

@@ -67,8 +67,7 @@ class ExtractPlan(WritePlan):
 
     Attributes:
         manifest: content of store.json; of a codec that learns, without what it will learn.
-        sequences: the tokens and masks.
-        texts_origin: their origin (``texts_origin``); None where only reading all rows tells it.
+        texts_origin: the origin of the sequences (``texts_origin``); None where only reading all rows tells it.
         keeps_texts: whether the output folder holds them.
         dataset: the dataset, and which split and files of it were read, as text.
     """

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from moa_data.errors import Interrupted, OptionInvalid, SelectionInvalid, StoreMismatch
+from moa_data.errors import Interrupted, OptionInvalid, StoreMismatch
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline import add as add_module
 from moa_data.pipeline.add import add, plan_addition
@@ -29,8 +27,6 @@ from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
-from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import BatchReader, needed_fields
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
 
@@ -262,7 +258,7 @@ def test_keys_and_values_can_be_added_and_repaired(config: ExtractConfig) -> Non
 def test_another_target_another_device_and_unknown_forwards_are_refused(config: ExtractConfig, tmp_path: Path) -> None:
     before = begun(config)
     other = str(write_target(tmp_path / "other", seed=1))
-    refused: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
+    cases: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
         (add, {"model": other}, "identities.target.weights_sha256"),
         (add, {"device": "meta"}, "extraction.device"),
         (add, {"activations": ("hidden:middle",)}, ""),
@@ -273,7 +269,7 @@ def test_another_target_another_device_and_unknown_forwards_are_refused(config: 
         (extract, {"max_length": 64}, "extraction.max_length"),
         (extract, {"model": other}, "identities.target.weights_sha256"),
     ]
-    for command, changes, key in refused:
+    for command, changes, key in cases:
         given = addition(config, **changes) if command is add else config.replaced(activations=NEW, **changes)
         with pytest.raises(StoreMismatch if key else OptionInvalid) as caught:
             command(given)
@@ -310,17 +306,3 @@ def test_a_target_that_computes_something_else_is_refused(
         patch.setattr(add_module, "capture", scaled(1.004))
         assert "relative error of" in add(addition(config)).describe()
     assert read_tree(config.out) == fresh(config)
-
-
-def test_training_reads_the_new_field(config: ExtractConfig) -> None:
-    begun(config)
-    settings = TrainConfig.of(store=config.out, out="", batch_size=2, target_layer_inference=1, reader_threads=1)
-    with ActivationStore(config.out) as store, pytest.raises(SelectionInvalid, match="moa-data add"):
-        needed_fields(store, settings)
-    add(addition(config, activations=("hidden:layer:1",)))
-    with ActivationStore(config.out) as store:
-        batch, _ = BatchReader(store, settings, torch.device("cpu")).read(np.array([0, 1]), store.lengths[:2])
-        assert batch.entering_hidden is not None
-        for i in range(2):
-            stored = torch.from_numpy(store.read(i, "hidden/layer_1")).view(torch.bfloat16)
-            assert torch.equal(batch.entering_hidden[i, : len(stored)], stored)

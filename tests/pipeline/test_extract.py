@@ -7,15 +7,15 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moa_data import files
 from moa_data.errors import Interrupted, StorageUnavailable, StoreMismatch, TargetError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
@@ -26,7 +26,6 @@ from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.report import PartProgress, Timings
 from moa_data.pipeline.workers import WorkOrder, run_worker
 from moa_data.storage import chunk as chunk_module
-from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path
@@ -117,23 +116,54 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
     assert read_tree(config.out) == before
 
 
-def test_an_encoder_that_fails_ends_the_run_and_the_next_one_goes_on(
-    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+KEPT = r"\d of \d parts are committed in .*Run the same command again"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "at_call", "raised", "expected", "message"),
+    [
+        (chunk_module, "encode_chunk", 12, MemoryError("no room for a chunk"), MemoryError, "no room for a chunk"),
+        (
+            part_writer,
+            "write_all",
+            25,
+            FULL,
+            StorageUnavailable,
+            r"No space left while writing .*run the same command again",
+        ),
+        (forwards_module, "capture", 0, KeyboardInterrupt(), Interrupted, KEPT),
+        (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, KEPT),
+    ],
+)
+def test_a_failure_discards_the_part_and_the_next_run_goes_on(
+    config: ExtractConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    at_call: int,
+    raised: BaseException,
+    expected: type[BaseException],
+    message: str,
 ) -> None:
     extract(elsewhere(config))
-    n_chunks = iter(range(1 << 20))
+    real, calls = getattr(module, name), count()
 
-    def fails_late(chunk: np.ndarray) -> bytes:
-        if next(n_chunks) == 12:
-            raise MemoryError("no room for a chunk")
-        return encode_chunk(chunk)
+    def fails_late(*arguments: Any) -> Any:
+        if next(calls) >= at_call:
+            raise raised
+        return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunk_module, "encode_chunk", fails_late)
-        with pytest.raises(MemoryError, match="no room for a chunk"):
+        patch.setattr(module, name, fails_late)
+        with pytest.raises(expected, match=message):
             extract(config)
     assert not list(Path(config.out).rglob("*.partial"))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("encode", "sync", "activation"))]
+    parts = {int(path.name.split(".")[1]) for path in (Path(config.out) / "parts").rglob("c.*")}
+    commits = {int(path.stem.removeprefix("part-")) for path in (Path(config.out) / "commits").glob("part-*.json")}
+    assert parts == commits
+    assert len(commits) < 5
     extract(config)
     assert read_tree(config.out) == read_tree(elsewhere(config).out)
 
@@ -162,56 +192,6 @@ def test_a_changed_target_is_refused_by_name(config: ExtractConfig, model: Path)
         assert any(changed.startswith(f"identities.{key}") for changed in caught.value.changes), key
         (model / name).write_bytes(content)
     assert read_tree(config.out) == before
-
-
-def interrupt_at(message: str, at_call: int) -> Callable[[int, int, str], None]:
-    """Progress that raises KeyboardInterrupt at a call whose message starts with `message`."""
-    seen = 0
-
-    def progress(_done: int, _total: int, text: str) -> None:
-        nonlocal seen
-        seen += text.startswith(message)
-        if seen == at_call and text.startswith(message):
-            raise KeyboardInterrupt
-
-    return progress
-
-
-@pytest.mark.parametrize("at_call", [1, 6])
-def test_ctrl_c_in_a_part_discards_it_and_the_next_run_goes_on(config: ExtractConfig, at_call: int) -> None:
-    extract(elsewhere(config))
-    with pytest.raises(Interrupted, match=r"\d of \d parts are committed in .*Run the same command again"):
-        extract(config, progress=interrupt_at("extract", at_call))
-    assert not list(Path(config.out).rglob("*.partial"))
-    parts = {int(path.name.split(".")[1]) for path in (Path(config.out) / "parts").rglob("c.*")}
-    commits = {int(path.stem.removeprefix("part-")) for path in (Path(config.out) / "commits").glob("part-*.json")}
-    assert parts == commits
-    extract(config)
-    assert read_tree(config.out) == read_tree(elsewhere(config).out)
-
-
-def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
-    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extract(elsewhere(config))
-    n_writes = 0
-    write_all = files.write_all
-
-    def full_after_some(fd: int, data: bytes) -> int:
-        nonlocal n_writes
-        n_writes += 1
-        if n_writes > 25:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_all(fd, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(part_writer, "write_all", full_after_some)
-        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*run the same command again"):
-            extract(config)
-    assert 0 < len(list((Path(config.out) / "commits").glob("part-*.json"))) < 5
-    assert not list(Path(config.out).rglob("*.partial"))
-    extract(config)
-    assert read_tree(config.out) == read_tree(elsewhere(config).out)
 
 
 def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: ExtractConfig, tmp_path: Path) -> None:

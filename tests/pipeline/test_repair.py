@@ -130,16 +130,11 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
 
 
 def test_settings_come_from_the_last_record_that_can_be_read(config: ExtractConfig, tmp_path: Path) -> None:
-    store = tmp_path / "store"
+    runs = tmp_path / "store" / "runs"
     with pytest.raises(WorkerError, match="records no finished extraction"):
-        recorded_config(store)
-    runs = store / "runs"
+        recorded_config(runs.parent)
     runs.mkdir(parents=True)
-    values = config.named()
-    for name, text in {
-        "1.json": json.dumps({"config": values | {"max_length": 77, "added_later": 1}}),
-        "2.json": '{"config": {"model": 5}}',
-        "3.json": "{",
-    }.items():
+    own = json.dumps({"config": config.named() | {"max_length": 77, "added_later": 1}})
+    for name, text in (("1.json", own), ("2.json", '{"config": {"model": 5}}'), ("3.json", "{")):
         (runs / name).write_text(text)
-    assert recorded_config(store) == config.replaced(max_length=77)
+    assert recorded_config(runs.parent) == config.replaced(max_length=77)
