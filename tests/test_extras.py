@@ -18,39 +18,9 @@ from moa_data.tests.kit.stores import make_recipe
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-_PROGRAM = """
-import importlib, pkgutil, sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {extras}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Refuse())
-"""
-
 
 def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[><=]", entry)[0].replace("-", "_") for entry in requirements}
-
-
-def run(program: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    extras = PROJECT["optional-dependencies"]
-    refused = names(extras["extract"] + extras["train"]) - names(PROJECT["dependencies"])
-    assert {"torch", "transformers", "lightning", "datasets"} <= refused
-    text = _PROGRAM.format(extras=refused) + program
-    return subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
-
-
-def test_storage_the_command_line_and_settings_import_without_the_extras() -> None:
-    done = run(
-        "import moa_data.storage, moa_data.cli\n"
-        "for item in pkgutil.walk_packages(moa_data.storage.__path__, 'moa_data.storage.'):\n"
-        "    importlib.import_module(item.name)\n"
-        "for name in ('ActivationStore', 'MoaDataError', 'ExtractConfig', 'TrainConfig', 'EvalConfig'):\n"
-        "    getattr(moa_data, name)\n"
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_public_names_are_those_of_their_modules() -> None:
@@ -83,8 +53,21 @@ ARGUMENTS = {
     "eval": "--model M --drafter D --prompts P",
 }
 RUN_ALL = """
-import contextlib, io, json
+import contextlib, importlib, io, json, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {extras}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import moa_data.storage
 from moa_data.cli import main
+
+for item in pkgutil.walk_packages(moa_data.storage.__path__, "moa_data.storage."):
+    importlib.import_module(item.name)
+for name in ("ActivationStore", "MoaDataError", "ExtractConfig", "TrainConfig", "EvalConfig"):
+    getattr(moa_data, name)
 
 def run(name, arguments):
     output, errors = io.StringIO(), io.StringIO()
@@ -98,7 +81,7 @@ sys.stdout.write(json.dumps({{name: run(name, arguments) for name, arguments in 
 """
 
 
-def test_the_table_of_installs_in_an_environment_without_torch(tmp_path: Path) -> None:
+def test_storage_settings_and_the_table_of_installs_without_torch(tmp_path: Path) -> None:
     make_recipe(lengths=(12, 30)).write(tmp_path / "STORE")
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `moa-data(?:\[(\w+)\])?` \| [^|]* \| ([^|]*) \|$", page, flags=re.MULTILINE)
@@ -106,8 +89,11 @@ def test_the_table_of_installs_in_an_environment_without_torch(tmp_path: Path) -
     assert extra_of.keys() == COMMANDS.keys() == ARGUMENTS.keys()
     assert {extra for extra in extra_of.values() if extra} <= PROJECT["optional-dependencies"].keys()
 
-    commands = ARGUMENTS | {"inspect": "STORE --sample 1"}
-    done = run(RUN_ALL.format(commands=commands), tmp_path)
+    extras = PROJECT["optional-dependencies"]
+    refused = names(extras["extract"] + extras["train"]) - names(PROJECT["dependencies"])
+    assert {"torch", "transformers", "lightning", "datasets"} <= refused
+    program = RUN_ALL.format(extras=refused, commands=ARGUMENTS | {"inspect": "STORE --sample 1"})
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, (code, errors) in json.loads(done.stdout).items():
         extra = extra_of[name]

@@ -1,6 +1,5 @@
 """Signals on the real process: one line and the signal's exit code, and the same command ends what was begun."""
 
-import logging
 import os
 import re
 import shutil
@@ -17,36 +16,12 @@ import pytest
 
 from moa_data.tests.kit.command import DEMO_OPTIONS, error_line
 from moa_data.tests.kit.runs import assert_same_run
-from moa_data.tests.kit.variants import quick
 from moa_data.tests.test_exit_codes import COMMANDS as EVERY_COMMAND
 from moa_data.tests.test_exit_codes import PREPARE
 
-_log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("heeded_signals")
 ]  # fmt: skip
-
-# Sends a signal to itself the first time that a function is called, in the middle of a phase of the demo.
-STRIKE = """
-import importlib, os, signal, sys, time
-from moa_data.__main__ import main
-module, _, attribute = sys.argv.pop(1).partition(":")
-number = int(sys.argv.pop(1))
-owner, calls = importlib.import_module(module), []
-*path, name = attribute.split(".")
-for step in path:
-    owner = getattr(owner, step)
-real = getattr(owner, name)
-def struck(*args, **kwargs):
-    calls.append(name)
-    if len(calls) == 3 or name != "training_step":
-        os.kill(os.getpid(), number)
-        time.sleep(1)
-    return real(*args, **kwargs)
-setattr(owner, name, struck)
-main()
-"""
-
 
 # Stands in for the command line, whose imports take a second.
 FAKE_CLI = """
@@ -57,8 +32,8 @@ sys.modules["moa_data.cli"] = fake
 """
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
 def one_line(done: subprocess.CompletedProcess[str], number: int = signal.SIGINT) -> str:
@@ -183,34 +158,6 @@ N_MOMENTS = int(os.environ.get("N_MOMENTS", "20"))
 N_CTRL_C = int(os.environ.get("N_CTRL_C", "200"))
 
 
-MIDDLES: dict[str, tuple[str, str, str]] = {
-    "plan": (
-        "moa_data.pipeline.estimate:run_parts",
-        "plan --model model --dataset chats.jsonl --out OUT --device cpu",
-        "Nothing was written; run the same command again",
-    ),
-    "extract": ("moa_data.pipeline.forwards.parts:capture", COMMANDS["extract"], "parts are committed in OUT"),
-    "add": ("moa_data.pipeline.forwards.parts:capture", COMMANDS["add"].replace("OUT", "store"), "store is as it was"),
-    "recode": ("moa_data.storage.write.part:PartWriter.write", COMMANDS["recode"], "parts are committed in OUT"),
-    "verify": ("moa_data.storage.read.verify:_check_sequence", "verify store", "Nothing was written"),
-    "train": ("moa_data.trainer.step:DrafterModule.training_step", COMMANDS["train"], "the same command and --resume"),
-}
-"""Command -> a function in the middle of its work, its arguments, and what it says when SIGTERM arrives there."""
-
-
-@pytest.mark.parametrize("command", quick(MIDDLES, ["verify"]))
-def test_sigterm_in_the_middle_of_a_command_ends_it_in_one_line(
-    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    work = Path(shutil.copytree(room, tmp_path / "room"))
-    monkeypatch.chdir(work)
-    place, arguments, said = MIDDLES[command]
-    line = one_line(python(STRIKE, place, str(int(signal.SIGTERM)), *arguments.split()), signal.SIGTERM)
-    assert said in line
-    left = [path for path in work.rglob("*") if path.name.endswith(".partial") or path.name.startswith(".moa-data")]
-    assert not left
-
-
 def data_files(out: Path) -> dict[str, bytes]:
     """What a command wrote, without what records runs, paths and times: a store, a drafter, a target."""
     data = re.compile(r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet")
@@ -298,21 +245,21 @@ LIVES_S = {"serve": 12.0, "chat": 12.0, "push": 12.0, "pull": 12.0}
 """Seconds within which commands that wait for others are struck."""
 
 
-def assert_interrupted(code: int, said: str, seconds: float) -> None:
+def assert_interrupted(code: int, said: str, seconds: float, number: int = signal.SIGINT) -> None:
     assert seconds < ENDS_S, (seconds, said)  # on a machine that has nothing else to do
-    if code == -signal.SIGINT or "Fatal Python error: init_" in said or "Exception ignored in" in said:
+    if code == -number or "Fatal Python error: init_" in said or "Exception ignored in" in said:
         return  # Python had not come to the first line of the program
     if code == 0 and seconds < LEAVES_S:
         return  # the outcome was decided, and the process was on its way out
-    error_line(code, said, 128 + signal.SIGINT)
+    error_line(code, said, 128 + number)
 
 
-def test_ctrl_c_at_random_moments_of_verify(room: Path) -> None:
+def test_signals_at_random_moments_of_verify(room: Path) -> None:
     code, said, whole_s = run_until(["verify", "store"], room, None, 0)
     assert code == 0, said
-    for share in (0.45, 0.75):
-        code, said, _ = run_until(["verify", "store"], room, share * whole_s, signal.SIGINT)
-        assert_interrupted(code, said, 0.0)
+    for share, number in ((0.45, signal.SIGINT), (0.75, signal.SIGTERM)):
+        code, said, _ = run_until(["verify", "store"], room, share * whole_s, number)
+        assert_interrupted(code, said, 0.0, number)
 
 
 @pytest.mark.slow
