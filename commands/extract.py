@@ -38,7 +38,7 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
 
     with ProgressLine("row") as progress:
         if dry_run:
-            text = job.count_work(config, progress).describe(config)
+            _, _, text = job.count_work(config, progress)
         else:
             text = job.regenerate(config, progress).describe(config)
     out.print(text)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import httpx2 as httpx
 import torch
@@ -171,26 +171,8 @@ class RowCounts:
         return [f"{start}{n:,}  {reason} (first: {self.examples[reason]})" for reason, n in counts.most_common()]
 
 
-class RegenerationPlan(NamedTuple):
-    """The rows that are read, the chats among them that ask something, their answers, and what identifies the rows."""
-
-    n_rows: int
-    n_chats: int
-    n_answers: int
-    dataset: dict[str, Any]
-
-    def describe(self, config: RegenerateConfig) -> str:
-        """Return in one line what will be done."""
-        drafts = f", drafts by {config.drafter}" if config.drafter else ""
-        who = f"requests at once to {config.server}" if config.server else f"chats at a time by {config.model}{drafts}"
-        return (
-            f"{counted(self.n_rows, 'row')}, {counted(self.n_chats, 'chat')} that ask for {self.n_answers:,} answers "
-            f"of at most {config.max_new_tokens:,} tokens; {config.n_together} {who}"
-        )
-
-
-def count_work(config: RegenerateConfig, progress: Progress | None = None) -> RegenerationPlan:
-    """Read all rows once, to count what they ask and to identify the dataset."""
+def count_work(config: RegenerateConfig, progress: Progress | None = None) -> tuple[int, dict[str, Any], str]:
+    """Read all rows once; returns their number, what identifies the dataset, and in one line what will be done."""
     source, n_rows, n_chats, n_answers = _source(config), 0, 0, 0
     total = source.count_rows()
     for row in _rows(config, source):
@@ -205,7 +187,13 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Re
             "or name their columns with --columns."
         )
     dataset = source.origin() or {"sha256": source.identity()}
-    return RegenerationPlan(n_rows, n_chats, n_answers, {"name": source.describe()} | dataset)
+    drafts = f", drafts by {config.drafter}" if config.drafter else ""
+    who = f"requests at once to {config.server}" if config.server else f"chats at a time by {config.model}{drafts}"
+    text = (
+        f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers "
+        f"of at most {config.max_new_tokens:,} tokens; {config.n_together} {who}"
+    )
+    return n_rows, {"name": source.describe()} | dataset, text
 
 
 def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> Answers:
@@ -219,12 +207,12 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> An
     out = out if out.suffix == ".jsonl" else out / _FILE
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise OptionInvalid(f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it.")
-    work = count_work(config, progress)
+    n_rows, dataset, _ = count_work(config, progress)
     asked, limit = config.questions, config.questions.max_rejected_fraction
     answering = LocalTarget(config) if config.server is None else Server(config)
     settings = {
-        "dataset": work.dataset,
-        "n_rows": work.n_rows,
+        "dataset": dataset,
+        "n_rows": n_rows,
         "columns": list(asked.columns),
         "model": config.model,
         **answering.facts,
@@ -233,18 +221,18 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> An
         **config.sampling.model_dump(mode="json"),
         **({} if config.server else {"batch_size": config.n_together}),
     }
-    with open_answers(out, json.loads(json.dumps(settings)), work.n_rows) as answers:
+    with open_answers(out, json.loads(json.dumps(settings)), n_rows) as answers:
         counts = answers.counts
 
         def commit(rows: Sequence[Row]) -> None:
             if rows:
                 answers.append(rows)
             if progress:
-                progress(counts.n_rows, work.n_rows, "regenerate")
+                progress(counts.n_rows, n_rows, "regenerate")
             # As soon as it is certain that more rows are rejected than allowed.
-            if counts.rejected.total() > limit * work.n_rows:
+            if counts.rejected.total() > limit * n_rows:
                 raise DatasetError(
-                    f"{counts.rejected.total():,} of the first {counts.n_rows:,} rows ({work.n_rows:,} in all) gave no "
+                    f"{counts.rejected.total():,} of the first {counts.n_rows:,} rows ({n_rows:,} in all) gave no "
                     f"chat, more than --max-rejected-fraction {limit}: {'; '.join(counts.lines(counts.rejected))}. "
                     "Raise that fraction and run the same command again, which keeps the answers so far; or correct "
                     "the data."

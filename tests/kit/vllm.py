@@ -47,16 +47,15 @@ class SupportsHMA(ABC):
 
 
 class KVConnectorBase_V1(ABC):
+    """The names and parameters of the wheel; what a connector need not override is abstract here, too."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._connector_metadata: KVConnectorMetadata | None = None
         self._vllm_config, self._kv_transfer_config = vllm_config, vllm_config.kv_transfer_config
         self._kv_cache_config, self._role = kv_cache_config, role
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata | None) -> None:
         self._connector_metadata = connector_metadata
-
-    def clear_connector_metadata(self) -> None:
-        self._connector_metadata = None
 
     def _get_connector_metadata(self) -> KVConnectorMetadata:
         assert self._connector_metadata is not None
@@ -65,45 +64,33 @@ class KVConnectorBase_V1(ABC):
     def has_connector_metadata(self) -> bool:
         return self._connector_metadata is not None
 
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        return
-
+    @abstractmethod
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None: ...
     @abstractmethod
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None: ...
-
     @abstractmethod
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
-
     @abstractmethod
     def wait_for_save(self) -> None: ...
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, None
-
-    def shutdown(self) -> None:
-        return None
-
+    @abstractmethod
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]: ...
+    @abstractmethod
+    def shutdown(self) -> None: ...
     @abstractmethod
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]: ...
-
     @abstractmethod
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
-
     @abstractmethod
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata: ...
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
-
+    @abstractmethod
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]: ...
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return None
-
-    def get_finished_count(self) -> int | None:
-        return None
+    @abstractmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None: ...
+    @abstractmethod
+    def get_finished_count(self) -> int | None: ...
 
 
 @dataclass
@@ -232,7 +219,7 @@ class LLM:
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
         self.worker.wait_for_save()
         sent, _ = self.worker.get_finished(finished)
-        self.worker.clear_connector_metadata()
+        self.worker.bind_connector_metadata(None)
         for name in sent or ():
             for group, blocks in zip(self.groups.kv_cache_groups, self.held.pop(name), strict=True):
                 for layer in group.layer_names:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import load_from_disk
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,7 @@ from moa_data.errors import OptionInvalid
 from moa_data.pipeline.exchange.config import ExportConfig, Format
 from moa_data.pipeline.exchange.formats import make_format
 from moa_data.pipeline.exchange.transfer import export_store
+from moa_data.storage.read.store import ActivationStore
 
 BFLOAT16: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-2}
 
@@ -33,8 +35,12 @@ def live(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the_norm(
     store: Path, model: Any, tmp_path: Path
 ) -> None:
-    export_store(ExportConfig(store=str(store), format="speculators", out=str(tmp_path), max_sequences=1))
+    export_store(ExportConfig(store=str(store), format="speculators", out=str(tmp_path), max_sequences=2))
     record = load_file(tmp_path / "hidden_states" / "hs_0.safetensors")
+    rows, original = load_from_disk(str(tmp_path)), ActivationStore(store)
+    assert rows.with_format(None)["seq_len"][:] == original.lengths[:2].tolist()
+    assert torch.equal(record["token_ids"], rows[0]["input_ids"])
+    assert rows[1]["loss_mask"].tolist() == original.read(1, "response_mask").tolist()
     with safe_open(tmp_path / "hidden_states" / "hs_0.safetensors", framework="pt") as file:
         assert file.metadata() == {"target_layer_ids": "2,4,5,8"}
     states = live(model, record["token_ids"])

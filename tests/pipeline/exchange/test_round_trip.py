@@ -13,7 +13,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
 from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, SelectionInvalid
@@ -98,18 +97,6 @@ def test_speculators_last_state_goes_through_the_final_norm(store: Path, target:
         np.testing.assert_allclose(got, expected, rtol=2**-8)  # one rounding to bfloat16
         live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
         np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)  # extraction rounded after the norm only
-
-
-def test_speculators_folder_is_what_its_trainer_reads(store: Path, tmp_path: Path) -> None:
-    folder = export(store, "speculators", tmp_path / "out")
-    rows = load_from_disk(str(folder))
-    original = ActivationStore(store)
-    assert rows.with_format(None)["seq_len"][:] == original.lengths.tolist()
-    for i in (0, 11):
-        record = load_file(folder / "hidden_states" / f"hs_{i}.safetensors")
-        assert torch.equal(record["token_ids"], rows[i]["input_ids"])
-        assert rows[i]["loss_mask"].tolist() == original.read(i, "response_mask").tolist()
-        assert record["hidden_states"].shape == (original.lengths[i], 4, 32)
 
 
 def test_keys_and_values_of_the_last_layers(tmp_path: Path) -> None:

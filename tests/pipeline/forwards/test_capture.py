@@ -22,8 +22,10 @@ LENGTHS = (31, 17, 3)
 
 
 def draw_sequences() -> list[np.ndarray]:
+    """Texts of which two share their beginning."""
     draw = np.random.default_rng(1)
-    return [draw.integers(0, 400, n).astype(np.int32) for n in LENGTHS]
+    first, second, third = (draw.integers(0, 400, n).astype(np.int32) for n in LENGTHS)
+    return [first, np.concatenate([first[:9], second[9:]]), third]
 
 
 def rows(host: Capture, name: str, index: int) -> np.ndarray:
@@ -47,6 +49,9 @@ def test_a_batch_equals_single_forwards(architecture: str) -> None:
         np.testing.assert_allclose(rows(host, "hidden/layer_0", index), expected.hidden_states[1][0], atol=2e-5)
         last_layer = torch.from_numpy(rows(host, "hidden/layer_2", index).copy())
         np.testing.assert_allclose(model.model.norm(last_layer).detach(), expected.hidden_states[-1][0], atol=2e-5)
+        alone = capture(model, [tokens], SPEC, torch.float32).to_host()
+        assert rows(host, "kv", index).shape[0] == len(tokens)
+        np.testing.assert_allclose(rows(host, "kv", index), rows(alone, "kv", 0), atol=2e-5)
         logits = model.lm_head(torch.from_numpy(rows(host, "hidden/last", index).copy())).detach()
         np.testing.assert_allclose(logits, expected.logits[0], atol=2e-4)
 
@@ -59,18 +64,6 @@ def test_keys_beyond_a_sliding_window_are_kept() -> None:
     assert narrow.fields["kv"].shape[1] == len(tokens)
     assert torch.equal(narrow.fields["kv"][:, :, 0], wide.fields["kv"][:, :, 0])
     assert not torch.allclose(narrow.fields["hidden/last"][:, 6:], wide.fields["hidden/last"][:, 6:])
-
-
-def test_sequences_of_one_batch_do_not_see_each_other_or_a_shared_prefix() -> None:
-    model = build_text_model("llama")
-    draw = np.random.default_rng(2)
-    shared = draw.integers(0, 400, 64).astype(np.int32)
-    sequences = [np.concatenate([shared, draw.integers(0, 400, n).astype(np.int32)]) for n in (9, 2)]
-    host = capture(model, sequences, SPEC, torch.float32).to_host()
-    for index, tokens in enumerate(sequences):
-        alone = capture(model, [tokens], SPEC, torch.float32).to_host()
-        assert rows(host, "kv", index).shape[0] == len(tokens)
-        np.testing.assert_allclose(rows(host, "kv", index), rows(alone, "kv", 0), atol=2e-5)
 
 
 def test_only_what_was_asked_for_is_captured() -> None:
