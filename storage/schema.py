@@ -151,6 +151,7 @@ class FieldSpec:
     description: str = ""
 
     def __post_init__(self) -> None:
+        relative_name(self.name)
         object.__setattr__(self, "token_shape", tuple(int(size) for size in self.token_shape))
         object.__setattr__(self, "axes", tuple(self.axes))
         storage_dtype(self.dtype)
@@ -161,8 +162,6 @@ class FieldSpec:
             )
         if any(size < 1 for size in self.token_shape):
             raise ValueError(f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at least 1.")
-        if not self.name or any(part in ("", ".", "..") for part in self.name.split("/")):
-            raise ValueError(f"Field name {self.name!r} must be a relative path without empty, '.' or '..' steps.")
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -357,7 +356,7 @@ def _read_field(document: Mapping[str, Any]) -> FieldSpec:
     shape = whole_numbers(document["token_shape"], "token_shape")
     if math.prod(shape) > MAX_TOKEN_VALUES:
         raise ValueError(f"field {document['name']!r} has {math.prod(shape)} values per token")
-    return FieldSpec(relative_name(document["name"]), document["dtype"], shape, tuple(axes), document["description"])
+    return FieldSpec(document["name"], document["dtype"], shape, tuple(axes), document["description"])
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -44,18 +44,14 @@ _REPAIR = "Delete the part's file in commits/ and run extract again: it redoes t
 
 
 class ShardReader:
-    """A shard and its index; safe in threads and after a fork. The file is closed when the reader is garbage.
+    """A shard and its index; safe in threads and after a fork. StoreDamaged for no such file, or a damaged index.
 
     Args:
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
         record: size and checksum of the file, as its commit has them.
-        cache: keeps on a disk what is read of a remote file.
 
     Attributes:
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
-
-    Raises:
-        StoreDamaged: no such file, or its index is damaged.
     """
 
     def __init__(
@@ -102,12 +98,7 @@ class ShardReader:
         return raw
 
     def decode(self, data: np.ndarray, row: int, column: int, out: np.ndarray) -> None:
-        """Check and decode one inner chunk.
-
-        Args:
-            data: uint8 [n_bytes], the chunk as it is stored.
-            out: C-contiguous, of the chunk's shape; filled.
-        """
+        """Check one inner chunk as it is stored, uint8 [n_bytes], and decode it into a C-contiguous array."""
         try:
             decode_chunk(data, out)
         except StoreDamaged as error:
@@ -187,10 +178,9 @@ def _open(
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a stored array, and where they go.
+    """Rows [start, stop) of a stored array, counted from the beginning of the part, and where they go.
 
     Attributes:
-        start: first row, counted from the beginning of the part.
         out: [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype. Rows
             beyond ``stop - start`` may be overwritten: with room for the whole last chunk it is decoded in place.
         layers: non-negative indices along the layer (or piece) axis, in the order wanted; None for all.
@@ -390,12 +380,12 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
 def _fetch_ahead(reads: list[_Read]) -> None:
     """Request all bytes before the first chunk is decoded."""
     remote: list[tuple[_Read, RemoteFile]] = []
-    for read in reads:
-        file = read.reader.file
-        if isinstance(file, RemoteFile):
-            remote.append((read, file))
-        elif len(reads) > 1:
-            with suppress(*MISSING):  # whoever reads it says that it is missing
+    with suppress(*MISSING):  # a local file that is missing is named when it is read
+        for read in reads:
+            file = read.reader.file
+            if isinstance(file, RemoteFile):
+                remote.append((read, file))
+            elif len(reads) > 1:
                 file.prefetch(read.offset, read.offset + read.n_bytes)
     if remote:
         try:

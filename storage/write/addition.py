@@ -3,11 +3,10 @@
 At every moment readers see the whole old store or the whole new one:
 
 1. The new arrays' shards of a part are written, synced and given their names. Then its commit is replaced by one that
-   lists them too. A reader of the old manifest does not ask for them, so that the part stays valid.
+   lists them too, which readers of the old manifest do not ask for.
 2. When every committed part has them, store.json is replaced by one that names the new fields.
 
-A kill leaves parts that have the new arrays and parts that have not; the same addition continues with the latter. At
-the end every file has the bytes that one extraction of all fields would have given.
+At the end every file has the bytes that one extraction of all fields would have given.
 """
 
 from __future__ import annotations

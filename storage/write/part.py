@@ -77,11 +77,7 @@ class ShardWriter:
         return self._row == self._grid.rows_per_shard
 
     def append_row(self, values: np.ndarray) -> None:
-        """Encode the inner chunks of the next tokens, and write those that are ready.
-
-        Args:
-            values: [chunk_tokens, *token_shape], storage dtype; must not change until :meth:`settle` or :meth:`finish`.
-        """
+        """Encode the next row of inner chunks, which must not change until :meth:`settle`, and write what is ready."""
         step = self._grid.chunk_layers
         columns = range(self._grid.chunks_per_row)
         chunks = [values[:, column * step : (column + 1) * step] if values.ndim > 1 else values for column in columns]
@@ -161,12 +157,7 @@ class ArrayWriter:
         self._n_shards = 0
 
     def write(self, first_row: int, values: np.ndarray) -> None:
-        """Write consecutive rows; rows skipped since the last call are zero.
-
-        Args:
-            first_row: position of ``values[0]`` on the array's axis 0; not before the end of the last call.
-            values: [n, *row_shape] in the array's dtype.
-        """
+        """Write consecutive rows, [n, *row_shape] in the array's dtype; rows skipped since the last call are zero."""
         self._check(first_row, values)
         if not len(values):
             return
@@ -351,13 +342,8 @@ class PartWriter:
     def commit(self) -> PartCommit:
         """Make the part exist: finish and sync every shard, give it its name, write the commit.
 
-        Where another writer has committed the part meanwhile, this one's files are deleted: the first commit stays.
-
-        Returns:
-            The part's commit, of whichever writer.
-
-        Raises:
-            StoreError: a planned sequence was not written to every field.
+        Where another writer has committed the part meanwhile, that commit stays, and this one's files are deleted.
+        StoreError where a planned sequence was not written to every field.
         """
         self._check_open()
         self._check_complete()

@@ -145,8 +145,7 @@ class StoreWriter(StoreFiles):
         Args:
             path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
-            shares: whether others that share may write parts beside this process, and it beside them, as in a bucket
-                they always may.
+            shares: whether others that share it too may write beside this process, as in a bucket they always may.
 
         Raises:
             OutputOccupied: the folder holds something else.
@@ -290,12 +289,7 @@ class StoreWriter(StoreFiles):
         on_commit: Callable[[int], None],
         pool: EncodePool | None = None,
     ) -> PartWriter:
-        """Open a part for writing fields to it that it lacks.
-
-        Args:
-            codec: codec of these fields; :meth:`lay_out` must have written their metadata.
-            existing: files that the part's commit lists.
-        """
+        """Open a part for writing the fields of a codec, which was laid out, beside files that its commit lists."""
         if part in self._open_parts:
             raise StoreError(f"Part {part} is being written already; open each part once.")
         claim = -1 if self._lock is None else self._lock.claim(part)
@@ -336,12 +330,9 @@ class StoreWriter(StoreFiles):
         self._committed.discard(part)
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
-        """Replace store.json by one whose files all exist already.
-
-        Readers find the old manifest or the new one at every moment; where the disk is full it may be the new one
-        without its commit, until the store is opened again.
-        """
-        # The old one's commit is deleted first and the new one's written last, as a store without it is read unchecked.
+        """Replace store.json by one whose files all exist; readers find the old or the new one at every moment."""
+        # The old one's commit is deleted first and the new one's written last: a store without it is read unchecked. On
+        # a full disk it stays so until the store is opened again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
@@ -391,10 +382,9 @@ class StoreWriter(StoreFiles):
         self._committed |= {part for part, commit in commits.items() if commit is not None}
 
     def sweep(self) -> bool:
-        """Stop sharing the store, and delete what writers that were killed or came second have left behind.
+        """Stop sharing and delete what killed or second writers have left; returns whether no others write.
 
-        Returns:
-            Whether it was done; not while others write, of whom the last one does it. Nothing may be written after it.
+        The last one of several does it. Nothing may be written after it.
         """
         if self._lock is not None and not self._lock.try_alone():
             return False

@@ -77,6 +77,15 @@ class Recipe:
                 self.write_part(writer, part, change)
         return path
 
+    def write_bundled(self, path: Path) -> Path:
+        """Write whatever is missing, a target bundle of one file included."""
+        self.write(path)
+        with StoreWriter.create_or_resume(path, self.manifest, self.plan) as writer:
+            if not writer.has_target:
+                with writer.target() as folder:
+                    (folder / "config.json").write_text("{}" * 100)
+        return path
+
     def with_manifest(self, **changes: Any) -> Recipe:
         """Return a recipe with another manifest."""
         return replace(self, manifest=replace(self.manifest, **changes))

@@ -33,10 +33,7 @@ def recipe() -> Recipe:
 
 @pytest.fixture
 def store(tmp_path: Path, recipe: Recipe) -> Path:
-    path = recipe.write(tmp_path / "store")
-    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer, writer.target() as folder:
-        (folder / "config.json").write_text("{}" * 100)
-    return path
+    return recipe.write_bundled(tmp_path / "store")
 
 
 def refusal(name: str, path: Any) -> Exception:

@@ -1,4 +1,4 @@
-"""Behind a network that resets, tears, delays and lies about lists nothing is lost, torn or read wrong.
+"""A network that resets, tears, delays and lies about lists loses nothing, and nothing is torn or read wrong.
 
 What is written through it equals the store on a disk, byte for byte; what is read through it equals what was written.
 """
@@ -40,7 +40,7 @@ def recipe() -> Recipe:
 
 
 def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
-    """Let several writers, each with connections of its own, write one store, and go on where the network wins."""
+    """Let several writers, each with connections of its own, write one store, again where the network fails."""
 
     def work(_: int) -> None:
         for _ in range(20):
@@ -126,28 +126,20 @@ WRITER = textwrap.dedent("""
 """)
 
 
-def start_writer(place: str, endpoint: str) -> subprocess.Popen[bytes]:
-    """Start a process that will write a store once it is told to."""
+def start_writers(place: str, endpoint: str, n: int) -> list[subprocess.Popen[str]]:
+    """Start processes that write a store, all at once when each is ready."""
     command = [sys.executable, "-c", WRITER, place, ",".join(map(str, LENGTHS))]
     variables = {**os.environ, **environment(endpoint), "MOA_DATA_REMOTE_TIMEOUT_S": "60"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    return process
-
-
-def go(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.write(b"\n")
-    process.stdin.close()
-
-
-def end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process, and close its pipes."""
-    code = process.wait(timeout=600)
-    assert process.stdout is not None
-    process.stdout.close()
-    return code
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables) for _ in range(n)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return processes
 
 
 @pytest.mark.slow
@@ -161,9 +153,7 @@ def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> No
         with use(server.endpoint):
             place, n_stores, n_killed = f"{empty_place(server.endpoint)}/store-0", 0, Counter[str]()
             while sum(n_killed.values()) < 50:
-                writers = [start_writer(place, server.endpoint) for _ in range(2)]
-                for writer in writers:
-                    go(writer)
+                writers = start_writers(place, server.endpoint, 2)
                 time.sleep(chance.uniform(0.0, 1.2))
                 if writers[0].poll() is None:
                     writers[0].send_signal(signal.SIGKILL)
@@ -176,9 +166,11 @@ def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> No
                 if chance.random() < 0.5 and writers[1].poll() is None:
                     writers[1].send_signal(signal.SIGKILL)
                     n_killed["writer"] += 1
-                codes = [end(writer) for writer in writers]
-                assert set(codes) <= {0, -signal.SIGKILL}
-                if 0 in codes:  # somebody has finished: the store is whole, whoever died
+                for writer in writers:
+                    writer.communicate(timeout=600)
+                codes = {writer.returncode for writer in writers}
+                assert codes <= {0, -signal.SIGKILL}
+                if 0 in codes:  # one has finished: the store is whole, even if the other died
                     check(place, local)
                     n_stores += 1
                     place = f"{place.rpartition('/')[0]}/store-{n_stores}"

@@ -97,17 +97,15 @@ def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
     path = store / "parts/kv/c.0.0.0.0.0"
     content = bytearray(path.read_bytes())
     number = data.draw(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]) | st.integers(0, len(content)))
+    with ActivationStore(store) as reader:
+        shard = reader._shards.shard(0, reader.codec.fields["kv"].arrays[0], 0)
     if data.draw(st.booleans()):
-        with ActivationStore(store) as reader:
-            shard = reader._shards.shard(0, reader.codec.fields["kv"].arrays[0], 0)
         n_index_bytes = 16 * shard.grid.rows_per_shard * shard.grid.chunks_per_row
         at = len(content) - 4 - n_index_bytes + 8 * data.draw(st.integers(0, shard.index.size - 1))
         content[at : at + 8] = number.to_bytes(8, "little")
         content[-4:] = crc32c(bytes(content[-4 - n_index_bytes : -4])).to_bytes(4, "little")
     else:
-        with ActivationStore(store) as reader:
-            index = reader._shards.shard(0, reader.codec.fields["kv"].arrays[0], 0).index
-        start, n_bytes = (int(value) for value in index[0, 0])
+        start, n_bytes = (int(value) for value in shard.index[0, 0])
         at = start + data.draw(st.integers(0, min(40, n_bytes - 12)))
         content[at : at + 4] = (number % 2**32).to_bytes(4, "little")
         stop = start + n_bytes

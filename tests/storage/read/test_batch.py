@@ -118,38 +118,26 @@ def test_new_arrays_and_strided_buffers(store: Path, n_threads: int) -> None:
         np.testing.assert_array_equal(stored["kv"], batch["kv"])
 
 
-def test_one_chunk_is_decoded_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_decoded_once_and_those_of_other_layers_are_not(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
     decoded = []
     original = ShardReader.decode
 
-    def counting(self: Any, data: Any, row: Any, column: Any, out: Any) -> None:
-        decoded.append((self.path, row, column))
-        original(self, data, row, column, out)
-
-    monkeypatch.setattr(ShardReader, "decode", counting)
-    with ActivationStore(store) as reader:
-        rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
-        reader.read_batch([*rows, *rows], ["tokens", "kv"])
-    assert len(decoded) == len(set(decoded))
-    assert sum("tokens" in str(path) for path, _, _ in decoded) == 1, "the sequences of a part share one chunk"
-
-
-def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
-    columns = []
-    original = ShardReader.decode
-
     def noting(self: Any, data: Any, row: Any, column: Any, out: Any) -> None:
-        columns.append((self.path.parent.name, column))
+        decoded.append((self.path.parent.name, self.path.name, row, column))
         original(self, data, row, column, out)
 
     with ActivationStore(recipe.write(tmp_path / "store")) as reader:
-        rows = [3, 0, 8]
-        expected = expected_batch(reader, rows, "kv", max(reader.lengths[rows]), layers=[-1])
+        rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
+        expected = expected_batch(reader, [*rows, *rows], "kv", max(reader.lengths[rows]), layers=[-1])
         monkeypatch.setattr(ShardReader, "decode", noting)
-        batch = reader.read_batch(rows, ["kv", "tokens"], layers=[-1])
+        batch = reader.read_batch([*rows, *rows], ["tokens", "kv"], layers=[-1])
     np.testing.assert_array_equal(batch["kv"], expected)
-    assert {column for name, column in columns if name == "kv"} == {3}
+    assert len(decoded) == len(set(decoded))
+    assert sum(name == "tokens" for name, *_ in decoded) == 1, "the sequences of a part share one chunk"
+    assert {column for name, _, _, column in decoded if name == "kv"} == {3}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ import pytest
 
 from moa_data.storage.backend import open_path, put_if_absent
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
-from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path, hidden_field, publication_path, tokens_field
 from moa_data.storage.write.publish import Publication
 from moa_data.storage.write.store import StoreWriter
@@ -104,29 +101,6 @@ def test_a_kill_before_any_step_of_a_publication(
         if not name.startswith("parts/") or ".partial" not in name
     }
     assert found == trees(recipe, tmp_path, 2)[0 if is_first else 1]
-
-
-@pytest.mark.slow
-def test_unlike_machines_race(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
-    """Each part is one machine's, with nothing beside it."""
-    recipe = make_recipe((70, 3, 200, 64)).with_manifest(codec=recipe.manifest.codec)
-
-    def work(n: int) -> None:
-        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan, shares=True) as writer:
-            for part in writer.pending_parts():
-                recipe.write_part(writer, part, rounded(n))
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, range(3)))
-    assert verify_store(place).ok
-    whole, found = trees(recipe, tmp_path, 3), read_remote_tree(place)
-    assert found.keys() == whole[0].keys()
-    for part in range(recipe.manifest.n_parts):
-        names = [
-            f"commits/part-{part:05d}.json",
-            *(f"parts/{name}" for name in read_part_commit(commit_path(place, part)).files),
-        ]
-        assert {name: found[name] for name in names} in [{name: tree[name] for name in names} for tree in whole]
 
 
 def test_a_record_that_comes_late_changes_nothing(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:

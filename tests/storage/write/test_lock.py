@@ -23,25 +23,9 @@ def shared(path: Path, recipe: Recipe) -> StoreWriter:
     return StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan, shares=True)
 
 
-def partials(path: Path) -> list[Path]:
-    return list(path.rglob("*.partial"))
-
-
-def test_two_writers_share_a_store_and_both_end_with_the_bytes_of_one(
-    store: Path, tmp_path: Path, recipe: Recipe
-) -> None:
-    path = tmp_path / "shared"
-    with shared(path, recipe) as first, shared(path, recipe) as second:
-        assert (first.is_shared, second.is_shared) == (True, True)
-        for writer in (first, second, first):
-            recipe.write_part(writer, writer.pending_parts()[-1])
-        with StoreWriter.join(path) as worker:
-            while worker.pending_parts():
-                recipe.write_part(worker, worker.pending_parts()[0])
-        assert first.pending_parts() == second.pending_parts() == []
-        assert not first.sweep()
-        assert second.sweep()
-    assert read_tree(path) == read_tree(store)
+def attempts(path: Path) -> set[str]:
+    """The writers whose unfinished files a store holds."""
+    return {file.name.split(".")[-2] for file in path.rglob("*.partial")}
 
 
 def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path: Path, recipe: Recipe) -> None:
@@ -51,12 +35,13 @@ def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path
     recipe.fill(dead.part(1))  # as a kill leaves it: neither committed nor discarded
     recipe.fill(first.part(1))
     with shared(path, recipe) as second:
-        assert {file.name.split(".")[-2] for file in partials(path)} == {"dead", first.attempt}
+        assert attempts(path) == {"dead", first.attempt}
         second.remove_attempt(first.attempt)
-        assert {file.name.split(".")[-2] for file in partials(path)} == {"dead"}
+        assert attempts(path) == {"dead"}
         recipe.write_part(second, 0)
         dead.close()
-        first.close()
+        assert first.is_shared
+        assert not first.sweep()
         for part in second.pending_parts():
             recipe.write_part(second, part)
         assert second.sweep()
@@ -111,34 +96,25 @@ def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, re
         assert not (path / "publish.lock").exists()
 
 
-def refuse_with(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Let flock fail once with a code, then work."""
-    left, real = [code], fcntl.flock
+@pytest.mark.parametrize(
+    ("name", "kind", "what"),
+    [(name, StorageUnavailable, "cannot be locked") for name in ("ENOLCK", "EOPNOTSUPP", "EIO")]
+    + [(name, StoreLocked, f"process {os.getpid()} on ") for name in ("EWOULDBLOCK", "EACCES")],
+)
+def test_a_refused_lock_is_named(
+    store: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception], what: str
+) -> None:
+    left, real = [OSError(getattr(errno, name), "")], fcntl.flock
 
     def flock(fd: int, operation: int) -> None:
         if left:
-            raise OSError(left.pop(), "")
+            raise left.pop()
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-
-
-@pytest.mark.parametrize("name", ["ENOLCK", "EOPNOTSUPP", "EIO"])
-def test_a_file_system_without_locks_is_named(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    for attempt in (lambda: recipe.write(tmp_path / "store"), lambda: lock_file(tmp_path / "run.lock")):
-        refuse_with(monkeypatch, getattr(errno, name))
-        with pytest.raises(StorageUnavailable, match="cannot be locked"):
-            attempt()
-    recipe.write(tmp_path / "store")
-
-
-@pytest.mark.parametrize("name", ["EWOULDBLOCK", "EACCES"])
-def test_a_held_lock_names_its_holder(store: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    refuse_with(monkeypatch, getattr(errno, name))
-    with pytest.raises(StoreLocked, match=f"process {os.getpid()} on "):
+    with pytest.raises(kind, match=what):
         recipe.write(store)
+    recipe.write(store)
 
 
 def test_a_lock_is_no_link_and_is_free_after_a_kill(tmp_path: Path) -> None:

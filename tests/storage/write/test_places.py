@@ -72,14 +72,6 @@ class PlaceContract:
         for name, values in expected.items():
             np.testing.assert_array_equal(found[name], values)
 
-    def test_who_goes_on_does_what_is_missing(self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]) -> None:
-        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
-            recipe.write_part(writer, 1)
-        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
-            assert 1 not in writer.pending_parts()
-        recipe.write(place)
-        assert tree_of(place) == wanted
-
     def test_leaving_without_commit_leaves_nothing(self, place: StorePath, recipe: Recipe) -> None:
         with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
             before = set(self.names(place))
