@@ -205,7 +205,7 @@ class DraftingServer:
         try:
             metadata = context.invocation_metadata() or ()
             stream.owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
-            stream.address = context.peer().rpartition(":")[0]
+            stream.counted_by = stream.owner or context.peer().rpartition(":")[0]
             await self._take_messages(stream, requests)
         except MoaDataError as error:
             stream.fail(_code(error), str(error), ends=True)
@@ -327,14 +327,13 @@ class DraftingServer:
         return True
 
     def _new_session(self, stream: Stream, request: Request) -> DraftingSession:
-        counted_by = stream.owner or stream.address
-        own = [session for session in self._sessions.values() if session.counted_by == counted_by]
+        own = [session for session in self._sessions.values() if session.counted_by == stream.counted_by]
         if len(own) >= self._settings.max_sessions_each:
             self._make_room(own)
         if len(self._sessions) >= self._settings.max_sessions:
             self._make_room(list(self._sessions.values()))
         try:
-            session = DraftingSession(stream.owner, counted_by, self._engine, request, self._forget)
+            session = DraftingSession(stream, self._engine, request, self._forget)
         except Overloaded:
             # The engine forgets a text between two calls, so the room is for the next attempt.
             self._make_room(list(self._sessions.values()))

@@ -1,8 +1,7 @@
 """A server from its start to its end: engine, HTTP and gRPC in one process and one event loop.
 
-A first signal drains: listeners close, requests that come over open connections are refused, answers have a grace
-period to end, and drafting sessions are told to come back later. A second one, or the end of that period, breaks the
-rest off.
+A first signal drains: listeners close, requests over open connections are refused, answers have a grace period to end,
+drafting sessions are told to come back later. A second one, or the end of that period, breaks the rest off.
 """
 
 import asyncio

@@ -47,21 +47,12 @@ _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
 class DraftingSession:
-    """One text; ``on_lost`` is called when the engine has failed with it.
-
-    ``owner`` stands for the bearer token of the client that may use it, empty where there are none; ``counted_by`` is
-    what bounds the sessions of one client: its owner, or its address, which may change.
-    """
+    """One text, which a stream has opened; ``on_lost`` is called when the engine has failed with it."""
 
     def __init__(
-        self,
-        owner: str,
-        counted_by: str,
-        engine: Engine,
-        request: Request,
-        on_lost: Callable[["DraftingSession"], None],
+        self, opener: "Stream", engine: Engine, request: Request, on_lost: Callable[["DraftingSession"], None]
     ) -> None:
-        self.id, self.owner, self.counted_by = secrets.token_urlsafe(), owner, counted_by
+        self.id, self.owner, self.counted_by = secrets.token_urlsafe(), opener.owner, opener.counted_by
         self.used_s = 0.0  # time.monotonic() of the last message from or to its client; kept by the streams
         self.stream: Stream | None = None
         self.resuming = asyncio.Lock()  # of the stream that attaches itself
@@ -217,7 +208,10 @@ class DraftingSession:
         if commit.sequence_id != self._sequence_id:
             return  # of a text that was given up meanwhile
         if commit.error is not None:
-            self._fail()
+            self._sequence_id = None
+            # What exactly is in the server's log, and nobody else's affair.
+            self.send_failure("internal", "this text failed on the server; open the session again.", ends=True)
+            self._on_lost(self)  # which closes this one
             return
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
@@ -243,14 +237,6 @@ class DraftingSession:
             self._set_state(_State.IDLE)
         self.update_hold()
         self._continue()
-
-    def _fail(self) -> None:
-        self._sequence_id = None
-        self._pending.clear()
-        self._set_state(_State.IDLE)
-        # What exactly is in the server's log, and nobody else's affair.
-        self.send_failure("internal", "this text failed on the server; open the session again.", ends=True)
-        self._on_lost(self)
 
     # What the client gets
 
@@ -325,7 +311,8 @@ class Stream:
     # It is full when its reader is slow: then the text's decoding is held, and nothing more is read from the client.
 
     def __init__(self) -> None:
-        self.owner = self.address = ""
+        self.owner = ""  # stands for the bearer token of the client; empty where there are none
+        self.counted_by = ""  # what bounds the sessions of one client: its owner, or its address, which may change
         self.session: DraftingSession | None = None
         self.last_sequence = 0  # of the messages that came on it
         self.failure: pb.Failure | None = None  # that ended it

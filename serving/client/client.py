@@ -81,20 +81,6 @@ class SavedAnswer:
     messages: tuple[dict[str, str], ...] = ()  # up to the prompt, with role and content; empty for bare tokens
     version: Annotated[int, Field(ge=1, le=1)] = 1
 
-    @classmethod
-    def begin(
-        cls,
-        tokens: Sequence[int],
-        max_new_tokens: int,
-        sampling: SamplingConfig,
-        seed: int,
-        messages: Sequence[Any] = (),
-    ) -> Self:
-        """Make an answer that nothing is known of yet."""
-        if not tokens or max_new_tokens < 1:
-            raise RequestInvalid("an answer needs a prompt of at least one token, and room for one; give both.")
-        return cls("", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages))
-
     def save(self, path: str | Path) -> None:
         """Replace the file, so that a kill at any moment leaves the last state or the one before."""
         try:
@@ -193,8 +179,8 @@ class DraftingClient:
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
-        tokens = prompt_tokens(self.model.template, chat)
-        return self.resume(SavedAnswer.begin(tokens, max_new_tokens, sampling, seed, chat), on_event)
+        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        return self.complete(prompt_tokens(self.model.template, chat), **settings, on_event=on_event, messages=chat)
 
     def complete(
         self,
@@ -204,9 +190,13 @@ class DraftingClient:
         sampling: SamplingConfig = GREEDY,
         seed: int = 0,
         on_event: OnEvent | None = None,
+        messages: Sequence[Any] = (),
     ) -> Answer:
-        """Continue a text of token ids, see :meth:`chat`."""
-        return self.resume(SavedAnswer.begin(tokens, max_new_tokens, sampling, seed), on_event)
+        """Continue a text of token ids, see :meth:`chat`; the session file gets the messages that it stands for."""
+        if not tokens or max_new_tokens < 1:
+            raise RequestInvalid("an answer needs a prompt of at least one token, and room for one; give both.")
+        saved = SavedAnswer("", tuple(tokens), len(tokens), max_new_tokens, sampling, seed, "", tuple(messages))
+        return self.resume(saved, on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
         """Continue an answer that another process began; events begin with what it has so far."""

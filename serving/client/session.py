@@ -15,8 +15,7 @@ so that every order of them can be tested. Positions count from 0 over prompt an
                                                                (RolledBack), "rug" is the server's (Tokens)
 
 Whatever the network does, a token is committed once: a message says at which position its tokens begin, so that those
-that are known already are skipped. A connection that ends takes with it what was asked for and not what is committed;
-the next one begins with all committed tokens, which the server reads again where it has lost the session.
+that are known already are skipped. A connection begins with all committed tokens; what was asked for ends with it.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The web page of a client: shows an answer as it comes, and has a switch that cuts the network.
 
-The page is served by the client's own process, not by the server: a browser cannot run the drafter, and only what runs
-on this side of a cut can still show text. It listens on 127.0.0.1 only, and answers only requests whose ``Host``
-and ``Origin`` are its own, so that no other web page can ask on the user's behalf, not even by rebinding a name.
+The client's own process serves it: a browser cannot run the drafter, and only what runs on this side of a cut can still
+show text. It answers only requests whose ``Host`` and ``Origin`` are its own, so that no other web page can ask on the
+user's behalf, not even by rebinding a name.
 """
 
 import asyncio

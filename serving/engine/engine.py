@@ -9,10 +9,8 @@
     commit      texts grow; the owner of each sequence is told
 
 Each token is a function of the target's logits, the settings, the seed and its position in the text. So a text is the
-same whatever shares its calls, whatever is drafted for it, and after any interruption.
-
-All other methods may be called from any thread, also from the functions that are called with commits: they take effect
-at the next step.
+same whatever shares its calls, whatever is drafted for it, and after any interruption. All other methods may be called
+from any thread, also from the functions that are called with commits: they take effect at the next step.
 """
 
 import contextlib

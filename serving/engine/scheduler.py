@@ -1,8 +1,7 @@
 """Chooses which sequences share the next target call, and how many tokens each reads, within a bound on KV memory.
 
-The sequences that were served longest ago come first, so that none waits while another is served twice, as long as the
-memory lasts. All that read prompts share one chunk of tokens a call, so that a long prompt delays the others by no more
-than that chunk::
+The sequences that were served longest ago come first, so that none waits while another is served twice. All that read
+prompts share one chunk of tokens a call, so that a long prompt delays the others by no more than that chunk::
 
     call        1     2     3     4      8 tokens a chunk; A and B have prompts of 20 and 5 tokens, C decodes
     A           4     8    8+     +      +: reads the root too, and commits tokens

@@ -3,13 +3,10 @@
 Shapes: B rows, n tokens, E width, K watched layers, W numbers of a context.
 
 The drafter's caches of the sequences that draft together are the rows of one state. A sequence that does something else
-in a call, or waits, leaves it and keeps its row for itself; one that comes back joins. A drafter catches up with what
-was committed without its drafts, from the sequence's KV or from the hidden states of each call, which it gets whatever
-the sequence does. A sequence with much to catch up with, as after a prompt, drafts one round alone before it joins: in
-a batch all rows would be padded to its length.
-
-Chains are cut where the drafter itself is unsure, and replaced by plain steps where they do not pay
-(``moa.decoding.policy``); that depends on how many sequences share a call, so each power of two has its own policy.
+in a call leaves it and keeps its row for itself; one that comes back joins, after a round alone where it has much to
+catch up with, as after a prompt: in a batch all rows would be padded to its length. Chains are cut where the drafter
+itself is unsure, and replaced by plain steps where they do not pay (``moa.decoding.policy``), which is judged for each
+power of two of sequences that share a call.
 """
 
 import math

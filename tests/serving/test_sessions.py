@@ -58,23 +58,6 @@ def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     in_loop(run)
 
 
-def test_a_failure_ends_it_before_contexts() -> None:
-    async def run() -> None:
-        outbox, log = Stream(), ContextLog(0)
-        log.append(0, rows(0, 9))
-        log.release()
-        outbox.send_contexts(log, "int8", 0, WIDTH)
-        outbox.fail("invalid", "once.", answers=4)
-        outbox.fail("internal", "the end.", ends=True)
-        outbox.fail("idle", "too late.", ends=True)
-        got = [await outbox.next(), await outbox.next(), await outbox.next()]
-        assert [message and message.failure.code for message in got] == ["invalid", "internal", None]
-        assert outbox.failure is not None
-        assert outbox.failure.code == "internal"
-
-    in_loop(run)
-
-
 def test_a_full_outbox_has_room_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_MESSAGES", 3)
     monkeypatch.setattr(module, "_MAX_UNSENT", 2 * WIDTH * 10)

@@ -46,17 +46,6 @@ def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: ChosenMode, ac
     live(World(seed, mode=mode), actions)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_cut_at_every_step(mode: ChosenMode) -> None:
-    """The connection ends after any number of steps, and after any number of them again."""
-    for first in range(0, 120, 6):
-        for second in (2, 9):
-            actions = [STEPS[number % len(STEPS)] for number in range(first + second)]
-            broken = ["cut", *["draft"] * 20]
-            world = World(first, n_tokens=20, mode=mode)
-            live(world, [*actions[: first + 1], *broken, *actions[first + 1 :], *broken])
-
-
 def texts() -> Detokenizer:
     return Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
 
@@ -138,37 +127,6 @@ def test_a_cut_and_the_return() -> None:
     commit(session, 8, [10])
     assert session.take_events() == [RolledBack(6), Tokens(6, (10,), ("10 ",), ("bonus",))]
     assert session.n_rolled_back == 1
-
-
-def test_silence_is_not_the_end_of_a_connection() -> None:
-    session = opened("server")
-    session.take_messages()
-    session.stall("nothing was heard.")
-    session.add_draft(4, 0.9)
-    session.add_draft(5, 0.9)
-    session.take_events()
-    session.receive(pb.ServerMessage(committed=pb.Committed(start=3, tokens=[4])))
-    assert session.take_events() == [ModeChanged("server", "the server is there again"), Verified(2)]
-    assert session.take_messages() == [], "the run goes on and verifies the rest"
-    session.receive(pb.ServerMessage(committed=pb.Committed(start=4, tokens=[6])))
-    assert session.take_events() == [RolledBack(2), Tokens(2, (6,), ("6 ",), ("streamed",))]
-
-
-def test_what_is_drafted_behind_the_end_is_no_part_of_the_answer() -> None:
-    session = opened(eos_token_ids=frozenset({5}))
-    session.link_down("cut")
-    for token in (4, 6, 7):
-        session.add_draft(token, 0.9)
-    session.link_up()
-    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4)))
-    session.take_events()
-    commit(session, 3, [4, 5], n_accepted=1, finish="stop")
-    assert session.take_events() == [
-        Verified(2), RolledBack(2), Tokens(2, (5,), ("5 ",), ("bonus",)), Done("stop"),
-    ]  # fmt: skip
-    assert not session.wants_draft
-    session.receive(pb.ServerMessage(committed=pb.Committed(start=5, tokens=[8])))
-    assert session.tokens == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
