@@ -1,4 +1,4 @@
-"""The outbox sends answers before contexts, each context once and in order, and says when its reader is slow."""
+"""A stream sends answers before contexts, each context once and in order, and says when its reader is slow."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -32,20 +32,20 @@ def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 2 * WIDTH)
 
     async def run() -> None:
-        outbox, log = Stream(), ContextLog(3)
+        stream, log = Stream(), ContextLog(3)
         log.append(3, rows(3, 20))
         log.release()
-        outbox.send_contexts(log, "bf16", 4, WIDTH)
-        outbox.put(pong(1))
-        got = [await outbox.next(), await outbox.next()]
-        outbox.put(pong(2))
-        got.append(await outbox.next())
+        stream.send_contexts(log, "bf16", 4, WIDTH)
+        stream.put(pong(1))
+        got = [await stream.next(), await stream.next()]
+        stream.put(pong(2))
+        got.append(await stream.next())
         log.append(20, rows(20, 22))
         log.release()
         log.append(22, rows(22, 30))
-        outbox.close()
-        outbox.put(pong(3))  # too late
-        while (message := await outbox.next()) is not None:
+        stream.close()
+        stream.put(pong(3))  # too late
+        while (message := await stream.next()) is not None:
             got.append(message)
         kinds = [message.WhichOneof("body") for message in got if message is not None]
         assert kinds == ["pong", "context", "pong", "context", "context", "context"]
@@ -58,37 +58,26 @@ def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     in_loop(run)
 
 
-def test_a_full_outbox_has_room_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_MESSAGES", 3)
+def test_a_stream_is_full_of_contexts_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_UNSENT", 2 * WIDTH * 10)
 
     async def run() -> None:
-        outbox, log = Stream(), ContextLog(0)
-        outbox.send_contexts(log, "bf16", 0, WIDTH)
-        await outbox.has_room.wait()
-        reading = asyncio.create_task(outbox.next())
-        await asyncio.sleep(0)
-        for number in range(4):
-            assert not outbox.is_full
-            outbox.put(pong(number))
-            await asyncio.sleep(0)  # who waits is woken
-        assert reading.done()
-        waiting = asyncio.create_task(outbox.has_room.wait())
-        await asyncio.sleep(0)
-        assert outbox.is_full
-        assert not waiting.done()
-        await outbox.next()
-        await waiting
+        stream, log = Stream(), ContextLog(0)
+        stream.send_contexts(log, "bf16", 0, WIDTH)
         log.append(0, rows(0, 12))
+        assert not stream.is_full, "what is not released waits elsewhere"
         log.release()
-        outbox.wake()
-        assert outbox.is_full, "contexts count, too"
-        for _ in range(3):
-            await outbox.next()
-        assert not outbox.is_full
-        ending = asyncio.create_task(outbox.next())
+        stream.wake()
+        assert stream.is_full
+        waiting = asyncio.create_task(stream.has_room.wait())
         await asyncio.sleep(0)
-        outbox.close()
+        assert not waiting.done()
+        await stream.next()
+        assert not stream.is_full
+        await waiting
+        ending = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        stream.close()
         assert await ending is None
 
     in_loop(run)

@@ -20,34 +20,18 @@ from moa_data.serving.client.session import (
     Tokens,
     Verified,
 )
-from moa_data.serving.detokenizer import Detokenizer
 
-from .world import World
-
-STEPS = ("connect", "draft", "deliver_up", "compute", "deliver_down")
-FAULTS = ("cut", "stall", "restart_server", "restart_client", "repeat")
-MODES: tuple[ChosenMode, ...] = ("server", "client")
-
-
-def live(world: World, actions: list[str]) -> None:
-    for action in actions:
-        world.act(action)
-    world.settle()
-    world.check()
+from .world import FAULTS, STEPS, World, texts
 
 
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 1 << 30),
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(["server", "client"]),
     actions=st.lists(st.sampled_from(STEPS) | st.sampled_from(STEPS + FAULTS), max_size=150),
 )
 def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: ChosenMode, actions: list[str]) -> None:
-    live(World(seed, mode=mode), actions)
-
-
-def texts() -> Detokenizer:
-    return Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
+    World(seed, mode).live(actions)
 
 
 def opened(mode: ChosenMode = "client", **changes: object) -> Session:

@@ -27,6 +27,13 @@ from moa_data.serving.detokenizer import Detokenizer
 
 VOCABULARY, EOS = 50, 1
 PROMPT = (7, 8, 9, 10)
+N_NEW, MAX_OFFLINE = 40, 12
+STEPS = ("connect", "draft", "deliver_up", "compute", "deliver_down")
+FAULTS = ("cut", "stall", "restart_server", "restart_client", "repeat")
+
+
+def texts() -> Detokenizer:
+    return Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
 
 
 def next_token(tokens: list[int]) -> int:
@@ -133,9 +140,10 @@ class Server:
             self.finish = "stop" if self.tokens[-1] == EOS else "length" if is_full else ""
 
     def _commit(self, start: int, n_accepted: int = 0, answers: int = 0) -> None:
-        found = pb.Committed(start=start, tokens=self.tokens[start:], n_accepted=n_accepted, answers=answers)
-        found.finish = self.finish
-        self._say(committed=found)
+        tokens, finish = self.tokens[start:], self.finish
+        self._say(
+            committed=pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=answers, finish=finish)
+        )
 
     def _say(self, **body: Any) -> None:
         self.sequence += 1
@@ -176,24 +184,22 @@ class Display:
 class World:
     """The client, the server and what lies between them."""
 
-    def __init__(self, seed: int, n_tokens: int = 40, mode: ChosenMode = "server", max_offline: int = 12) -> None:
+    def __init__(self, seed: int, mode: ChosenMode) -> None:
         self.chance, self.mode = random.Random(seed), mode
-        self.n_tokens, self.max_offline = n_tokens, max_offline
         self.accuracy = self.chance.choice((0.0, 0.5, 0.9, 1.0))
         self.server = Server(self.chance)
         self.display, self.contexts = Display(), bytearray()
-        self.session = self._session(list(PROMPT), "", mode)
+        self.session = self._session(list(PROMPT), "")
         self.up: deque[pb.ClientMessage] = deque()
         self.down: deque[pb.ServerMessage] = deque()
         self.is_up = False
 
-    def _session(self, tokens: list[int], name: str, mode: ChosenMode) -> Session:
-        texts = Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
+    def _session(self, tokens: list[int], name: str) -> Session:
         shape = TreeShape(self.chance.randint(1, 6), stop_below=self.chance.choice((0.0, 0.3)))
         settings = AnswerSettings(
-            self.n_tokens, max_offline=self.max_offline, eos_token_ids=frozenset({EOS}), mode=mode, shape=shape
+            N_NEW, max_offline=MAX_OFFLINE, eos_token_ids=frozenset({EOS}), mode=self.mode, shape=shape
         )
-        return Session(tokens, len(PROMPT), settings, texts, name)
+        return Session(tokens, len(PROMPT), settings, texts(), name)
 
     # What may happen
 
@@ -229,7 +235,7 @@ class World:
         self._look()
         n_saved = self.chance.randint(len(PROMPT), len(self.session.tokens))
         self.display, self.contexts = Display(), bytearray()
-        self.session = self._session(self.session.tokens[:n_saved], self.session.session, self.mode)
+        self.session = self._session(self.session.tokens[:n_saved], self.session.session)
 
     def deliver_up(self) -> None:
         if self.up:
@@ -279,7 +285,7 @@ class World:
         assert bytes(self.contexts) == bytes(tokens[: len(self.contexts)]), "contexts have no gaps"
         shown = tokens[len(PROMPT) :] + [draft.token for draft in self.session.drafts][: self.session.n_shown]
         assert self.display.tokens == shown
-        assert self.session.n_shown <= self.max_offline
+        assert self.session.n_shown <= MAX_OFFLINE
         if self.is_up:
             self.up += self.session.take_messages()
             self.down += self.server.out
@@ -287,20 +293,15 @@ class World:
             assert not self.session.take_messages()
         self.server.out.clear()
 
-    def settle(self) -> None:
-        """Let all go well from now on: the answer must end, and soon."""
-        for _ in range(4000):
+    def live(self, actions: list[str]) -> None:
+        """Let some things happen, then let all go well: the answer must end soon, and be that of plain decoding."""
+        for action in actions:
+            self.act(action)
+        for action in STEPS * 4000:
             if self.session.finish:
                 break
-            for action in ("connect", "draft", "deliver_up", "compute", "deliver_down"):
-                self.act(action)
-        else:
-            raise AssertionError(f"stuck: {vars(self.session)}")
-        self._look()
-
-    def check(self) -> None:
-        """Compare with plain decoding."""
-        tokens, reason = answer(self.n_tokens)
+            self.act(action)
+        tokens, reason = answer(N_NEW)
         assert self.session.tokens[len(PROMPT) :] == tokens
         assert self.display.tokens == tokens
         assert "".join(self.display.texts) == "".join(f"{token} " for token in tokens)
