@@ -572,19 +572,20 @@ def test_sessions_of_a_client_and_of_all(target: Target) -> None:
 
 
 def test_an_engine_that_is_full(target: Target) -> None:
-    def is_taken() -> bool:
-        with Talk(server.address) as talk:
-            talk.open(PROMPT)
-            is_opened: bool = talk.read().WhichOneof("body") == "opened"
-            return is_opened
+    with Server(target, max_sequences=1, max_waiting=1) as full:
 
-    with Server(target, max_sequences=1, max_waiting=1) as server:
-        with Talk(server.address) as first, Talk(server.address) as second:
+        def is_taken() -> bool:
+            with Talk(full.address) as talk:
+                talk.open(PROMPT)
+                is_opened: bool = talk.read().WhichOneof("body") == "opened"
+                return is_opened
+
+        with Talk(full.address) as first, Talk(full.address) as second:
             first.opened(PROMPT)
             second.opened(PROMPT)
             assert not is_taken()
             assert first.verify(N).tokens
-        wait_for(lambda: server.counts.n_streams == 0)
+        wait_for(lambda: full.counts.n_streams == 0)
         wait_for(is_taken)
 
 
