@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -62,11 +63,6 @@ class MethodRun:
     def n_target_calls(self) -> int:
         """Target calls after the prefill."""
         return len(self.committed_per_call)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens per second, prefill included."""
-        return self.n_tokens / self.seconds
 
     @property
     def calls(self) -> tuple[int, int]:
@@ -131,12 +127,11 @@ def measure(
         sampling: of the methods.
     """
     first = opening_tokens(target, prompts)[:warmup]
-    result = Measurement()
+    result, n_batches = Measurement(), 0
     for generate in methods.values():
         for start in range(0, len(first), batch_size):
             batch = first[start : start + batch_size]
             generate(batch, [seed] * len(batch))
-    n_batches = 0
     for start in range(0, len(prompts), batch_size):
         chats = [_Chat(prompt, seed + at) for at, prompt in enumerate(prompts[start : start + batch_size], start)]
         for turn in range(max(len(chat.prompt.turns) for chat in chats)):
@@ -243,8 +238,7 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
 def _compare(
     target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], sampling: SamplingConfig
 ) -> MethodRun:
-    """Take a method's median repeat; greedy and seeded repeats give equal tokens."""
-    # The median, and of an even number the faster one of the two, so that it is a run that took place.
+    # Of an even number of repeats the faster median, so that it is a run that took place; their tokens are equal.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
@@ -294,8 +288,7 @@ class CutRow:
     by_writer: dict[str, Continuation] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Cut:
+class _Cut(NamedTuple):
     """A row with the text before its cut, whose last token has no target activations, and the reference after it."""
 
     row: CutRow

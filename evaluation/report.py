@@ -72,25 +72,6 @@ class MethodSummary:
     ratio: float
     ratio_interval: Interval
 
-    def call_ms(self, part: str) -> float:
-        """Compute the milliseconds per target call of ``draft``, ``verify``, or ``rest``: neither, nor the prefill."""
-        rest = self.seconds - self.prefill_s - self.draft_s - self.verify_s
-        seconds = {"draft": self.draft_s, "verify": self.verify_s, "rest": rest}[part]
-        return 1e3 * seconds / max(1, self.n_target_calls)
-
-
-@dataclass(frozen=True)
-class DrafterPair:
-    """The ratios of a drafter's figures to those of another by the same method, prompts paired; None without a call."""
-
-    method: str
-    drafter: str
-    over: str
-    acceptance_length: float | None
-    acceptance_length_interval: Interval
-    speed: float | None
-    speed_interval: Interval
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -164,7 +145,7 @@ class EvaluationReport:
         return training_differences(self.drafters)
 
     @cached_property
-    def pairs(self) -> list[DrafterPair]:
+    def pairs(self) -> list[dict[str, Any]]:
         """Each drafter over the first one, method by method."""
         return drafter_pairs(self.measurement.rows, list(self.drafters))
 
@@ -178,17 +159,14 @@ class EvaluationReport:
         measurement: dict[str, Any] = values.pop("measurement")
         for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
             for name, run in measured.runs.items():
-                row["runs"][name] |= {
-                    "n_target_calls": run.n_target_calls,
-                    "tokens_per_s": run.tokens_per_s,
-                    "exact_match": run.first_divergence is None,
-                }
+                own = {"n_target_calls": run.n_target_calls, "tokens_per_s": run.n_tokens / run.seconds}
+                row["runs"][name] |= own | {"exact_match": run.first_divergence is None}
         head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS}
         sums = {
             "methods": list(map(dataclasses.asdict, self.methods)),
             "categories": {name: list(map(dataclasses.asdict, own)) for name, own in self.categories.items()},
             "warnings": self.warnings,
-            "pairs": list(map(dataclasses.asdict, self.pairs)),
+            "pairs": self.pairs,
         }
         return head | values | sums | measurement
 
@@ -203,7 +181,9 @@ def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
 def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[MethodRun]) -> MethodSummary:
     runs = [row.runs[name] for row in rows]
     committed = [count for run in runs for count in run.committed_per_call]
-    n_tokens, seconds = sum(run.n_tokens for run in runs), sum(run.seconds for run in runs)
+    summed = ("n_tokens", "n_drafted", "seconds", "prefill_s", "draft_s", "verify_s")
+    sums: dict[str, Any] = {part: sum(getattr(run, part) for run in runs) for part in summed}
+    rate = sums["n_tokens"] / sums["seconds"]
     base_calls = sum(run.n_target_calls for run in base)
     base_rate = sum(run.n_tokens for run in base) / sum(run.seconds for run in base)
     prompt_ids = [row.prompt_id for row in rows]
@@ -212,27 +192,22 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
     return MethodSummary(
         method=name,
         n_answers=len(runs),
-        n_tokens=n_tokens,
         n_target_calls=len(committed),
-        n_drafted=sum(run.n_drafted for run in runs),
-        seconds=seconds,
-        prefill_s=sum(run.prefill_s for run in runs),
-        draft_s=sum(run.draft_s for run in runs),
-        verify_s=sum(run.verify_s for run in runs),
-        tokens_per_s=n_tokens / seconds,
+        **sums,
+        tokens_per_s=rate,
         acceptance_length=length,
         acceptance_length_interval=length_interval,
         accepted_drafts=tuple(np.bincount([count - 1 for count in committed]).tolist()) if committed else (),
         accepted_by_position=accepted_by_position(committed),
         n_exact=sum(run.first_divergence is None for run in runs),
         calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
-        ratio=n_tokens / seconds / base_rate,
+        ratio=rate / base_rate,
         ratio_interval=ratio_with_interval(prompt_ids, paired)[1],
     )
 
 
-def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[DrafterPair]:
-    """Compare each drafter with the first one, for all methods that both were measured by."""
+def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
+    """Compare each drafter with the first one, for all methods that both were measured by; None without a call."""
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
     for method in DRAFTING:
@@ -240,10 +215,11 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[Dr
             one, other = f"{method} {drafter}", f"{method} {drafters[0]}"
             if one not in rows[0].runs or other not in rows[0].runs:
                 continue
-            calls = [(*row.runs[one].calls, *row.runs[other].calls) for row in rows]
-            speeds = [(*row.runs[one].speed, *row.runs[other].speed) for row in rows]
-            lengths, speed = ratio_with_interval(prompt_ids, calls), ratio_with_interval(prompt_ids, speeds)
-            pairs.append(DrafterPair(method, drafter, drafters[0], *lengths, *speed))
+            pair: dict[str, Any] = {"method": method, "drafter": drafter, "over": drafters[0]}
+            for name, sides in (("acceptance_length", "calls"), ("speed", "speed")):
+                values = [(*getattr(row.runs[one], sides), *getattr(row.runs[other], sides)) for row in rows]
+                pair[name], pair[f"{name}_interval"] = ratio_with_interval(prompt_ids, values)
+            pairs.append(pair)
     return pairs
 
 
@@ -254,7 +230,6 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
     longest = max(max(len(one.tokens), len(one.agrees)) for one in written)
 
     def figure(values: Sequence[Sequence[float]]) -> Figure:
-        """Return the mean of values per cut, and its interval."""
         mean, interval = ratio_with_interval(prompt_ids, [(sum(part), len(part)) for part in values])
         return Figure(mean, interval, sum(map(len, values)))
 

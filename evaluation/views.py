@@ -119,21 +119,22 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
 
 
 def _pair_table(report: EvaluationReport) -> list[str]:
-    rows = []
-    for pair in report.pairs:
-        length = figure_text(pair.acceptance_length, pair.acceptance_length_interval)
-        rows.append((f"{pair.method} {pair.drafter}", length, figure_text(pair.speed, pair.speed_interval)))
-    return _table([f"over {report.pairs[0].over}", "acceptance length", "tokens/s"], rows) if rows else []
+    rows = [
+        [f"{pair['method']} {pair['drafter']}"]
+        + [figure_text(pair[name], pair[f"{name}_interval"]) for name in ("acceptance_length", "speed")]
+        for pair in report.pairs
+    ]
+    return _table([f"over {report.pairs[0]['over']}", "acceptance length", "tokens/s"], rows) if rows else []
 
 
 def _cost_table(report: EvaluationReport) -> list[str]:
     titles = ["per target call, ms", "draft", "verify", "rest", "drafted tokens"]
     rows = []
     for summary in report.methods:
-        parts = [f"{summary.call_ms(part):.1f}" for part in ("draft", "verify", "rest")]
+        rest = summary.seconds - summary.prefill_s - summary.draft_s - summary.verify_s
+        sums = (1e3 * summary.draft_s, 1e3 * summary.verify_s, 1e3 * rest, summary.n_drafted)
         positions = ", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-"
-        drafted = summary.n_drafted / max(1, summary.n_target_calls)
-        rows.append([summary.method, *parts, f"{drafted:.1f}", positions])
+        rows.append([summary.method, *(f"{one / max(1, summary.n_target_calls):.1f}" for one in sums), positions])
     return _table([*titles, "draft accepted at position 1, 2, ..."], rows)
 
 

@@ -83,13 +83,11 @@ def test_each_drafter_is_set_over_the_first_by_each_method() -> None:
     # An answer of one token has no target call, and takes no acceptance length from the others.
     for given in (rows, [*rows, row("c", plain=run(1.0), chain_one=run(1.0), chain_two=run(0.5))]):
         (pair,) = drafter_pairs(given, ["one", "two"])
-        assert (pair.method, pair.drafter, pair.over) == ("chain", "two", "one")
-        assert pair.acceptance_length == pytest.approx((9 / 3) / (9 / 5))
-        assert pair.acceptance_length_interval == pytest.approx((1.5, 2.0))
-        assert pair.speed == pytest.approx(2.0)
-        assert pair.speed_interval == pytest.approx((2.0, 2.0))
+        assert (pair["method"], pair["drafter"], pair["over"]) == ("chain", "two", "one")
+        assert (pair["acceptance_length"], pair["speed"]) == (pytest.approx((9 / 3) / (9 / 5)), pytest.approx(2.0))
+        assert pair["acceptance_length_interval"] == pytest.approx((1.5, 2.0))
     (pair,) = drafter_pairs([row("a", chain_one=run(1.0), chain_two=run(0.5))], ["one", "two"])
-    assert (pair.acceptance_length, pair.speed, pair.speed_interval) == (None, 2.0, None)
+    assert (pair["acceptance_length"], pair["speed"], pair["speed_interval"]) == (None, 2.0, None)
     assert drafter_pairs(rows, ["one"]) == drafter_pairs(rows, []) == []
 
 

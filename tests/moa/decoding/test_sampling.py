@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -38,41 +38,29 @@ from moa_data.tests.kit.variants import quick
 V = 4
 
 
-class Enumeration:
-    """Walks through every outcome of the draws of a procedure, depth first, with the probability of each."""
+Pick = Callable[[Sequence[float]], int]
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sampling, "_accepts", self._accepts)
-        monkeypatch.setattr(sampling, "draw", lambda probability, generator: self._pick(probability.tolist()))
 
-    def _accepts(self, ratio: Any, generator: Any) -> Any:
-        return self._pick([1 - min(1.0, ratio), min(1.0, ratio)]) == 1
+def outcomes(monkeypatch: pytest.MonkeyPatch, procedure: Callable[[Pick], Any]) -> Iterator[tuple[Any, float]]:
+    """Every outcome of the draws of a procedure, with its probability."""
+    pending: list[list[int]] = [[]]  # the first draws of the runs to come
+    forced, taken, probability = list[int](), list[int](), 1.0
 
-    def _pick(self, weights: Any) -> Any:
-        total = sum(weights)
-        if self._depth == len(self._choices):
-            self._choices.append(next(i for i, weight in enumerate(weights) if weight > 0))
-            self._branches.append(weights)
-        choice = self._choices[self._depth]
-        self._depth += 1
-        self._probability *= weights[choice] / total
-        return choice
+    def pick(weights: Sequence[float]) -> int:
+        nonlocal probability
+        if len(taken) == len(forced):
+            first, *others = (place for place, weight in enumerate(weights) if weight > 0)
+            pending.extend([*taken, place] for place in others)
+            forced.append(first)
+        taken.append(forced[len(taken)])
+        probability *= weights[taken[-1]] / sum(weights)
+        return taken[-1]
 
-    def outcomes(self, procedure: Any) -> Iterator[Any]:
-        self._choices: list[int] = []
-        self._branches: list[Any] = []
-        while True:
-            self._depth, self._probability = 0, 1.0
-            yield procedure(), self._probability
-            while self._choices:
-                later = [i for i, w in enumerate(self._branches[-1]) if i > self._choices[-1] and w > 0]
-                if later:
-                    self._choices[-1] = later[0]
-                    break
-                self._choices.pop()
-                self._branches.pop()
-            else:
-                return
+    monkeypatch.setattr(sampling, "_accepts", lambda ratio, _: pick([1 - min(1, ratio), min(1, ratio)]) == 1)
+    monkeypatch.setattr(sampling, "draw", lambda weights, _: pick(weights.tolist()))
+    while pending:
+        forced, taken, probability = pending.pop(), [], 1.0
+        yield procedure(pick), probability
 
 
 @pytest.fixture
@@ -91,54 +79,39 @@ def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
     return float(((counts - expected)[held] ** 2 / expected[held]).sum())
 
 
-def expected_pairs(logits: Any, node_of: Any, config: Any) -> Any:
-    """Probability of every (first, second) token where the drafts say what follows; second is None beyond them."""
-    pairs: dict[Any, Any] = {}
-    first = distribution(logits[0], [1, 2], config)
-    for x in range(V):
-        node = node_of.get((x,))
-        if node is None:
-            pairs[x, None] = float(first[x])
-            continue
-        second = distribution(logits[node + 1], [1, 2, x], config)
-        pairs |= {(x, y): float(first[x] * second[y]) for y in range(V)}
-    return pairs
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_picked_trees_give_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
     # Two children of the root, two and one grandchildren.
     tree = DraftTree(torch.tensor([[0, 2, 1, 3, 0]]), torch.tensor([[-1, -1, 0, 0, 1]]))
-    got: dict[Any, Any] = {}
-
-    def procedure() -> Any:
-        accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
-        path = [*(int(tree.tokens[0, node]) for node in accepted), bonus]
-        return path[0], path[1] if len(path) > 1 else None
-
-    for outcome, probability in Enumeration(monkeypatch).outcomes(procedure):
-        got[outcome] = got.get(outcome, 0.0) + probability
-    wanted = expected_pairs(logits, {(0,): 0, (2,): 1}, config)
+    got: Counter[Any] = Counter()
+    for (accepted, bonus), probability in outcomes(
+        monkeypatch, lambda _: accept_sampled(tree, 0, logits, [1, 2], config, None)
+    ):
+        got[(*(int(tree.tokens[0, node]) for node in accepted), bonus)[:2]] += probability  # type: ignore[assignment]
+    # Each first token, with each second one where a draft says what follows it.
+    first = distribution(logits[0], [1, 2], config)
+    wanted = {(token,): float(first[token]) for token in (1, 3)}
+    for token, node in ((0, 0), (2, 1)):
+        second = distribution(logits[node + 1], [1, 2, token], config)
+        wanted |= {(token, after): float(first[token] * second[after]) for after in range(V)}
     assert sum(got.values()) == pytest.approx(1)
-    for outcome, probability in wanted.items():
-        assert got.get(outcome, 0.0) == pytest.approx(probability, abs=1e-12)
+    assert {path: got[path] for path in wanted} == pytest.approx(wanted, abs=1e-12)
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
 def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
     """The draft itself is drawn from q, so its draw belongs to the enumeration."""
     proposal = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.0, 0.5, 0.4]], dtype=torch.float64)
-    first = [0.0] * V
-    enumeration = Enumeration(monkeypatch)
 
-    def procedure() -> Any:
-        drafts = [enumeration._pick(row.tolist()) for row in proposal]
+    def first_token(pick: Pick) -> int:
+        drafts = [pick(row.tolist()) for row in proposal]
         tree = DraftTree.chain(torch.tensor([drafts]), proposal[None])
         accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
-        return ([drafts[node] for node in accepted] + [bonus])[0]
+        return [*(drafts[node] for node in accepted), bonus][0]
 
-    for outcome, probability in enumeration.outcomes(procedure):
-        first[outcome] += probability
+    first = [0.0] * V
+    for token, probability in outcomes(monkeypatch, first_token):
+        first[token] += probability
     assert first == pytest.approx(distribution(logits[0], [1, 2], config).tolist(), abs=1e-12)
 
 
