@@ -36,6 +36,7 @@ from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
+PLAIN = Proposer()  # of plain decoding: it is never asked for drafts
 # Called with each committed run of tokens and, for each of them, whether it was drafted.
 OnTokens = Callable[[list[int], list[bool]], None]
 # Called after each verification with the drafts and, per row, the accepted nodes from the root down.
@@ -114,27 +115,28 @@ def generate_batch(
     """
     if not prompts:
         return []
+    if proposer is None:
+        proposer, tree = PLAIN, None
     started, clock = time.perf_counter(), DeviceClock(target.device)
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
     rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
     cache, active = target.new_cache(len(rows)), rows
-    if proposer is not None:
-        proposer.begin(cache, [row.generator for row in rows])
+    proposer.begin(cache, [row.generator for row in rows])
     policy = tree if isinstance(tree, ShapePolicy) else ShapePolicy(tree)
     policy.begin()
     prefill_began = time.perf_counter()
     _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
     prefill_s = (time.perf_counter() - prefill_began) / len(rows)
     while active := _drop_finished(active, cache, proposer):
-        began = clock.mark()
-        drafts = _propose(target, proposer, policy.next_shape(), active, sampling)
+        began, shape = clock.mark(), policy.next_shape()
+        drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = clock.mark()
         accepted = _verify(target, cache, active, proposer, drafts, sampling)
         verified_at = clock.mark()
         draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
         policy.observe(drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s)
         for row, drafted in zip(active, drafts.on_host[0], strict=True):
-            row.stats.draft_s += draft_s / len(active) if proposer is not None else 0.0
+            row.stats.draft_s += draft_s / len(active) if shape is not None else 0.0
             row.stats.verify_s += verify_s / len(active)
             n_drafted = len(drafted) - drafted.count(NO_DRAFT)
             row.stats.n_drafted += n_drafted
@@ -147,14 +149,13 @@ def generate_batch(
     return [Generation(row.tokens, row.stats, target.tokenizer) for row in rows]
 
 
-def prefill(
-    target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer | None = None
-) -> Tensor:
+def prefill(target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN) -> Tensor:
     """Run prompts, padded on the right, and commit them; returns the hidden states of their last tokens, [B, E]."""
-    lengths = [len(prompt) for prompt in prompts]
     hidden = target.forward(padded(prompts, target.device), cache)
-    _commit(cache, proposer, hidden, [range(length) for length in lengths])
-    return hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+    kept = [range(len(prompt)) for prompt in prompts]
+    cache.commit(kept)
+    proposer.observe(hidden, kept)
+    return hidden[torch.arange(len(prompts)), torch.tensor([len(prompt) - 1 for prompt in prompts])]
 
 
 def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: SamplingConfig) -> None:
@@ -168,17 +169,16 @@ def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: Samplin
         row.append([token], [False])
 
 
-def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer | None) -> list["_Row"]:
+def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer) -> list["_Row"]:
     unfinished = [index for index, row in enumerate(rows) if not row.finished]
     if unfinished and len(unfinished) < len(rows):
         cache.select_rows(unfinished)
-        if proposer is not None:
-            proposer.select_rows(unfinished)
+        proposer.select_rows(unfinished)
     return [rows[index] for index in unfinished]
 
 
 def _propose(
-    target: Target, proposer: Proposer | None, shape: TreeShape | None, rows: list["_Row"], sampling: SamplingConfig
+    target: Target, proposer: Proposer, shape: TreeShape | None, rows: list["_Row"], sampling: SamplingConfig
 ) -> DraftTree:
     """Propose drafts; greedy ones are cut to the positions that are left and the tokens that any row still needs."""
     # Sampled drafts keep their shape: each level uses random numbers, and an answer must not depend on the rest of its
@@ -187,7 +187,7 @@ def _propose(
         wanted = max(row.n_remaining for row in rows) - 1
         depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
         shape = shape.cut(depth) if depth >= 1 else None
-    if proposer is None or shape is None:
+    if shape is None:
         return DraftTree.empty(len(rows), target.device)
     return proposer.propose([row.committed for row in rows], shape)
 
@@ -196,7 +196,7 @@ def _verify(
     target: Target,
     cache: TargetCache,
     rows: list["_Row"],
-    proposer: Proposer | None,
+    proposer: Proposer,
     drafts: DraftTree,
     sampling: SamplingConfig,
 ) -> list[list[int]]:
@@ -216,14 +216,10 @@ def _verify(
         nodes.append(accepted)
         new = [*(drafted[index][node] for node in accepted), bonus]
         row.stats.committed_per_call.append(row.append(new, [True] * len(accepted) + [False]))
-    _commit(cache, proposer, hidden, [[0, *(node + 1 for node in accepted)] for accepted in nodes])
-    return nodes
-
-
-def _commit(cache: TargetCache, proposer: Proposer | None, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+    kept = [[0, *(node + 1 for node in accepted)] for accepted in nodes]
     cache.commit(kept)
-    if proposer is not None:
-        proposer.observe(hidden, kept)
+    proposer.observe(hidden, kept)
+    return nodes
 
 
 class _Row:

@@ -23,7 +23,7 @@ Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts, for one generation after the other, and keeps its caches in step with what is committed."""
+    """Proposes drafts, for one generation after the other, and keeps its caches in step; this one has none."""
 
     max_depth: int | None = None  # most levels of drafts that it can propose; None for any number
 

@@ -194,11 +194,8 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
         ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
-    check_model_folder(folder)
-    weights = weight_files(folder)
-    digest = hashlib.sha256()
+    load_target_config(folder)  # refuses what is no target
+    weights, digest = weight_files(folder), hashlib.sha256()
     n_bytes, n_done = sum(file.stat().st_size for file in weights), 0
     for number, file in enumerate(weights, start=1):
         read_header(file, TargetError)  # refuses a damaged file
@@ -273,14 +270,11 @@ def held_layers(path: str | Path) -> int:
 
 def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
     """Make the tensors of a bundle's file that a frozen target with the last N layers needs, on the meta device."""
-    width, vocab_size, n_total = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    n_total = config.num_hidden_layers
     with torch.device("meta"):
-        tensors = {
-            "embed_tokens.weight": torch.empty(vocab_size, width),
-            "norm.weight": torch.empty(width),
-            "lm_head.weight": torch.empty(vocab_size, width),
-        }
+        norm, embeddings = torch.empty(config.hidden_size), torch.empty(config.vocab_size, config.hidden_size)
         layer = DecoderBlock(layer_sizes(config)).state_dict() if n_layers else {}
+    tensors = {"embed_tokens.weight": embeddings, "norm.weight": norm, "lm_head.weight": embeddings}
     for index in range(n_total - n_layers, n_total):
         tensors |= {f"layers.{index}.{name}": value for name, value in layer.items()}
     return tensors
@@ -295,8 +289,7 @@ def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Ten
         "lm_head.weight": model.lm_head.weight,
     }
     for index in range(n_layers - n_layers_kept, n_layers):
-        for name, value in body.layers[index].state_dict().items():
-            weights[f"layers.{index}.{name}"] = value
+        weights |= {f"layers.{index}.{name}": value for name, value in body.layers[index].state_dict().items()}
     return {name: value.detach() for name, value in weights.items()}
 
 

@@ -53,7 +53,7 @@ def test_report_files(config: EvalConfig) -> None:
 
 
 def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file: Path) -> None:
-    report = evaluate(config.replaced(prompts=str(questions_file), n_prompts=5))
+    report = evaluate(config.replaced(prompts=str(questions_file), n_prompts=5, batch_size=3))
     assert set(report.categories) == {"math", "writing", "qa"}
     assert report.prompts["n_answers"] == len(report.measurement.rows) == 8
     assert [row.turn for row in report.measurement.rows if row.prompt_id == "1"] == [0, 1]

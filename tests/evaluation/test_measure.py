@@ -60,15 +60,6 @@ def test_later_turns_carry_the_baselines_answers(target: Target) -> None:
     assert text.endswith("<eot><user>second<eot><assistant>")
 
 
-def test_batches_answer_all_turns_and_equal_one_at_a_time(target: Target) -> None:
-    prompts = [question("a", "b", prompt_id="two"), question("longer", prompt_id="one"), question("c", prompt_id="3")]
-    alone, together = (measure(target, {"plain": plain_method(target, 9)}, prompts, batch_size=size) for size in (1, 2))
-    by_turn = [{(row.prompt_id, row.turn): row.runs["plain"] for row in rows} for rows in (alone.rows, together.rows)]
-    assert sorted(by_turn[0]) == sorted(by_turn[1]) == [("3", 0), ("one", 0), ("two", 0), ("two", 1)]
-    for place, one in by_turn[0].items():
-        assert one.committed_per_call == by_turn[1][place].committed_per_call
-
-
 def test_the_median_repeat_counts(target: Target) -> None:
     times = iter([5.0, 1.0, 2.0])
 

@@ -209,27 +209,38 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
             load_drafter(tmp_path)
 
 
-def test_wrong_configs_are_named(tmp_path: Path) -> None:
+FOREIGN: dict[str, Any] = {"moa_data": None}
+IDS, BLOCK = "eagle_aux_hidden_state_layer_ids", {"block_size": 7, "mask_token_id": 66}
+UNUSABLE: list[tuple[str, Any]] = [
+    ("sglang-eagle", "{"),
+    ("sglang-eagle", "[]"),
+    ("sglang-eagle", {"moa_data": 3}),
+    ("sglang-eagle", {"moa_data": {"format": "new", "drafter": {}}}),
+    ("sglang-eagle", {"moa_data": {"format": "eagle", "drafter": {"a": 1}}}),
+    *(("sglang-eagle", FOREIGN | sizes) for sizes in ({"hidden_size": None}, {"head_dim": -1}, {"hidden_size": 96})),
+    *(("eagle3", FOREIGN | {"eagle_config": {}, IDS: ids}) for ids in (None, "0")),
+    ("dflash", FOREIGN | {"layer_types": ["sliding_attention"] * 2}),
+    ("dflash", FOREIGN | {"dflash_config": BLOCK}),
+    ("dflash", FOREIGN | {"dflash_config": BLOCK | {"target_layer_ids": "0"}}),
+    ("dflash", FOREIGN | {"dflash_config": {}, "block_size": None}),
+]
+"""A layout, and changes of its config.json or another text."""
+
+
+@pytest.mark.parametrize(("name", "changes"), UNUSABLE)
+def test_configs_that_cannot_be_used_are_refused(tmp_path: Path, name: str, changes: Any) -> None:
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    text = changes if isinstance(changes, str) else json.dumps(read_config(tmp_path) | changes)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(DrafterError):
+        load_drafter(tmp_path)
+
+
+def test_tensors_that_contradict_the_drafter_are_named(tmp_path: Path) -> None:
     model = build_model()
     write(build_eagle(model), "sglang-eagle", tmp_path, model)
-    config = read_config(tmp_path)
-    foreign = {name: value for name, value in config.items() if name != "moa_data"}
-    for text in (
-        "{",
-        "[]",
-        json.dumps(config | {"moa_data": 3}),
-        json.dumps(config | {"moa_data": {"format": "new", "drafter": {}}}),
-        json.dumps(config | {"moa_data": {"format": "eagle", "drafter": {"a": 1}}}),
-        json.dumps(foreign | {"hidden_size": None}),
-        json.dumps(foreign | {"head_dim": -1}),
-        json.dumps(foreign | {"hidden_size": 96}),
-    ):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(DrafterError):
-            load_drafter(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = load_file(tmp_path / "model.safetensors")
-    write_weights(tmp_path, weights | {"fc.bias": torch.ones(48)})
+    write_weights(tmp_path, load_file(tmp_path / "model.safetensors") | {"fc.bias": torch.ones(48)})
     with pytest.raises(DrafterError, match=r"fc\.bias"):
         load_drafter(tmp_path)
     write_weights(tmp_path, {"some.weight": torch.zeros(1)})
@@ -241,16 +252,10 @@ def test_wrong_configs_are_named(tmp_path: Path) -> None:
 def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
     model = build_model()
     write(build("eagle3", model), "eagle3", tmp_path, model)
-    key = "eagle_aux_hidden_state_layer_ids"
-    without_own_key(tmp_path)
-    assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
-    without_own_key(tmp_path, eagle_config={})
-    assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
-    for missing in (None, "0"):
-        without_own_key(tmp_path, **{key: missing})
-        with pytest.raises(DrafterError):
-            load_drafter(tmp_path)
-    without_own_key(tmp_path, eagle_config={key: [0, 1, 9]})
+    for changes in ({}, {"eagle_config": {}}):
+        without_own_key(tmp_path, **changes)
+        assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
+    without_own_key(tmp_path, eagle_config={IDS: [0, 1, 9]})
     with pytest.raises(TargetError, match="reads layer 9"):
         check_drafter_matches(load_drafter(tmp_path), Target(model))
 
@@ -301,7 +306,7 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, 
     model = build_model(family)
     drafter = build_eagle(model, eagle_input_norm=input_norm)
     write(drafter, "sglang-eagle", tmp_path, model)
-    weights, written = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    weights, written = load_file(tmp_path / "model.safetensors"), read_config(tmp_path)
     written |= {"architectures": None, "model_type": "llama", "attention_bias": written["qkv_bias"]}
     config = LlamaConfig.from_dict(written, attn_implementation="eager")
     hidden = torch.randn(1, 12, config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -321,7 +326,7 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, 
         if missing:
             layer.self_attn.o_proj.bias.zero_()
         x = layer(x, attention_mask=mask, position_embeddings=rotation)
-    torch.testing.assert_close(x, drafter(drafter.join(embeddings, hidden)), rtol=0, atol=2e-5)
+    torch.testing.assert_close(x, drafter(drafter.join(embeddings, hidden), torch.arange(12)[None]), rtol=0, atol=2e-5)
 
 
 PUBLISHED = (
@@ -339,8 +344,7 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
     write(build_block("dflash", model), "dflash", tmp_path / "dflash", model)
     assert set(load_file(tmp_path / "dflash" / "model.safetensors")) == {f"{name}.weight" for name in backbone}
     config = read_config(tmp_path / "dflash")
-    assert config["architectures"] == ["DFlashDraftModel"]
-    assert config["num_target_layers"] == 4
+    assert (config["architectures"], config["num_target_layers"]) == (["DFlashDraftModel"], 4)
     assert config["dflash_config"] == {"block_size": 7, "mask_token_id": 66, "target_layer_ids": [0, 2]}
     drafter = build_block("dspark", model, markov_head=head, confidence_with_markov=head == "gated")
     write(drafter, "dspark", tmp_path / "dspark", model)
@@ -365,20 +369,3 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
     frozen = FrozenTarget.from_model(model)
     assert torch.equal(again.draft_logits(frozen, found), drafter.draft_logits(frozen, expected))
     assert torch.equal(again.confidence(found), drafter.confidence(expected))
-
-
-def test_configs_of_block_drafters_that_cannot_be_used(tmp_path: Path) -> None:
-    model = build_model()
-    write(build_block("dflash", model), "dflash", tmp_path, model)
-    own = read_config(tmp_path)
-    without = {name: value for name, value in own["dflash_config"].items() if name != "target_layer_ids"}
-    unusable: tuple[dict[str, Any], ...] = (
-        {"layer_types": ["sliding_attention"] * 2},
-        {"dflash_config": without},
-        {"dflash_config": without | {"target_layer_ids": "0"}},
-        {"dflash_config": {}, "block_size": None},
-    )
-    for changes in unusable:
-        without_own_key(tmp_path, **(own | changes))
-        with pytest.raises(DrafterError):
-            load_drafter(tmp_path)
