@@ -90,7 +90,7 @@ def test_picked_trees_give_the_targets_distribution(monkeypatch: pytest.MonkeyPa
         got[(*(int(tree.tokens[0, node]) for node in accepted), bonus)[:2]] += probability  # type: ignore[assignment]
     # Each first token, with each second one where a draft says what follows it.
     first = distribution(logits[0], [1, 2], config)
-    wanted = {(token,): float(first[token]) for token in (1, 3)}
+    wanted: dict[tuple[int, ...], float] = {(token,): float(first[token]) for token in (1, 3)}
     for token, node in ((0, 0), (2, 1)):
         second = distribution(logits[node + 1], [1, 2, token], config)
         wanted |= {(token, after): float(first[token] * second[after]) for after in range(V)}

@@ -252,8 +252,8 @@ def test_tensors_that_contradict_the_drafter_are_named(tmp_path: Path) -> None:
 def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
     model = build_model()
     write(build("eagle3", model), "eagle3", tmp_path, model)
-    for changes in ({}, {"eagle_config": {}}):
-        without_own_key(tmp_path, **changes)
+    for own in (["moa_data"], ["moa_data", "eagle_config"]):
+        without_own_key(tmp_path, **dict.fromkeys(own))
         assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
     without_own_key(tmp_path, eagle_config={IDS: [0, 1, 9]})
     with pytest.raises(TargetError, match="reads layer 9"):
