@@ -6,6 +6,6 @@ The target is never loaded; losses and masks live in ``moa``. One training step,
     step       DrafterModule.training_step: one micro-batch
     moa        Drafter.objective: its loss
 
-Around it: ``config`` (settings), ``data`` and ``batches`` (what is read, and how), ``trial`` (how much at once),
-``callbacks`` and ``checkpoints`` (what happens between steps), ``logs``, ``export``.
+Around it: ``config`` (settings), ``data`` (what is read, and how), ``callbacks`` and ``checkpoints`` (what happens
+between steps), ``sharding``, ``muon``, ``export``; ``sensitivity`` measures a trained drafter for codecs.
 """

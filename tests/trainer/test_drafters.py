@@ -22,7 +22,15 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import SIZES, assert_same_weights, last_state, run, settings
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick
-from moa_data.trainer.data import Batch, BatchReader, StoreDataModule, draw, sequence_bytes
+from moa_data.trainer.data import (
+    Batch,
+    BatchReader,
+    EncodedField,
+    StoreDataModule,
+    draw,
+    needed_fields,
+    sequence_bytes,
+)
 from moa_data.trainer.fit import build_module, read_metrics
 
 KINDS = {kind: sizes for kind, sizes in SIZES.items() if kind != "moa"}
@@ -112,81 +120,64 @@ def test_eagle3_drafts_the_most_frequent_tokens(hidden_store: Path) -> None:
     assert counts[drafter.draft_tokens].min() >= counts[~drafter.t2d].max() > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "independent"])
-def test_only_what_the_drafter_needs_is_read(store_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    store, config = ActivationStore(store_path), settings(store_path, drafter=kind)
-    asked = []
-    real = ActivationStore.read_batch
+DSPARK: dict[str, Any] = {"drafter": "dspark", "block_layers": 1, "markov_rank": 8}
+# Settings, layers of the keys and values that are read, and other states beside the last one.
+READS: list[tuple[dict[str, Any], list[int], list[str]]] = [
+    ({"drafter": "eagle"}, [], []),
+    ({"drafter": "medusa"}, [], []),
+    ({"drafter": "independent"}, [], []),
+    (EAGLE3, [], ["hidden/layer_0", "hidden/layer_1"]),
+    ({"drafter": "glide"}, [2], []),
+    (DSPARK | {"context": "kv", "fused_layers": (1,)}, [1], []),
+    (DSPARK | {"context": "memory"}, [0, 1, 2], []),
+    ({}, [0, 1, 2], []),
+    ({"target_layer_inference": 1}, [0, 1, 2], ["hidden/layer_1"]),
+    ({"layer_attention": False}, [2], []),
+    ({"layer_stride": 2}, [0, 2], []),
+    ({"layer_stride": 2, "target_layer_inference": 1}, [0, 2], ["hidden/layer_1"]),
+    ({"layer_stride": 2, "target_layer_inference": 2}, [0, 1, 2], ["hidden/layer_0"]),
+]
 
-    def read_batch(self: Any, sequences: Any, names: Any, **kwargs: Any) -> Any:
-        asked.append(names)
-        return real(self, sequences, names, **kwargs)
 
-    monkeypatch.setattr(ActivationStore, "read_batch", read_batch)
-    sequences = np.arange(3)
-    inputs, _ = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
-    assert asked == [["tokens", "response_mask", "hidden/last"]]
-    assert inputs.kv is None
-    assert inputs.entering_hidden is None
-    ratio = sequence_bytes(store, settings(store_path), 10) / sequence_bytes(store, config, 10)
-    assert ratio == 1 + 3 * 2 * 2 * 8 / 32, "keys and values of three layers beside a hidden state"
-
-
-def read_rows(path: Path, codec: str, tmp_path: Path, config: Any) -> tuple[ActivationStore, Any, Any]:
-    """Three sequences of a store that is recoded first: the store, the decoded inputs and the codes."""
-    if codec != "lossless":
-        recode(path, codec, path := tmp_path / "store")
-    store, sequences = ActivationStore(path), np.array(ROWS)
+def check_reads(path: Path, changes: dict[str, Any], layers: list[int], states: list[str]) -> dict[str, EncodedField]:
+    """Compare what is read for a drafter with the store; returns what came encoded."""
+    store, config, sequences = ActivationStore(path), settings(path, **changes), np.array(ROWS)
+    assert set(needed_fields(store, config).values()) == {"hidden/last", *states, *(["kv"] if layers else [])}
     inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
-    return store, Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded).decode().inputs, encoded
-
-
-@pytest.mark.parametrize("codec", ["lossless", "int8", "transform:2@layer", "transform:2,tokens@all"])
-def test_glide_reads_the_last_layer_alone(store_path: Path, tmp_path: Path, codec: str) -> None:
-    config = settings(store_path, drafter="glide")
-    store, inputs, encoded = read_rows(store_path, codec, tmp_path, config)
-    assert bool(encoded) == (codec != "lossless")
-    if "tokens" in codec:
-        assert encoded["kv"].codec.needs_tokens
-    if codec == "transform:2@layer":
-        assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)
-    assert inputs.kv.shape[2:] == (1, 2 * 2 * 8)
-    for row, i in enumerate(ROWS):
-        n_tokens = int(store.lengths[i])
-        expected = store.read(i, "kv", layers=[-1]).reshape(n_tokens, 1, -1)
-        np.testing.assert_allclose(inputs.kv[row, :n_tokens].numpy(), expected, atol=1e-4)
-        assert not inputs.kv[row, n_tokens:].any()
-    assert sequence_bytes(store, config, 10) == 10 * 4 * (2 * 2 * 8 + 32)
-
-
-@pytest.mark.parametrize("codec", ["lossless", "int8"])
-def test_eagle3_reads_the_fused_layers_alone(hidden_store: Path, tmp_path: Path, codec: str) -> None:
-    config = settings(hidden_store, **EAGLE3)
-    store, inputs, _ = read_rows(hidden_store, codec, tmp_path, config)
-    assert inputs.kv is None
-    assert len(inputs.layer_outputs) == 2
-    for layer, states in enumerate(inputs.layer_outputs):
+    read = Batch(inputs, draw(config, 0, 10), encoded=encoded).decode().inputs
+    entering = [] if read.entering_hidden is None else [read.entering_hidden]
+    found = dict(zip(["hidden/last", *states], [read.hidden, *entering, *read.layer_outputs], strict=True))
+    assert (read.kv is None) == (not layers)
+    for name, values in (found if read.kv is None else found | {"kv": read.kv}).items():
         for row, i in enumerate(ROWS):
             n_tokens = int(store.lengths[i])
-            np.testing.assert_allclose(states[row, :n_tokens], store.read(i, f"hidden/layer_{layer}"), atol=1e-6)
-            assert not states[row, n_tokens:].any()
-    assert sequence_bytes(store, config, 10) == 10 * 4 * 3 * 32
+            expected = store.read(i, name, layers=layers if name == "kv" else None)
+            np.testing.assert_allclose(values[row, :n_tokens], expected.reshape(n_tokens, *values.shape[2:]), atol=1e-4)
+            assert not values[row, n_tokens:].any()
+    assert sequence_bytes(store, config, 10) == 10 * 4 * (len(layers) * 2 * 2 * 8 + 32 * len(found))
+    return encoded
 
 
-@pytest.mark.parametrize(("context", "layers"), [("kv", [1]), ("memory", [0, 1, 2])])
-def test_block_drafters_train_on_keys_and_values(
-    store_path: Path, tmp_path: Path, context: str, layers: list[int]
+@pytest.mark.parametrize(("changes", "layers", "states"), READS, ids=str)
+def test_what_a_drafter_needs_is_read_and_nothing_else(
+    store_of_all: Path, changes: dict[str, Any], layers: list[int], states: list[str]
 ) -> None:
-    """Of the layers alone that the context is made of; what is exported decodes."""
-    sizes: dict[str, Any] = {"drafter": "dspark", "context": context, "block_layers": 1, "markov_rank": 8}
-    sizes |= {"fused_layers": tuple(layers)} if context == "kv" else {}
-    store, inputs, _ = read_rows(store_path, "lossless", tmp_path, settings(store_path, **sizes))
-    assert not inputs.layer_outputs
-    for row, i in enumerate(ROWS):
-        n_tokens = int(store.lengths[i])
-        expected = store.read(i, "kv", layers=layers).reshape(n_tokens, len(layers), -1)
-        np.testing.assert_array_equal(inputs.kv[row, :n_tokens].numpy(), expected)
-    run(store_path, tmp_path / "run", max_steps=2, **sizes)
+    assert not check_reads(store_of_all, changes, layers, states)
+
+
+@pytest.mark.parametrize("codec", ["int8", "transform:2@layer", "transform:2,tokens@all"])
+def test_codes_of_what_a_drafter_needs_are_read(store_of_all: Path, tmp_path: Path, codec: str) -> None:
+    recode(store_of_all, codec, tmp_path / "store")
+    assert check_reads(tmp_path / "store", EAGLE3, *READS[3][1:]).keys() > {"hidden"}
+    encoded = check_reads(tmp_path / "store", {"drafter": "glide"}, [2], [])
+    if codec == "transform:2@layer":
+        assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)
+
+
+@pytest.mark.parametrize("context", ["kv", "memory"])
+def test_block_drafters_train_on_keys_and_values(store_path: Path, tmp_path: Path, context: str) -> None:
+    layers = {"fused_layers": (1,)} if context == "kv" else {}
+    run(store_path, tmp_path / "run", max_steps=2, context=context, **DSPARK, **layers)
     drafter, target = load_drafter(tmp_path / "run"), Target(tiny_model())
     assert drafter.config.context == context
     proposer = DrafterProposer(target, drafter)

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import last_state, run, settings
 from moa_data.trainer.config import PRESETS
-from moa_data.trainer.data import BatchReader, draw, sequence_bytes, sum_loss_weights
+from moa_data.trainer.data import draw, sum_loss_weights
 
 PAPER = PRESETS["paper"]["drafter"]
 
@@ -37,23 +35,6 @@ def test_each_variant_trains(store_path: Path, tmp_path: Path, changes: Any) -> 
     assert drafter.config.cross_attention_drafts == changes.get("cross_attention_drafts", True)
     assert drafter.config.layer_groups == changes.get("layer_groups", 2)
     assert drafter.config.unrotated_keys == changes.get("unrotated_keys", True)
-
-
-def test_layers_that_the_memory_is_made_of_are_read(store_path: Path) -> None:
-    store = ActivationStore(store_path)
-    rows = torch.arange(3).numpy()
-    cases: list[tuple[dict[str, Any], int]] = [({}, 3), ({"layer_attention": False}, 1), ({"layer_stride": 2}, 2)]
-    for changes, n_layers in cases:
-        config = settings(store_path, **changes)
-        inputs, _ = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows])
-        assert inputs.required_kv().shape[2] == n_layers
-    for n_last, layers in ((1, (0, 2)), (2, None)):
-        config = settings(store_path, layer_stride=2, target_layer_inference=n_last)
-        assert MoADrafter.reads(3, config.drafter).kv_layers == layers
-    one, all_layers = (
-        sequence_bytes(store, settings(store_path, layer_attention=value), 10) for value in (False, True)
-    )
-    assert all_layers - one == 10 * 2 * (2 * 2 * 8) * 4, "two layers of float32 keys and values"
 
 
 def test_draws_of_each_variant(store_path: Path) -> None:
