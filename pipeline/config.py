@@ -304,20 +304,10 @@ class ActivationSpec:
     layers: tuple[int, ...]
 
     @property
-    def hidden_fields(self) -> tuple[str, ...]:
-        """Store fields of the hidden states, `hidden/last` first."""
-        names = ("hidden/last",) if self.last else ()
-        return names + tuple(f"hidden/layer_{layer}" for layer in self.layers)
-
-    @property
     def fields(self) -> tuple[str, ...]:
         """All store fields, in their order in the store."""
-        return (("kv",) if self.kv else ()) + self.hidden_fields
-
-    def __or__(self, other: ActivationSpec) -> ActivationSpec:
-        """Return the activations of both."""
-        layers = tuple(sorted({*self.layers, *other.layers}))
-        return ActivationSpec(self.kv or other.kv, self.last or other.last, layers)
+        names = ("kv",) * self.kv + ("hidden/last",) * self.last
+        return names + tuple(f"hidden/layer_{layer}" for layer in self.layers)
 
 
 def parse_activations(names: Iterable[str], target_layers: int, n_layers: int) -> ActivationSpec:

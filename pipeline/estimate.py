@@ -52,12 +52,10 @@ _MAX_PRODUCTS = 1e11
 
 def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:
     """Return the store's fields for a specification of activations."""
-    fields = [tokens_field(), response_mask_field()]
-    if spec.kv:
-        fields.append(kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype))
-    for name in spec.hidden_fields:
-        fields.append(hidden_field(name.removeprefix("hidden/"), sizes["hidden_size"], dtype))
-    return tuple(fields)
+    kv = [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype)] if spec.kv else []
+    states = [name.removeprefix("hidden/") for name in spec.fields if name != "kv"]
+    hidden = [hidden_field(name, sizes["hidden_size"], dtype) for name in states]
+    return (tokens_field(), response_mask_field(), *kv, *hidden)
 
 
 def has_device(device: str) -> bool:

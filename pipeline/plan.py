@@ -122,17 +122,11 @@ class ExtractPlan(WritePlan):
 
 
 def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:
-    """Plan an extraction from the dataset and the tokenizer, without running the target or writing anything.
+    """Plan an extraction without running the target or writing anything; equal inputs give equal plans.
 
     Args:
         progress: called with (chats done, chats in all, message), then with bytes of hashed weights.
         with_weights: also hash the target's weights, which identifies the store; a Hub target is downloaded.
-
-    Returns:
-        The plan; equal inputs give equal plans.
-
-    Raises:
-        MoaDataError: the input cannot be used, or does not fit in memory.
     """
     texts = {  # refuses what makes no sense before anything is downloaded
         "columns": Columns.parse(config.data.columns).describe(),

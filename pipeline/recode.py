@@ -21,7 +21,7 @@ from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
-from ..storage.schema import SCHEMA_VERSION, TARGET_NAME, TOKENS, to_float32
+from ..storage.schema import TARGET_NAME, TOKENS, to_float32
 from ..storage.write.store import StoreWriter
 from ..text import Progress
 from .estimate import existing_parent
@@ -35,7 +35,7 @@ _MIN_RESPONSE = 8
 
 
 class KVMetrics(Protocol):
-    """Measures what errors of keys and values cost a drafter: a metric of each part of each group of the codec."""
+    """Measures what errors of keys and values cost a drafter."""
 
     @property
     def identity(self) -> str:
@@ -44,7 +44,7 @@ class KVMetrics(Protocol):
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure on sequences of a store."""
+        """Return a metric of each part of each group of the codec, measured on sequences of a store."""
 
 
 def recode(
@@ -62,12 +62,10 @@ def recode(
     Args:
         store: a complete lossless store.
         progress: called with (tokens done, tokens in all, message).
-        kv_metrics: gives a transform codec the metrics in which it learns keys and values; called where none has been
-            learned yet.
+        kv_metrics: gives a transform codec the metrics in which it learns keys and values, where none is learned yet.
 
     Raises:
         OptionInvalid: the source is not lossless, or source, output, codec and metrics do not fit.
-        StoreMismatch: the output was begun with another codec or other metrics.
     """
     fix_sums()
     start = time.perf_counter()
@@ -85,9 +83,7 @@ def recode(
         new = _learned_codec(source, codec, target_store, progress, kv_metrics)
         metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
         identities = {**source.manifest.identities, **metric}
-        manifest = dataclasses.replace(
-            source.manifest, codec=new.describe(), identities=identities, schema_version=SCHEMA_VERSION
-        )
+        manifest = dataclasses.replace(source.manifest, codec=new.describe(), identities=identities)
         with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
             rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
             try:

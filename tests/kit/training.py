@@ -74,7 +74,7 @@ def build_store(
                     host = capture(model, [tokens], spec, getattr(torch, dtype)).to_host()
                     part.write("tokens", row["first_token"], tokens)
                     part.write("response_mask", row["first_token"], response)
-                    for name in (*(["kv"] if spec.kv else []), *spec.hidden_fields):
+                    for name in spec.fields:
                         part.write(name, row["first_token"], host.rows(name, 0))
                 part.commit()
     return path

@@ -87,7 +87,7 @@ def test_values_that_are_not_finite_are_named_by_sequence_and_layer(value: float
 def test_names_of_activations() -> None:
     spec = parse_activations(("kv", "hidden:last", "hidden:layer:-1", "hidden:layer:0"), 2, 8)
     assert spec == ActivationSpec(True, True, (0, 5, 7))
-    assert spec.hidden_fields == ("hidden/last", "hidden/layer_0", "hidden/layer_5", "hidden/layer_7")
+    assert spec.fields == ("kv", "hidden/last", "hidden/layer_0", "hidden/layer_5", "hidden/layer_7")
     assert parse_activations(("kv",), 8, 8).layers == ()
     for names, target_layers, text in (
         (("hidden",), 0, "expected kv, hidden:last or hidden:layer:K"), (("hidden:layer:8",), 0, "0 to 7"),
