@@ -12,7 +12,7 @@ import pyarrow as pa
 import zarr
 
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.paths import AnyPath
+from moa_data.storage.paths import AnyPath, StorePath
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.schema import (
     TOKENS,
@@ -77,10 +77,14 @@ class Recipe:
                 self.write_part(writer, part, change)
         return path
 
+    def open(self, path: str | StorePath, shares: bool = False) -> StoreWriter:
+        """Open a store for writing."""
+        return StoreWriter.create_or_resume(path, self.manifest, self.plan, shares=shares)
+
     def write_bundled(self, path: Path) -> Path:
         """Write whatever is missing, a target bundle of one file included."""
         self.write(path)
-        with StoreWriter.create_or_resume(path, self.manifest, self.plan) as writer:
+        with self.open(path) as writer:
             if not writer.has_target:
                 with writer.target() as folder:
                     (folder / "config.json").write_text("{}" * 100)

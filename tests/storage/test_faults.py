@@ -25,7 +25,6 @@ from moa_data.storage.backend import open_path
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.faults import Faults, faulty
 from moa_data.tests.kit.object_stores import Seaweed, empty_place, environment, read_remote_tree, use
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
@@ -45,7 +44,7 @@ def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
     def work(_: int) -> None:
         for _ in range(20):
             try:
-                with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan, shares=True) as writer:
+                with recipe.open(place, shares=True) as writer:
                     for part in writer.pending_parts():
                         if writer.is_pending(part):
                             recipe.write_part(writer, part)
@@ -119,7 +118,7 @@ WRITER = textwrap.dedent("""
     recipe = make_recipe(tuple(map(int, sys.argv[2].split(","))))
     print("ready", flush=True)
     sys.stdin.readline()
-    with StoreWriter.create_or_resume(sys.argv[1], recipe.manifest, recipe.plan, shares=True) as writer:
+    with recipe.open(sys.argv[1], shares=True) as writer:
         for part in writer.pending_parts():
             if writer.is_pending(part):
                 recipe.write_part(writer, part)

@@ -70,7 +70,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.committed = parts
 
     def opened(self, shares: bool = False) -> StoreWriter:
-        return StoreWriter.create_or_resume(self.store, RECIPE.manifest, RECIPE.plan, shares=shares)
+        return RECIPE.open(self.store, shares=shares)
 
     @rule(shares=st.booleans(), chosen=st.integers(0, 99))
     def write_a_part(self, shares: bool, chosen: int) -> None:

@@ -49,7 +49,7 @@ def write_bundle(writer: StoreWriter, weights: bytes) -> None:
 
 def write_store(recipe: Recipe, path: Path, weights: bytes = OLD_WEIGHTS) -> Path:
     recipe.write(path)
-    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
+    with recipe.open(path) as writer:
         write_bundle(writer, weights)
     return path
 

@@ -19,10 +19,6 @@ from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, read_tree
 
 
-def shared(path: Path, recipe: Recipe) -> StoreWriter:
-    return StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan, shares=True)
-
-
 def attempts(path: Path) -> set[str]:
     """The writers whose unfinished files a store holds."""
     return {file.name.split(".")[-2] for file in path.rglob("*.partial")}
@@ -30,11 +26,11 @@ def attempts(path: Path) -> set[str]:
 
 def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path: Path, recipe: Recipe) -> None:
     path = tmp_path / "shared"
-    first = shared(path, recipe)
+    first = recipe.open(path, shares=True)
     dead = StoreWriter.join(path, attempt="dead")
     recipe.fill(dead.part(1))  # as a kill leaves it: neither committed nor discarded
     recipe.fill(first.part(1))
-    with shared(path, recipe) as second:
+    with recipe.open(path, shares=True) as second:
         assert attempts(path) == {"dead", first.attempt}
         second.remove_attempt(first.attempt)
         assert attempts(path) == {"dead"}
@@ -53,11 +49,11 @@ def test_who_wants_a_store_alone_and_who_shares_keep_each_other_out(
 ) -> None:
     monkeypatch.setattr(lock_module, "_GRACE_S", 0.01)
     path = tmp_path / "shared"
-    with shared(path, recipe), pytest.raises(StoreLocked, match="is being written by process"):
-        StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan)
-    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan):
+    with recipe.open(path, shares=True), pytest.raises(StoreLocked, match="is being written by process"):
+        recipe.open(path)
+    with recipe.open(path):
         with pytest.raises(StoreLocked, match="is being written by process"):
-            shared(path, recipe)
+            recipe.open(path, shares=True)
         with pytest.raises(StoreLocked, match="is being written by process"):
             StoreWriter.join(path)
 
@@ -80,7 +76,7 @@ def test_who_shares_waits_for_the_one_who_opens(
 
 def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, recipe: Recipe) -> None:
     path = tmp_path / "shared"
-    with shared(path, recipe) as first, shared(path, recipe) as second:
+    with recipe.open(path, shares=True) as first, recipe.open(path, shares=True) as second:
         one, two = first.part(0), first.part(1)
         again = second.part(0)  # a hint keeps nobody from it
         assert [second.is_claimed(part) for part in range(3)] == [True, True, False]
@@ -90,7 +86,7 @@ def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, re
         one.commit()
         two.discard()
         assert [second.is_claimed(part) for part in range(3)] == [False] * 3
-    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as alone:
+    with recipe.open(path) as alone:
         with alone.part(1):
             assert not alone.is_claimed(1)
         assert not (path / "publish.lock").exists()
@@ -150,7 +146,7 @@ rng = random.Random(0)
 whole = kit.read_tree(recipe.write(folder / "whole"))
 
 def write(store, seed):
-    with kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan, shares=True) as writer:
+    with recipe.open(store, shares=True) as writer:
         parts = writer.pending_parts()
         random.Random(seed).shuffle(parts)
         for part in parts:

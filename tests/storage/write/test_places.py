@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreDamaged, StoreLocked, StoreMismatch
-from moa_data.storage.backend import names_in, open_path, put, remove_file
+from moa_data.storage.backend import open_path, put, put_if_absent, remove_file
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath, StorePath
 from moa_data.storage.read import batch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import hidden_field
+from moa_data.storage.schema import commit_path, hidden_field, publication_path, tokens_field
 from moa_data.storage.write import publish as publish_module
 from moa_data.storage.write.addition import StoreAddition, extended_codec
-from moa_data.storage.write.publish import partial_name
-from moa_data.storage.write.store import StoreWriter
+from moa_data.storage.write.publish import Publication, partial_name
+from moa_data.tests.kit.kills import Killed
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
 from moa_data.tests.kit.stores import FIELDS, Recipe, make_recipe, read_tree
 
@@ -30,10 +33,6 @@ def tree_of(store: StorePath) -> dict[str, bytes]:
     if isinstance(store, RemotePath):
         return read_remote_tree(store)
     return {name: content for name, content in read_tree(store).items() if name != "publish.lock"}
-
-
-def shared(store: StorePath, recipe: Recipe) -> StoreWriter:
-    return StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan, shares=True)
 
 
 LENGTHS = (70, 3, 200, 64)
@@ -73,7 +72,7 @@ class PlaceContract:
             np.testing.assert_array_equal(found[name], values)
 
     def test_leaving_without_commit_leaves_nothing(self, place: StorePath, recipe: Recipe) -> None:
-        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+        with recipe.open(place) as writer:
             before = set(self.names(place))
             with suppress(KeyboardInterrupt), writer.part(0) as out:
                 recipe.fill(out)
@@ -84,7 +83,7 @@ class PlaceContract:
     def test_of_two_writers_of_a_part_the_first_to_commit_wins(
         self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]
     ) -> None:
-        with shared(place, recipe) as first, shared(place, recipe) as second:
+        with recipe.open(place, shares=True) as first, recipe.open(place, shares=True) as second:
             assert second.joined
             one, other = first.part(0), second.part(0)
             recipe.fill(one)
@@ -114,7 +113,7 @@ class PlaceContract:
 
     def test_the_bundle_is_committed_whole_and_replaced(self, place: StorePath, recipe: Recipe) -> None:
         recipe.write(place)
-        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+        with recipe.open(place) as writer:
             with suppress(KeyboardInterrupt), writer.target() as folder:
                 (folder / "config.json").write_text("{}")
                 raise KeyboardInterrupt
@@ -129,12 +128,6 @@ class PlaceContract:
         with ActivationStore(place) as store:
             assert (store.target_path / "sub" / "weights").read_text() == "another"
         assert verify_store(place).ok
-
-    def test_runs_are_recorded(self, place: StorePath, recipe: Recipe) -> None:
-        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
-            paths = [writer.record_run({"n": n}) for n in range(3)]
-        assert [json.loads(path.read_bytes())["n"] for path in paths] == [0, 1, 2]
-        assert len(names_in(place / "runs")) == 3
 
     @staticmethod
     def names(place: StorePath) -> list[str]:
@@ -151,10 +144,7 @@ class TestFolder(PlaceContract):
 
 
 class TestBucket(PlaceContract):
-    @pytest.fixture
-    def place(self, moto_server: str) -> Iterator[StorePath]:
-        with use(moto_server):
-            yield open_path(f"{empty_place(moto_server)}/a store")
+    """In the place of the fixture below."""
 
     def test_damage_is_named(self, place: RemotePath, recipe: Recipe) -> None:
         shard = recipe.write(place) / "parts/kv/c.1.0.0.0.0"
@@ -177,7 +167,7 @@ class TestBucket(PlaceContract):
     def test_leftovers_go_when_they_are_old(
         self, place: RemotePath, recipe: Recipe, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        dead = shared(place, recipe)
+        dead = recipe.open(place, shares=True)
         recipe.fill(out := dead.part(0))
         for array in out._arrays.values():
             array.finish()  # as a kill before the commit leaves it
@@ -190,7 +180,7 @@ class TestBucket(PlaceContract):
         assert tree_of(place).keys() - wanted.keys() == uploads
         monkeypatch.setattr(publish_module, "LEFTOVER_S", -60.0)
         dead.close()
-        with shared(place, recipe) as writer:
+        with recipe.open(place, shares=True) as writer:
             writer.sweep()
         assert tree_of(place) == wanted
         assert verify_store(place).ok
@@ -198,7 +188,7 @@ class TestBucket(PlaceContract):
     def test_a_part_that_took_too_long_is_not_committed(
         self, place: RemotePath, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with shared(place, recipe) as writer:
+        with recipe.open(place, shares=True) as writer:
             out = writer.part(0)
             recipe.fill(out)
             monkeypatch.setattr(publish_module, "COMMIT_WITHIN_S", -1.0)
@@ -210,7 +200,7 @@ class TestBucket(PlaceContract):
     @pytest.mark.slow
     def test_two_additions_of_other_fields_do_not_lose_one(self, place: RemotePath, recipe: Recipe) -> None:
         recipe.write(place)
-        writers = [StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) for _ in range(2)]
+        writers = [recipe.open(place) for _ in range(2)]
         recipes = [make_recipe(LENGTHS, fields=(*FIELDS, hidden_field(f"layer_{k}", 16))) for k in range(2)]
         additions = [
             StoreAddition(writer, wider.manifest, extended_codec(writer.codec, wider.manifest.fields))
@@ -225,3 +215,108 @@ class TestBucket(PlaceContract):
         for writer in writers:
             writer.close()
         assert verify_store(place).ok
+
+
+# Writers in a bucket, on machines that round differently.
+
+
+def rounded(n: int) -> Callable[[str, dict[str, Any], np.ndarray], np.ndarray]:
+    """What the n-th of several machines computes."""
+
+    def change(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+        return values ^ np.uint16(n) if name == "kv" or name.startswith("hidden") else values
+
+    return change
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    """A store of one part, of codes with scales: those of two machines together decode to wrong values."""
+    fields = (tokens_field(), hidden_field("last", 16))
+    return make_recipe((70, 3), fields).with_manifest(codec=StoreCodec("int8", ()).describe())
+
+
+@pytest.fixture
+def place(moto_server: str) -> Iterator[RemotePath]:
+    with use(moto_server):
+        place = open_path(f"{empty_place(moto_server)}/a store")
+        assert isinstance(place, RemotePath)
+        yield place
+
+
+def trees(recipe: Recipe, folder: Path, n: int) -> list[dict[str, bytes]]:
+    """The bytes that each of n machines that differ gives a folder."""
+    return [read_tree(recipe.write(folder / str(i), rounded(i))) for i in range(n)]
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, n_calls: int) -> None:
+    """End the writer after so many requests that change a bucket."""
+    calls = iter(range(10_000))
+
+    def dies(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if next(calls) >= n_calls:
+                raise Killed
+            return method(*args)
+
+        return call
+
+    for name in ("put_if_absent", "replace", "put", "copy", "delete"):
+        monkeypatch.setattr(ObjectStore, name, dies(getattr(ObjectStore, name)))
+
+
+N_PUTS = 3
+"""Uploads of the part of the tests' store, and as many copies."""
+STEPS = {
+    "an upload": (1, False), "the record": (N_PUTS, False), "a copy": (N_PUTS + 1, True), "half": (N_PUTS + 2, True),
+    "the commit": (2 * N_PUTS + 1, True), "the deletion": (2 * N_PUTS + 2, True), "the end": (2 * N_PUTS + 3, True),
+}  # fmt: skip
+FAST = ("the record", "half")
+
+
+@pytest.mark.parametrize("step", [pytest.param(s, marks=() if s in FAST else pytest.mark.slow) for s in STEPS])
+def test_a_kill_before_any_step_of_a_publication(
+    place: RemotePath, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The next writer, on another machine, finishes the whole part of the first or makes all of it anew."""
+    n_calls, is_first = STEPS[step]
+    with recipe.open(place) as writer, monkeypatch.context() as patch:
+        kill_after(patch, n_calls)
+        with suppress(Killed) if step == "the end" else pytest.raises(Killed):
+            recipe.write_part(writer, 0, rounded(0))
+    recipe.write(place, rounded(1))
+    found = {
+        name: data
+        for name, data in read_remote_tree(place).items()
+        if not name.startswith("parts/") or ".partial" not in name
+    }
+    assert found == trees(recipe, tmp_path, 2)[0 if is_first else 1]
+
+
+def test_a_record_whose_uploads_are_gone_comes_to_nothing(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
+    with recipe.open(place, shares=True) as writer:
+        record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}")
+        put_if_absent(publication_path(record.commit), record.to_json())
+        recipe.write_part(writer, 0, rounded(0))
+    assert read_remote_tree(place) == trees(recipe, tmp_path, 1)[0]
+
+
+def test_plain_libraries_read_a_bucket_as_a_folder(
+    place: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snippet of docs/object-stores.md, with zarr-python and with tensorstore."""
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    recipe = make_recipe((70, 3, 200))
+    local = recipe.write(tmp_path / "local")
+    recipe.write(place)
+    assert read_remote_tree(place) == read_tree(local)
+    bucket, _, prefix = place.backend.url.removeprefix("s3://").partition("/")
+    page = (Path(__file__).parents[3] / "docs" / "object-stores.md").read_text()
+    found = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    names: dict[str, Any] = {}
+    program = found[1].replace('"bucket", "llama3-8b"', f"{bucket!r}, {prefix!r}")
+    exec(compile(program, "docs/object-stores.md", "exec"), names)
+    row = recipe.plan.slice(0, 1).to_pylist()[0]
+    np.testing.assert_array_equal(names["by_zarr"], recipe.values(recipe.manifest.fields[3], row))
+    np.testing.assert_array_equal(names["by_tensorstore"], names["by_zarr"])

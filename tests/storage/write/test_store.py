@@ -30,7 +30,7 @@ from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 @pytest.fixture
 def writer(tmp_path: Path, recipe: Recipe) -> Iterator[Any]:
-    with StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan) as opened:
+    with recipe.open(tmp_path / "store") as opened:
         yield opened
 
 
@@ -40,7 +40,7 @@ def test_pieces_of_any_size_and_any_number_of_threads_give_equal_bytes(
 ) -> None:
     other = tmp_path / "pieces"
     rng = np.random.default_rng(0)
-    opened = StoreWriter.create_or_resume(other, recipe.manifest, recipe.plan)
+    opened = recipe.open(other)
     with opened as writer, EncodePool(n_threads) as pool:
         for part in reversed(writer.pending_parts()):
             with writer.part(part, pool) as out:
@@ -153,7 +153,7 @@ def test_resume_redoes_exactly_the_damaged_part(store: Path, recipe: Recipe, dam
         path.unlink()
     else:
         os.truncate(path, 100)
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+    with recipe.open(store) as writer:
         assert writer.pending_parts() == [1]
         assert writer.repaired_parts == (() if damage == "delete commit" else (1,))
         recipe.write_part(writer, 1)
@@ -206,7 +206,7 @@ def test_starting_lists_the_folders_of_the_store_and_none_of_a_part(
             return real(path, *rest, **more)
 
         monkeypatch.setattr(os, name, note)
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+    with recipe.open(store) as writer:
         assert writer.pending_parts() == []
     assert len(listed) < 40
     # Each part has a commit, which is looked for and read, and four shards, whose sizes are compared with it.
