@@ -31,7 +31,7 @@ from ..moa.targets.cache import TargetCache
 from ..moa.targets.chat import Message
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
-from ..text import Progress
+from ..text import Progress, first_line
 from .drafters import LoadedDrafter
 from .prompts import Prompt
 
@@ -406,12 +406,9 @@ def load_scorer(name: str) -> Scorer:
         else:
             scorer = getattr(importlib.import_module(where), function)
     except Exception as error:  # the user's module may raise anything
-        raise OptionInvalid(f"--scorer {name}: no such function ({_in_a_line(error)}); check the name.") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise OptionInvalid(f"--scorer {name}: no such function ({reason}); check the name.") from error
     return scorer
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> float:
@@ -422,8 +419,6 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         if not math.isfinite(score):
             raise ValueError(f"{score} is no finite number")
     except Exception as error:  # the user's function may raise anything
-        raise OptionInvalid(
-            f"the scorer, called with an answer to prompt {cut.row.prompt_id}, failed ({_in_a_line(error)}); correct "
-            "the function."
-        ) from error
+        reason = f"with an answer to prompt {cut.row.prompt_id}, failed ({type(error).__name__}: {first_line(error)})"
+        raise OptionInvalid(f"the scorer, called {reason}; correct the function.") from error
     return float(score)

@@ -144,16 +144,15 @@ EAGLE = Layout(
     ),
     read_sizes=_read_authors_sizes,
 )
-VLLM_EAGLE = Layout(
+VLLM_EAGLE = replace(
+    EAGLE,
     name="vllm-eagle",  # loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'
-    kind=EagleSizes.kind,
     reader="vLLM",
+    needs_embeddings=False,
     requires={"eagle_fc_bias": (False,)},
-    notes=_eagle_notes,
+    unfit=lambda sizes: [],
     config=partial(_config, bias=False),  # a true one would give the attention biases
-    pack=_pack,
-    unpack=_unpack,
-    read_sizes=_read_authors_sizes,  # without our key it is recognised as ``eagle``
+    recognises=lambda names, config: False,  # without our key it is read as ``eagle``
 )
 SGLANG_EAGLE = replace(
     VLLM_EAGLE,

@@ -265,9 +265,8 @@ class Target:
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`."""
-        if self._static is None:
-            return TargetCache(self.config.num_hidden_layers, n_rows)
-        return TargetCache(self.config.num_hidden_layers, n_rows, self._static.n_slots, self._static.buffers)
+        shared = () if self._static is None else (self._static.n_slots, self._static.buffers)
+        return TargetCache(self.config.num_hidden_layers, n_rows, *shared)
 
 
 @contextmanager

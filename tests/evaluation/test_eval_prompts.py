@@ -70,8 +70,7 @@ def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
         ([{"text": "q"}], "row 1"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 1"),
         ([{"messages": [{"role": "wizard", "content": "a"}]}], "row 1"),
-        ([{"turns": [""]}], "row 1"),
-        ([{"turns": "q"}], "row 1"),
+        *(([{"turns": given}], "row 1") for given in ([""], "q")),
         ([chat("q", "a"), {"turns": ["q"]}], "row 2"),
     ],
 )

@@ -110,9 +110,9 @@ def test_the_logit_gap_is_that_of_the_logits_that_tokens_are_chosen_from(target:
     assert top2_gap(target, text, 1.8) != pytest.approx(top2_gap(target, text))
 
 
-@pytest.mark.parametrize(("other", "expected"), [([1, 2, 3], None), ([1, 5, 3], 1), ([1, 2], 2), ([1, 2, 3, 4], 3)])
-def test_first_divergence(other: list[int], expected: int | None) -> None:
-    assert first_divergence([1, 2, 3], other) == expected
+def test_first_divergence() -> None:
+    others = ([1, 2, 3], [1, 5, 3], [1, 2], [1, 2, 3, 4])
+    assert [first_divergence([1, 2, 3], other) for other in others] == [None, 1, 2, 3]
 
 
 def test_an_answer_that_spells_a_control_token_ends_its_chat(target: Target) -> None:

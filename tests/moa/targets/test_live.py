@@ -72,7 +72,6 @@ class LargestBytes(TorchDispatchMode):
 def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
     family: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is larger than the cache or what the layers make anyway; with a window, than the mask of a piece."""
     n_tokens, piece = 4096, 64
     monkeypatch.setattr(target_module, "_CHUNK_TOKENS", piece)
     model = build_model(family, max_position_embeddings=n_tokens)
