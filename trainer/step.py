@@ -332,11 +332,11 @@ class Trial:
 
 
 @torch.no_grad()
-def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> list[float]:
     """Draft every round of a batch on the dataset's text, and compare the drafts with the stored activations.
 
-    Returns positions that a round drafts, bool [B, T]; those of them where drafter and target have the same argmax,
-    bool [B, T]; the KL of the drafted positions, [P], in nats.
+    Its step bound is ``draft_length + 1``. Returns sums that :func:`validation_metrics` reduces: KL in nats,
+    agreements, drafted positions, tokens that the rounds would commit (bonus included), rounds.
     """
     inputs, draws = batch.inputs, batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
@@ -351,23 +351,13 @@ def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> tuple
         # 0 * inf, where a logit is -inf, counts as 0.
         kl.append(pointwise.nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
         agree.append(draft.argmax(dim=-1) == target.argmax(dim=-1))
-    agree_at = torch.zeros_like(drafted)
+    agree_at, kls = torch.zeros_like(drafted), torch.cat(kl)
     rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
     agree_at[rows[valid], queries[valid]] = torch.cat(agree)
-    return drafted, agree_at, torch.cat(kl)
-
-
-def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> list[float]:
-    """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
-
-    Returns sums that :func:`validation_metrics` reduces: KL in nats, agreements, drafted positions, tokens that the
-    rounds would commit (bonus included), rounds.
-    """
-    drafted, agree, kl = compare_batch(drafter, frozen, batch)
     # A round commits 1 + the leading drafts at which drafter and target have the same argmax. The drafts follow the
     # dataset's text, not the target's own answers, so this is an estimate of decoding.
-    runs = agreement_runs(agree, drafted, draft_length)
-    return [float(kl.sum()), int(agree.sum()), len(kl), int((runs + 1).sum()), len(runs)]
+    runs = agreement_runs(agree_at, drafted, draft_length)
+    return [float(kls.sum()), int(agree_at.sum()), len(kls), int((runs + 1).sum()), len(runs)]
 
 
 def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:

@@ -44,10 +44,8 @@ class TestLossless(CodecContract):
 
 def group_largest(codec: Int8Codec, values: np.ndarray) -> np.ndarray:
     """Largest magnitude of what shares a scale with each value."""
-    n_tokens = len(values)
-    padded = np.pad(np.abs(values), ((0, -n_tokens % 64), *[(0, 0)] * (values.ndim - 1)))
-    blocks = padded.reshape(-1, 64, *values.shape[1:]).max(axis=1, keepdims=True)
-    largest = np.broadcast_to(blocks, (len(blocks), 64, *values.shape[1:])).reshape(padded.shape)[:n_tokens].copy()
+    blocks = [np.abs(values[first : first + 64]) for first in range(0, len(values), 64)]
+    largest = np.concatenate([np.broadcast_to(block.max(axis=0), block.shape) for block in blocks])
     if codec.spec.name == "kv":
         largest[:, :, :, 1] = np.abs(values[:, :, :, 1]).max(axis=-1, keepdims=True)
     return largest
