@@ -45,6 +45,8 @@ def _stored(row: dict[str, Any]) -> dict[str, np.ndarray]:
 
 ROWS = RECIPE.plan.to_pylist()
 SEQUENCES = [_stored(row) for row in ROWS]
+VALUES = {name: [to_float32(sequence[name], "bfloat16") for sequence in SEQUENCES] for name in _ACTIVATIONS}
+TOKEN_IDS = [sequence[TOKENS] for sequence in SEQUENCES]
 LONG = next(sequence for row, sequence in zip(ROWS, SEQUENCES, strict=True) if row["n_tokens"] == 150)
 
 

@@ -21,7 +21,7 @@ from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, to_float32, tokens_field
+from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip
 
@@ -70,10 +70,7 @@ class TestTransform(LossyContract):
     def learn(cls, codec: StoreCodec) -> None:
         codec.learned["kv"].rope, codec.learned["kv"].embeddings = contract.ROPE, contract.EMBEDDINGS
         for name, field in codec.learned.items():
-            field.calibrate(
-                [to_float32(sequence[name], "bfloat16") for sequence in contract.SEQUENCES],
-                [sequence[TOKENS] for sequence in contract.SEQUENCES],
-            )
+            field.calibrate(contract.VALUES[name], contract.TOKEN_IDS)
 
     def test_the_store_must_have_tokens_and_the_writer_must_be_given_them(
         self, codec: StoreCodec, tmp_path: Path, recipe: Recipe
@@ -199,25 +196,16 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
 
 
 def test_what_tokens_say_is_not_stored() -> None:
-    rng = np.random.default_rng(6)
-    embeddings = rng.standard_normal((30, 12)).astype(np.float32)
-    said = rng.standard_normal((12, math.prod(SPEC.token_shape)))
-    unit = embeddings / np.sqrt((embeddings**2).mean(1, keepdims=True))
-    tokens = [rng.integers(0, 30, len(values)).astype(np.int32) for values in CALIBRATION]
-    sample = []
-    for values, ids in zip(CALIBRATION, tokens, strict=True):
-        by_token = (3 * unit[ids] @ said).reshape(values.shape).astype(np.float32)
-        by_token[:, :, :, 0] = ROPE.rotate(by_token[:, :, :, 0])
-        sample.append(values + by_token)
+    tokens, sample = contract.TOKEN_IDS, contract.VALUES["kv"]
     errors = []
     for name in ("transform:1@group2", "transform:1,tokens@group2"):
-        codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE)
-        codec.embeddings = embeddings
+        codec = TransformCodec(SPEC, TransformSettings.parse(name), contract.ROPE)
+        codec.embeddings = contract.EMBEDDINGS
         codec.calibrate(sample, tokens)
         codes = codec.encode(sample[0], tokens[0]) | {"tokens": tokens[0]}
-        errors.append(np.square(codec.decode(codes, 0, 100) - sample[0][:100]).sum())
+        errors.append(np.square(codec.decode(codes, 0, len(sample[0])) - sample[0]).sum())
     assert errors[1] < errors[0] / 4
-    assert codec.describe()["token_features"] == 12
+    assert codec.describe()["token_features"] == 16
     del codes["tokens"]
     without = {name: array for name, array in codec.state().items() if name != "tokens/features"}
     refused: tuple[Callable[[], object], ...] = (
