@@ -13,7 +13,6 @@ from .console import out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
-    from ..serving.grpc import Identities
     from ..serving.http import Service
 
 
@@ -41,13 +40,21 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
+    from ..serving.grpc import Identities
     from ..serving.metrics import JsonLines
     from ..serving.run import ServerRun, check_tls, raise_file_limit
+    from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
     if config.tls is not None:
         check_tls(*config.tls)  # before a model is loaded
     service = _service(config)
-    identities = None if config.grpc_port is None else _identities(service)
+    target, drafters, identities = service.target, service.engine.drafters, None
+    if config.grpc_port is not None:
+        identities = Identities(
+            target_identity(target.identity),
+            tokenizer_identity(target.tokenizer),
+            {name: drafter_identity(drafter) for name, drafter in drafters.items()},
+        )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.getLogger().handlers[:] = [handler]
@@ -55,9 +62,9 @@ def serve(config: ServeConfig) -> None:
     raise_file_limit()
 
     def on_ready(http: str, grpc: str | None) -> None:
-        drafters = ", ".join(service.engine.drafters) or "none"
+        names = ", ".join(drafters) or "none"
         other = f" and gRPC {grpc}" if grpc else ""
-        out.print(f"serving {service.model_name} on {http}/v1{other} (drafters: {drafters})", highlight=False)
+        out.print(f"serving {service.model_name} on {http}/v1{other} (drafters: {names})")
         sys.stdout.flush()
 
     run = ServerRun(service, config, on_ready, identities)
@@ -91,15 +98,3 @@ def _service(config: ServeConfig) -> "Service":
         engine, target, config.name or Path(config.model).name, next(iter(drafters), None),
         f"fp_{target.identity.get('weights_sha256', '')[:12]}", tokens, config.limits,
     )  # fmt: skip
-
-
-def _identities(service: "Service") -> "Identities":
-    from ..serving.grpc import Identities
-    from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
-
-    target, drafters = service.target, service.engine.drafters
-    return Identities(
-        target_identity(target.identity),
-        tokenizer_identity(target.tokenizer),
-        {name: drafter_identity(drafter) for name, drafter in drafters.items()},
-    )

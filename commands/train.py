@@ -1,8 +1,8 @@
 """Commands that train: train, demo."""
 
-import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -15,19 +15,12 @@ from .console import ProgressLine, collect_provenance, out, tell
 from .options import StageCommand, config_options
 
 
-@contextlib.contextmanager
-def _warnings_told() -> Iterator[None]:
-    with warnings.catch_warnings():
-        others = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
-            if issubclass(category, RunWarning):
-                tell(str(message))  # in one line
-            else:
-                others(message, category, *rest, **options)
-
-        warnings.showwarning = show
-        yield
+def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    """Show a warning of a run in one line, and others as Python does."""
+    if issubclass(category, RunWarning):
+        tell(str(message))
+    else:
+        others(message, category, *rest)
 
 
 @click.command(cls=StageCommand)
@@ -71,7 +64,8 @@ def train(config: TrainConfig) -> None:
         out.print(run_plan_view(plan_run(config)))
         return
 
-    with ProgressLine("step") as progress, _warnings_told():
+    with ProgressLine("step") as progress, warnings.catch_warnings():
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
         report = run_train(config, progress=progress, provenance=collect_provenance())
     out.print(train_view(report))
     if report.n_pending_parts:
