@@ -372,6 +372,15 @@ def test_repair_says_what_it_needs_and_what_is_whole(work: Path) -> None:
     assert "is whole" in run("repair", "store").stdout
 
 
+def test_ctrl_c_while_planning_leaves_nothing(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moa_data.pipeline.extract.build_plan", interrupted)
+    refused(run(*shlex.split(EXTRACT)), "nothing was written", exit_code=130)
+    assert not (work / "out").exists()
+
+
 def test_outputs_that_hold_something_else(work: Path) -> None:
     (work / "out").mkdir()
     (work / "out/notes.txt").write_text("mine")
