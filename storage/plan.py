@@ -111,18 +111,11 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
     }
 
 
-def part_lengths(plan: pa.Table, alignment_tokens: int) -> np.ndarray:
-    """Return the length of each part's token axis, padding included: int64 [n_parts]."""
-    ends = plan["first_token"].to_numpy() + plan["n_tokens"].to_numpy()
-    padded = -(-ends // alignment_tokens) * alignment_tokens
-    lengths = np.zeros(int(plan["part"].to_numpy().max()) + 1, np.int64)
-    np.maximum.at(lengths, plan["part"].to_numpy(), padded)
-    return lengths
-
-
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
     """Return what the commit of each part must say: part, n_sequences, n_tokens and allocated_tokens (with padding)."""
-    part, lengths = plan["part"].to_numpy(), part_lengths(plan, alignment_tokens)
+    part, ends = plan["part"].to_numpy(), plan["first_token"].to_numpy() + plan["n_tokens"].to_numpy()
+    lengths = np.zeros(int(part.max()) + 1, np.int64)
+    np.maximum.at(lengths, part, -(-ends // alignment_tokens) * alignment_tokens)
     n_sequences = np.bincount(part, minlength=len(lengths))
     n_tokens = np.bincount(part, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
     names = ("part", "n_sequences", "n_tokens", "allocated_tokens")

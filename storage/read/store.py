@@ -19,7 +19,7 @@ from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
 from ..paths import StorePath
-from ..plan import check_plan, part_lengths, plan_counts, read_plan
+from ..plan import check_plan, part_counts, plan_counts, read_plan
 from ..read_cache import ReadCache, cache_at
 from ..schema import (
     MANIFEST_NAME,
@@ -88,13 +88,13 @@ class ActivationStore:
                     "Restore the two files from one copy."
                 )
         self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
-        lengths = part_lengths(plan, self.manifest.alignment_tokens)
+        planned = part_counts(plan, self.manifest.alignment_tokens)
         look = sizes_of(self.path / PARTS_NAME)  # one listing instead of a request for each file
         for part, commit in self.commits.items():
             # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
-            if commit.allocated_tokens != lengths[part]:
+            if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
                 raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} gives part {part} {lengths[part]} tokens, padding included, its commit "
+                    f"{self.path / PLAN_NAME} gives part {part} {expected} tokens, padding included, its commit "
                     f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
                     "and run extract again: it redoes that part."
                 )

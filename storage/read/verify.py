@@ -225,17 +225,16 @@ class _Verification:
         """Return the commits that can be read, and say where they contradict the plan."""
         commits: dict[int, PartCommit] = {}
         for part, (path, read) in zip(parts, reads_of(commit_path(self.store, part) for part in parts), strict=True):
-            self.report.n_parts += 1
             with self._checking(part, path):
                 try:
                     commits[part] = commit = read_part_commit(path, read)
                 except MISSING:
-                    self.report.n_parts -= 1
                     self.report.n_pending_parts += 1
                     continue
                 for key, got in commit.counts.items():
                     if got != (expected := planned[part][key]):
                         self._damage(part, path, f"the commit says {key} {got}, the plan has {expected}")
+        self.report.n_parts = len(parts) - self.report.n_pending_parts
         return commits
 
     def _check_parts(self, commits: Mapping[int, PartCommit]) -> None:

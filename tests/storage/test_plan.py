@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moa_data.errors import StoreDamaged
-from moa_data.storage.plan import SEQUENCE_SCHEMA, check_plan, part_lengths, plan_bytes, plan_parts
+from moa_data.storage.plan import SEQUENCE_SCHEMA, check_plan, part_counts, plan_bytes, plan_parts
 
 
 def table(lengths: list[int]) -> pa.Table:
@@ -22,7 +22,7 @@ def test_rules_hold(lengths: list[int], part_tokens: int, alignment: int) -> Non
     assert sorted(plan["source_row"].to_pylist()) == list(range(len(lengths)))
     assert plan_bytes(plan) == plan_bytes(plan_parts(table(lengths), part_tokens, alignment))
     part, n_tokens = plan["part"].to_numpy(), plan["n_tokens"].to_numpy()
-    totals = part_lengths(plan, alignment)
+    totals = [counts["allocated_tokens"] for counts in part_counts(plan, alignment)]
     last_row = -1
     for k, total in enumerate(totals):
         rows = plan["source_row"].to_numpy()[part == k]

@@ -1,20 +1,29 @@
-"""Reading parts of sequences, into buffers, from threads and forks; and saying clearly what cannot be read."""
+"""Reading sequences, parts of them and batches, from threads and forks; and saying clearly what cannot be read."""
 
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moa_data.errors import SchemaVersionError, SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
+from moa_data.storage import grid
+from moa_data.storage.backend import LocalFile
+from moa_data.storage.read.batch import ShardReader
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.stores import Recipe, flip
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_by_zarr, rows_in_store
 
 KV_SHARD = "parts/kv/c.1.0.0.0.0"
 
@@ -69,6 +78,12 @@ def len_of(layers: Any) -> int:
         (lambda reader: reader.read(12, "kv"), "sequence 12"),
         (lambda reader: reader["kv"], "'kv'"),
         (lambda reader: reader.read(0, "kv", tokens=slice(0, 10, 2)), "step"),
+        (lambda reader: reader.read_batch([0], ["kv", "k"]), "'k'"),
+        (lambda reader: reader.read_batch([0], "tokens", layers=[0]), "'tokens'"),
+        (lambda reader: reader.read_batch([0, 12], "kv"), "sequence 12"),
+        (lambda reader: reader.read_batch([0], "kv", out={"tokens": np.zeros((1, 300))}), "'kv'; it has tokens"),
+        (lambda reader: reader.read_batch([0], "kv", out={"kv": np.zeros((1, 2, 4, 2, 2, 8), np.uint16)}), "300|>="),
+        (lambda reader: reader.read_batch([0], "kv", out={"kv": np.zeros((1, 300, 4, 2, 2, 8), np.int16)}), "uint16"),
     ],
 )
 def test_wrong_requests_say_what_is_there(
@@ -151,3 +166,164 @@ def test_other_schema_version_and_other_folders(store: Path, tmp_path: Path) -> 
     (store / "store.json").write_text(json.dumps(document | {"schema_version": 9}))
     with pytest.raises(SchemaVersionError, match="9"):
         ActivationStore(store)
+
+
+# A batch equals its sequences read one by one, and what zarr-python and tensorstore read.
+
+NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
+
+
+def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers: Any = None) -> np.ndarray:
+    """The batch, made of sequences that were read one by one."""
+    parts = [reader.read(i, name, layers) for i in rows]
+    out = np.zeros((len(rows), n_rows, *parts[0].shape[1:]), parts[0].dtype)
+    for b, part in enumerate(parts):
+        out[b, : len(part)] = part
+    return out
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_equals_zarr_and_tensorstore(data: Any) -> None:
+    lengths = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5)))
+    recipe = make_recipe(lengths, part_tokens=data.draw(st.sampled_from([64, 256])))
+    row_bytes = 64 * 4 * 2 * 2 * 8 * 2
+    patch = pytest.MonkeyPatch()
+    patch.setattr(grid, "PART_STEP_TOKENS", data.draw(st.sampled_from([64, 8192])))
+    patch.setattr(grid, "MAX_SHARD_BYTES", row_bytes * data.draw(st.sampled_from([1, 2, 1000])))
+    patch.setattr(grid, "MAX_CHUNK_BYTES", row_bytes // data.draw(st.sampled_from([1, 2, 4])))
+    patch.setattr(LocalFile, "max_read_bytes", data.draw(st.sampled_from([1, 3000, 1 << 20])))
+    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6))
+    layers = data.draw(st.sampled_from([None, [0], [3, 1], [2, 3], [1, 1, 0]]))
+    n_threads = data.draw(st.integers(1, 3))
+    extra = data.draw(st.integers(0, 70))
+    with (
+        patch.context(),
+        tempfile.TemporaryDirectory() as folder,
+        ActivationStore(recipe.write(Path(folder), any_bits)) as reader,
+    ):
+        longest = max(reader.lengths[i] for i in rows)
+        out = {
+            name: np.full((len(rows), longest + extra, *shape), 9, reader.fields[name].storage_dtype)
+            for name in NAMES
+            if (shape := token_shape(reader, name, layers)) is not None
+        }
+        batch = reader.read_batch(rows, NAMES, out=out, layers=layers, n_threads=n_threads)
+        for name in NAMES:
+            assert batch[name] is out[name]
+            chosen = layers if name == "kv" else None
+            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows, name, longest + extra, chosen))
+            for b, i in enumerate(rows):
+                row = reader.sequences.slice(i, 1).to_pylist()[0]
+                written = any_bits(name, row, recipe.values(reader.fields[name], row))
+                np.testing.assert_array_equal(reader.read(i, name), written)
+                for read in (by_zarr, by_tensorstore):
+                    want = read(Path(folder), name, row)
+                    want = want if chosen is None else want[:, chosen]
+                    np.testing.assert_array_equal(batch[name][b, : len(want)], want)
+    patch.undo()
+
+
+def any_bits(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+    """Activations of any bits: NaNs of both kinds, infinities and subnormals among them."""
+    if values.dtype != np.uint16:
+        return values
+    rng = np.random.default_rng(row["source_row"])
+    special = np.array([0x7F81, 0xFFC1, 0x7F80, 0xFF80, 0x8000, 0x0001, 0x8001, 0x7F7F, 0xFF7F], np.uint16)
+    noise = rng.integers(0, 1 << 16, values.shape, np.uint16)
+    return np.where(rng.random(values.shape) < 0.5, rng.choice(special, values.shape), noise)
+
+
+def token_shape(reader: ActivationStore, name: str, layers: list[int] | None) -> tuple[int, ...]:
+    shape = reader.fields[name].token_shape
+    return (len(layers), *shape[1:]) if name == "kv" and layers is not None else shape
+
+
+def by_zarr(store: Path, name: str, row: dict[str, Any]) -> np.ndarray:
+    return read_by_zarr(store / "parts", name, *rows_in_store(store, name, row))
+
+
+def by_tensorstore(store: Path, name: str, row: dict[str, Any]) -> np.ndarray:
+    path = str(store / "parts" / name)
+    array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+    first, end = rows_in_store(store, name, row)
+    return array[first:end].read().result()
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_new_arrays_and_strided_buffers(store: Path, n_threads: int) -> None:
+    with ActivationStore(store) as reader:
+        rows = np.array([3, -1, 3, 0])
+        batch = reader.read_batch(rows, NAMES, n_threads=n_threads)
+        assert list(batch) == NAMES
+        longest = max(reader.lengths[rows])
+        for name in NAMES:
+            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows.tolist(), name, longest))
+        wide = np.zeros((4, longest, 3, 16), np.uint16)
+        reader.read_batch(rows, "hidden/last", out={"hidden/last": wide[:, :, 1]}, n_threads=n_threads)
+        np.testing.assert_array_equal(wide[:, :, 1], batch["hidden/last"])
+        assert not wide[:, :, [0, 2]].any(), "nothing beside the buffer is written"
+        assert reader.read_batch([], "kv")["kv"].shape == (0, 0, 4, 2, 2, 8)
+        stored = reader.read_batch(rows, "kv", decoded=False)
+        np.testing.assert_array_equal(stored["kv"], batch["kv"])
+
+
+def test_a_chunk_is_decoded_once_and_those_of_other_layers_are_not(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
+    decoded = []
+    original = ShardReader.decode
+
+    def noting(self: Any, data: Any, row: Any, column: Any, out: Any) -> None:
+        decoded.append((self.path.parent.name, self.path.name, row, column))
+        original(self, data, row, column, out)
+
+    with ActivationStore(recipe.write(tmp_path / "store")) as reader:
+        rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
+        expected = expected_batch(reader, [*rows, *rows], "kv", max(reader.lengths[rows]), layers=[-1])
+        monkeypatch.setattr(ShardReader, "decode", noting)
+        batch = reader.read_batch([*rows, *rows], ["tokens", "kv"], layers=[-1])
+    np.testing.assert_array_equal(batch["kv"], expected)
+    assert len(decoded) == len(set(decoded))
+    assert sum(name == "tokens" for name, *_ in decoded) == 1, "the sequences of a part share one chunk"
+    assert {column for name, _, _, column in decoded if name == "kv"} == {3}
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_damage_is_named_and_ends_all_threads(store: Path, n_threads: int) -> None:
+    reader = ActivationStore(store)
+    flip(store / KV_SHARD, 100)
+    with pytest.raises(StoreDamaged, match=rf"{KV_SHARD}: chunk checksum is .*tokens from 0 of the shard"):
+        reader.read_batch(range(len(reader)), "kv", n_threads=n_threads)
+    reader.close()
+    (store / KV_SHARD).unlink()
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD} is missing"):
+        reader.read_batch(range(len(reader)), "kv", n_threads=n_threads)
+    reader.read_batch(range(len(reader)), "tokens", n_threads=n_threads)
+
+
+def checksums(reader: ActivationStore) -> tuple[int, int]:
+    """Checksums of all keys and values, read together and one by one."""
+    together = reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64)
+    return int(together), sum(int(reader.read(i, "kv").sum(dtype=np.int64)) for i in range(len(reader)))
+
+
+def put_checksums(reader: ActivationStore, queue: "multiprocessing.Queue[Any]") -> None:
+    queue.put(checksums(reader))
+
+
+def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalFile, "max_read_bytes", 3000)  # enough reads for several threads
+    with ActivationStore(store) as reader:
+        expected = checksums(reader)
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(checksums, reader) for _ in range(12)]
+            context = multiprocessing.get_context("fork")
+            queue = context.Queue()
+            child = context.Process(target=put_checksums, args=(reader, queue))
+            child.start()
+            assert queue.get(timeout=30) == expected
+            child.join(30)
+            assert child.exitcode == 0
+            assert [job.result() for job in running] == [expected] * 12
