@@ -96,7 +96,7 @@ def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
         endless.model.model(tokens, past_key_values=cache)
         drafted = (torch.arange(tokens.shape[1]) >= root)[None]
         rounds = Rounds.packed(Draws(None, torch.zeros(1, dtype=torch.bool)), drafted)
-        features = drafter(one.frozen, tokens, pack_kv(*cache_layers(cache)), rounds).features
+        features, _ = drafter(one.frozen, tokens, pack_kv(*cache_layers(cache)), rounds)
         assert one.frozen.logits(features)[0, :-1].argmax(dim=-1).tolist() == written
         log_p = endless.model(tokens).logits[0, root:-1].log_softmax(dim=-1)
         expected = log_p.gather(1, torch.tensor(written)[:, None])[:, 0].tolist()
