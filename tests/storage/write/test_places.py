@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreDamaged, StoreLocked, StoreMismatch
 from moa_data.storage.backend import open_path, put, put_if_absent, remove_file
 from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath, StorePath
 from moa_data.storage.read import batch
@@ -291,6 +293,26 @@ def test_a_kill_before_any_step_of_a_publication(
         if not name.startswith("parts/") or ".partial" not in name
     }
     assert found == trees(recipe, tmp_path, 2)[0 if is_first else 1]
+
+
+def test_unlike_machines_race(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
+    """Each part is one machine's, with nothing beside it."""
+    recipe = make_recipe(LENGTHS).with_manifest(codec=recipe.manifest.codec)
+
+    def work(n: int) -> None:
+        with recipe.open(place, shares=True) as writer:
+            for part in writer.pending_parts():
+                recipe.write_part(writer, part, rounded(n))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert verify_store(place).ok
+    whole, found = trees(recipe, tmp_path, 3), read_remote_tree(place)
+    assert found.keys() == whole[0].keys()
+    for part in range(recipe.manifest.n_parts):
+        shards = (f"parts/{name}" for name in read_part_commit(commit_path(place, part)).files)
+        names = [f"commits/part-{part:05d}.json", *shards]
+        assert {name: found[name] for name in names} in [{name: tree[name] for name in names} for tree in whole]
 
 
 def test_a_record_whose_uploads_are_gone_comes_to_nothing(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
