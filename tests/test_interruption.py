@@ -230,6 +230,7 @@ SWEPT = EVERY_COMMAND | {
     "--help": "--help",
     "extract": COMMANDS["extract"],
     "extract --workers": f"{COMMANDS['extract']} --workers 2",
+    "extract --engine": f"{COMMANDS['extract']} --workers 2 --engine ray",
     "eval": COMMANDS["eval"],
     "regenerate": "regenerate --model model --dataset chats.jsonl --out OUT --device cpu --max-rejected-fraction 1",
     "serve": "serve --model model --drafter run --port 0 --grpc-port 0 --device cpu",
