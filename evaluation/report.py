@@ -309,7 +309,9 @@ def check_output(path: str | Path) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise OptionInvalid(f"--out {path} cannot be written ({error.strerror}); choose another --out.") from error
+        raise OptionInvalid(
+            f"--out {path} cannot be written ({error.strerror or error}); choose another --out."
+        ) from error
     return path
 
 

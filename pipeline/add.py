@@ -27,7 +27,7 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
 from .card import CardOrigin, write_card
-from .config import TEXT_FIELDS, ActivationSpec, AddConfig, parse_activations, parse_fields, resolve_encode_threads
+from .config import ActivationSpec, AddConfig, parse_activations, parse_fields, resolve_encode_threads
 from .estimate import ForwardPlan, WritePlan, field_specs
 from .forwards.calibrate import learn_from_target, learning_on
 from .forwards.capture import capture
@@ -235,10 +235,12 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     model_config = load_target_config(folder)
     sizes = target_sizes(model_config)
     n_layers = max(settings["target_layers"], config.target_layers)
-    old = [spec.name for spec in stored.fields if spec.name not in TEXT_FIELDS]
+    old = parse_fields(spec.name for spec in stored.fields).fields
     full = parse_activations((*map(activation_name, old), *config.activations), n_layers, sizes["n_layers"])
     new = parse_fields(name for name in full.fields if name not in old)
     specs = field_specs(full, sizes, settings["dtype"])
+    if not set(stored.fields) <= set(specs):
+        raise OptionInvalid(f"{path} describes its fields in another way than this release. Extract to a new store.")
     codec = extended_codec(codec, specs)
     forward = ForwardPlan(
         folder=folder,

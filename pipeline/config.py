@@ -344,4 +344,7 @@ def parse_activations(names: Iterable[str], target_layers: int, n_layers: int) -
 
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     """Return the activations that are stored as these fields; raises OptionInvalid for any other field."""
-    return parse_activations((activation_name(name) for name in fields if name not in TEXT_FIELDS), 0, 1 << 30)
+    names = [name for name in fields if name not in TEXT_FIELDS]
+    if unknown := [name for name in names if not re.fullmatch(r"kv|hidden/last|hidden/layer_\d{1,9}", name)]:
+        raise OptionInvalid(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
+    return parse_activations(map(activation_name, names), 0, 10**9)

@@ -132,6 +132,8 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         "columns": Columns.parse(config.data.columns).describe(),
         "template_kwargs": parse_template_arguments(config.data.template_kwargs),
     }
+    if config.scale.engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise OptionInvalid("--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'.")
     out = open_path(config.out)
     sources = stored_sources(out)
     folder = find_target(config.model, sources, config.revision, with_weights=False)
@@ -232,8 +234,6 @@ def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, 
 def _pick_device(config: ExtractConfig) -> str:
     """Return the device of the forward; the GPUs of Ray's workers may be on other machines than this one."""
     wanted, n_gpus = config.forward.device, config.scale.gpus_per_worker
-    if config.scale.engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise OptionInvalid("--engine ray needs Ray, which is not installed: pip install 'moa-data[ray]'.")
     if config.scale.engine == "ray" and n_gpus is not None:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
             raise OptionInvalid(f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them.")

@@ -124,12 +124,13 @@ class Sequences:
     def table(self) -> pa.Table:
         """Return the table for the storage plan: sequence_id, source_row, n_tokens, n_response_tokens."""
         mask, offsets = np.frombuffer(self._mask, np.uint8), np.frombuffer(self.offsets, np.int64)
+        n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))  # response tokens before each token
         return pa.table(
             {
                 "sequence_id": pa.array(list(self.ids), pa.string()),
                 "source_row": pa.array(np.frombuffer(self.source_rows, np.int64)),
                 "n_tokens": pa.array(np.diff(offsets), pa.int32()),
-                "n_response_tokens": pa.array(np.add.reduceat(mask, offsets[:-1], dtype=np.int32)),
+                "n_response_tokens": pa.array(np.diff(n_before[offsets]), pa.int32()),
             }
         )
 

@@ -255,6 +255,7 @@ class Connections:
     def __init__(self, limits: LimitOptions) -> None:
         self.limits = limits
         self.open: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, connection: Connection) -> None:
         """Count a new connection; where there are too many, those that wait give way."""
@@ -294,7 +295,7 @@ class Connections:
     def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
         """Accept connections from now on."""
         listener.listen(2048)
-        self._tasks = {asyncio.create_task(self._accept(listener, make, tls))}
+        self._tasks.add(asyncio.create_task(self._accept(listener, make, tls)))
 
     def close(self) -> None:
         """Accept no more."""

@@ -146,7 +146,8 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind a socket to an address; RequestInvalid where it cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family)
+        both = family == socket.AF_INET6 and host == "::"  # all addresses, those of IPv4 too
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0].rstrip(".")
         raise RequestInvalid(

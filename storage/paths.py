@@ -92,6 +92,9 @@ class RemotePath:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemotePath) and str(self) == str(other)
 
+    def __hash__(self) -> int:
+        return hash(str(self))
+
     @property
     def name(self) -> str:
         """The last step of the path."""

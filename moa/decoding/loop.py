@@ -106,13 +106,17 @@ def generate_batch(
     Args:
         prompts: token ids, each at least one.
         max_new_tokens: limit of each answer; the target's positions are another.
-        tree: shape of the proposer's drafts, or a policy that chooses it; None for plain decoding.
+        tree: shape of the proposer's drafts, or a policy that chooses it; needed with a proposer.
         seed: row r uses ``seed + r``, or ``seed[r]`` of a sequence.
         on_tokens: called at each commit; for a single prompt only.
 
     Raises:
         DrafterError: a prompt that is empty, too long or not of the vocabulary, or settings that make no sense.
     """
+    if on_tokens is not None and len(prompts) > 1:
+        raise DrafterError("on_tokens serves a single prompt.")
+    if proposer is not None and tree is None:
+        raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
     if not prompts:
         return []
     if proposer is None:

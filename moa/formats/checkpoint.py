@@ -146,6 +146,13 @@ def write_layout(
         )
     own = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights = {layout.file_name(name): value for name, value in layout.pack(own, sizes).items()}
+    needs = (
+        (layout.needs_embeddings, embeddings),
+        (layout.needs_head, lm_head),
+        (layout.needs_target_config, target_config),
+    )
+    if any(is_needed and given is None for is_needed, given in needs):
+        raise DrafterError(f"the format {layout.name} holds pieces of the target; give the target.")
     if layout.needs_embeddings and embeddings is not None:
         weights["embed_tokens.weight"] = embeddings.clone()  # tied weights are one tensor, which a file holds once
     if layout.needs_head and lm_head is not None:

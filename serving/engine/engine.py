@@ -184,6 +184,7 @@ class Engine:
                 name is not None and drafter is None,
                 f"there is no drafter {name!r} here; loaded: {', '.join(self.drafters) or 'none'}.",
             ),
+            (request.wants_context and name is None, "contexts are a drafter's; name one."),
             (
                 request.wants_context and drafter is not None and drafter.context_width is None,
                 f"the drafter {name!r} cannot draft away from the target; use one of a kind that can: "

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -142,6 +143,42 @@ def read_until(end: int, pattern: str, timeout_s: float = 60.0) -> str:
         except OSError:  # the process has ended
             pytest.fail(f"{pattern!r} did not come: {came}")
     return came
+
+
+def wait_for_tokens(file: Path, n_tokens: int) -> None:
+    stop = time.monotonic() + 60
+    while not file.exists() or len(json.loads(file.read_text())["tokens"]) < n_tokens:
+        assert time.monotonic() < stop
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.usefixtures("heeded_signals")
+def test_another_process_goes_on(number: signal.Signals, live: Target, folder: Path, tmp_path: Path) -> None:
+    """After kill -9 in the middle of an answer, and after Ctrl-C, which says how."""
+    file, n_new = tmp_path / "chat.json", 80
+    with Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow:
+        arguments = ["--server", slow.address, "--drafter", str(folder / "run"), "--max-new-tokens", str(n_new)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION, "--session", str(file)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        wait_for_tokens(file, 40)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == (-number if number is signal.SIGKILL else 128 + number)
+        if number is signal.SIGINT:
+            assert "--resume FILE goes on with the answer" in stderr
+        assert not SavedAnswer.load(file).finish
+        done = run("chat", *arguments, "--resume", str(file), input="")
+    tokens = plain_generate(
+        live, prompt_tokens(live.template, [{"role": "user", "content": QUESTION}]), max_new_tokens=n_new
+    ).tokens
+    whole = shown(str(live.tokenizer.decode(tokens, skip_special_tokens=True)))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.rstrip("\n").rstrip("\ufffd") == whole
+    assert whole.startswith(stdout.rstrip("\n").rstrip("\ufffd")[:10])
 
 
 @pytest.mark.slow

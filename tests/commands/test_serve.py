@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,3 +106,9 @@ def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
             f"--grpc-port {port}": "cannot listen on 127.0.0.1",
         }.items():
             refused(run("serve", "--model", model, "--port", "0", *options.split()), text)
+
+
+def test_all_addresses_of_ipv6_are_those_of_ipv4_too() -> None:
+    with bind("::", 0) as listener:
+        listener.listen()
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=10).close()

@@ -278,6 +278,10 @@ def test_another_target_another_device_and_unknown_forwards_are_refused(config: 
     store = Path(config.out)
     (store / "commits/store.json").unlink()
     document = json.loads((store / "store.json").read_text())
+    document["extraction"]["dtype"] = "float16"
+    (store / "store.json").write_text(json.dumps(document))
+    with pytest.raises(OptionInvalid, match="in another way"):
+        add(addition(config))
     del document["extraction"]["batch_tokens"]
     for origin, text in (({}, "does not say its batch_tokens"), ({"imported_from": "eagle"}, "imported from eagle")):
         document["extraction"] |= origin

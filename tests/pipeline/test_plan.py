@@ -21,7 +21,7 @@ from moa_data.moa.targets.bundle import parse_target_config
 from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline import plan as plan_module
 from moa_data.pipeline.add import plan_addition
-from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations
+from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations, parse_fields
 from moa_data.pipeline.estimate import ForwardPlan, field_specs
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
@@ -241,3 +241,9 @@ def test_plan_extract_and_add_refuse_before_they_read_or_load(
     with pytest.raises(NotEnoughMemory):
         build_plan(config.replaced(model="owner/name"), with_weights=True)
     assert asked == [False]  # the weights of a Hub target are not downloaded
+
+
+@pytest.mark.parametrize("name", ["hidden:last", "hidden:layer:3", "hidden/layer_-1", " kv", "foo"])
+def test_a_field_that_extract_does_not_write_is_refused(name: str) -> None:
+    with pytest.raises(OptionInvalid, match="none that `extract` writes"):
+        parse_fields(["tokens", "kv", name])

@@ -306,6 +306,7 @@ BAD_REQUESTS: dict[str, dict[str, Any]] = {
     "more than the memory": {"max_new_tokens": 53},
     "contexts of unknown positions": {"n_context": 4},
     "unknown drafter": {"drafter": "condor"},
+    "contexts without a drafter": {"wants_context": True},
     "a drafter without contexts": {"wants_context": True, "drafter": "glide"},
 }
 
