@@ -275,6 +275,7 @@ def test_ctrl_c_at_any_moment_of_any_command(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("HF_TOKEN", "hf_some")
         monkeypatch.setenv("HF_HUB_OFFLINE", "")
         words = SWEPT[command].replace("OUT", "out").replace("PORT", port).split()
         if (whole_s := LIVES_S.get(command)) is None:
