@@ -72,7 +72,10 @@ class Server:
         self.model = Path(options.model).name
         options.out.mkdir(parents=True, exist_ok=True)
         self._log = (options.out / "serving-load-server.log").open("w")
-        self.ca, settings = make_certificates(options.out) if options.tls else (None, {})
+        self.ca: Path | None = None
+        settings: dict[str, str] = {}
+        if options.tls:
+            self.ca, settings = make_certificates(options.out)
         self.tls = ssl.create_default_context(cafile=self.ca) if self.ca else None
         command = [
             sys.executable, "-m", "moa_data", "serve", "--model", options.model, "--drafter", options.drafter,
