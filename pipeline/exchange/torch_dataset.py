@@ -89,7 +89,9 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     groups are shuffled. Give the ``DataLoader`` the same ``batch_size``, and its batches are these groups.
 
     Args:
-        store, fields, layers, dtype: as of :class:`ActivationDataset`.
+        store: an open store, or its folder.
+        layers: layers of the fields that have a layer axis; None for all.
+        dtype: dtype of activations; None keeps the stored one.
         shuffle: shuffle anew in every epoch; otherwise in the store's order.
         batch_size: sequences of a group, the unit that is dealt out to ranks and workers.
         bucket_batches: groups of a window that is sorted by length; 0 for no bucketing.
