@@ -3,9 +3,11 @@
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -117,3 +119,22 @@ def test_every_file_of_the_package_is_installed() -> None:
     assert ours(path for path in ROOT.rglob("*") if path.suffix in kinds) <= ours(data)
     folders = ours(path.parent for path in (*data, *ROOT.rglob("__init__.py")))
     assert {".".join(("moa_data", *path.parts)) for path in folders} == set(setuptools["packages"])
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
+    copy = tmp_path / "moa_data"
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "site", "build", "runs", "demo-output", "tests", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=skipped)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "absent from the `packages`" not in done.stdout + done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        held = set(wheel.namelist())
+    of_package = [
+        path for path in copy.rglob("*") if path.suffix in (".py", ".proto", ".html", ".js", ".css", ".typed")
+    ]
+    wanted = {f"moa_data/{path.relative_to(copy)}" for path in of_package}
+    extra = ("moa_data/docs/", "moa_data/benchmarks/", "moa_data/build/")
+    assert {name for name in wanted if not name.startswith(extra)} <= held

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.disks import tmpfs
 from moa_data.tests.kit.kills import full_at
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
@@ -232,3 +234,16 @@ def test_the_bytes_of_a_tiny_store(tmp_path: Path) -> None:
     for name, content in sorted(tree.items()):
         digest.update(f"{name} {len(content)} {hashlib.sha256(content).hexdigest()}\n".encode())
     assert digest.hexdigest() == BYTES_OF_A_TINY_STORE
+
+
+def test_a_full_file_system(tmp_path: Path) -> None:
+    recipe = make_recipe(tuple(range(100, 180)))
+    with tmpfs(tmp_path / "disk", "size=2048k") as disk:
+        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*What was finished is safe"):
+            recipe.write(disk / "store")
+        assert list(disk.rglob("*.partial")) == []
+        with ActivationStore(disk / "store") as reader:
+            assert 0 < len(reader.commits) < recipe.manifest.n_parts
+        assert verify_store(disk / "store").ok
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert read_tree(recipe.write(disk / "store")) == read_tree(recipe.write(tmp_path / "whole"))
