@@ -212,7 +212,7 @@ def _groups(field: FieldInfo) -> list[type[Config]]:
 
 
 def _read_value(value: Any, field: FieldInfo) -> Any:
-    groups, kinds = _groups(field), _kinds(field.annotation)
+    groups, kinds = _groups(field), plain_types(field.annotation)
     if groups and "kind" in groups[0].model_fields:
         if isinstance(value, str):
             return {"kind": value}
@@ -221,20 +221,20 @@ def _read_value(value: Any, field: FieldInfo) -> Any:
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
         items = [item.strip() if isinstance(item, str) else item for item in items]
         return tuple(item for item in items if item != "")
-    return str(value).lower() if isinstance(value, bool) and kinds & {int, float} else value
+    return str(value).lower() if isinstance(value, bool) and {int, float} & {*kinds} else value
 
 
 def _default_kind(group: type[Config]) -> str:
     return str(group.model_fields["kind"].default)
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the plain types of an annotation; that of a list is ``tuple`` whatever it holds."""
+def plain_types(annotation: Any) -> list[Any]:
+    """Return the types that a value may have, of a list ``tuple`` whatever it holds, or the words that it may be."""
     if (origin := typing.get_origin(annotation)) is tuple:
-        return {tuple}
+        return [tuple]
     if origin is Annotated:
-        return _kinds(typing.get_args(annotation)[0])
-    return set().union(*map(_kinds, typing.get_args(annotation))) if origin else {annotation}
+        return plain_types(typing.get_args(annotation)[0])
+    return [kind for one in typing.get_args(annotation) for kind in plain_types(one)] if origin else [annotation]
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:

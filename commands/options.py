@@ -1,16 +1,15 @@
 """Options of a command from the settings of its stage: every setting is a flag, and has a place in a YAML file.
 
-``--help`` shows the common ones, ``--help-all`` and ``moa-data options STAGE`` all.
+``--help`` shows the common ones, ``--help-all`` and ``moa-data options STAGE``, which is the same page, all.
 """
 
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import Config, Earlier, Presets, Setting, option_name, resolve
+from ..config import Config, Earlier, Presets, Setting, option_name, plain_types, resolve
 from ..errors import OptionInvalid
 from .console import out
 
@@ -39,14 +38,6 @@ class StageCommand(click.Command):
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return
-        self.write_settings(formatter)
-        settings = {setting.name for setting in self.config_class.settings()}
-        records = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.name not in settings]
-        with formatter.section("Other"):
-            formatter.write_dl([record for record in records if record])
-
-    def write_settings(self, formatter: click.HelpFormatter) -> None:
-        """Write every setting by its group: flag, type, meaning, default."""
         arguments = {one.name for one in self.params if isinstance(one, click.Argument)}
         sections: dict[str, list[tuple[str, str]]] = {}
         for setting in self.config_class.settings():
@@ -54,6 +45,9 @@ class StageCommand(click.Command):
             heading = f"{group} ({setting.kind})" if setting.kind else group
             name = setting.name.upper() if setting.name in arguments else " ".join(filter(None, _flag(setting)))
             sections.setdefault(heading, []).append((name, _help(setting)))
+        settings = {setting.name for setting in self.config_class.settings()}
+        records = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.name not in settings]
+        sections["other"] = [record for record in records if record]
         for heading, rows in sections.items():
             with formatter.section(heading.capitalize()):
                 formatter.write_dl(rows)
@@ -77,9 +71,8 @@ def options(ctx: click.Context, stage: str) -> None:
     command = group.resolve_command(ctx, [stage])[1]
     if not isinstance(command, StageCommand):
         raise click.UsageError(f"`moa-data {stage} --help` lists all options of {stage}.")
-    formatter = ctx.make_formatter()
-    command.write_settings(formatter)
-    out.print(formatter.getvalue().rstrip())
+    ctx.meta[_ALL] = True
+    out.print(command.get_help(click.Context(command, ctx.parent, stage)))
 
 
 class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
@@ -126,7 +119,9 @@ def config_options(
         wrapped.__doc__, wrapped.__name__ = command.__doc__, command.__name__
         wrapped.config_class = config_class  # type: ignore[attr-defined]  # StageCommand reads it
         flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
-        parameters: list[click.Parameter] = [_argument(settings[name]) for name in arguments]
+        parameters: list[click.Parameter] = [
+            click.Argument([name], required=False, metavar=name.upper()) for name in arguments
+        ]
         is_short = any(setting.is_common for setting in flags)
         parameters += [_option(setting, hidden=is_short and not setting.is_common) for setting in flags]
         parameters += _sources(presets)
@@ -175,25 +170,12 @@ def default_text(setting: Setting) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def _plain_type(annotation: Any) -> Any:
-    # Without None and bounds.
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _plain_type(typing.get_args(annotation)[0])
-    members = [member for member in typing.get_args(annotation) if member is not type(None)]
-    is_optional = len(members) < len(typing.get_args(annotation))
-    return _plain_type(members[0]) if is_optional and members else annotation
-
-
 def type_text(setting: Setting) -> str:
     """Return what a setting takes: ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the words that it may be."""
-    kind = _plain_type(setting.field.annotation)
-    if typing.get_origin(kind) is Literal:
-        return "|".join(map(str, typing.get_args(kind)))
-    return {int: "N", float: "X", bool: "true|false"}.get(kind, "LIST" if typing.get_origin(kind) is tuple else "TEXT")
-
-
-def _argument(setting: Setting) -> click.Argument:
-    return click.Argument([setting.name], required=False, metavar=setting.name.upper())
+    kind, *words = [kind for kind in plain_types(setting.field.annotation) if kind is not type(None)]
+    if not isinstance(kind, type):
+        return "|".join(map(str, (kind, *words)))
+    return {int: "N", float: "X", bool: "true|false", tuple: "LIST"}.get(kind, "TEXT")
 
 
 def _option(setting: Setting, hidden: bool) -> click.Option:

@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import NotEnoughMemory, StorageUnavailable
+from ..errors import NotEnoughMemory
+from ..files import check_room
 from ..machine import free_memory
 from ..moa.targets.bundle import target_sizes
 from ..moa.targets.live import Target
@@ -210,17 +211,13 @@ class WritePlan:
 
     def check_disk(self) -> None:
         """Refuse a plan that the disk cannot hold."""
-        needed, n_free = max(0, self.stored_bytes - self.present_bytes), shutil.disk_usage(self.disk).free
-        is_remote = isinstance(self.store, RemotePath)
-        if is_remote:  # only shards on their way to the bucket lie on the disk
+        needed = max(0, self.stored_bytes - self.present_bytes)
+        # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
+        advice = "Free some space."
+        if isinstance(self.store, RemotePath):  # only shards on their way to the bucket lie on the disk
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
-        if needed > n_free:
-            # No option is named: `add` and `repair`, which plan like `extract`, have fewer of them.
-            less = ", or set TMPDIR to another disk" if is_remote else ""
-            raise StorageUnavailable(
-                f"This needs about {format_bytes(needed)}, but {self.disk} has {format_bytes(n_free)} free. Free some "
-                f"space{less}."
-            )
+            advice = "Free some space, or set TMPDIR to another disk."
+        check_room(self.disk, needed, advice)
 
     def room(self) -> list[str]:
         """Return lines about disk and memory."""

@@ -34,10 +34,9 @@ import torch
 
 from ..errors import MoaDataError, OptionInvalid, WorkerError
 from ..machine import fix_sums, usable_cores
-from ..moa.targets.live import Target, resolve_model_folder
-from ..storage.codecs.registry import StoreCodec
+from ..moa.targets.live import resolve_model_folder
 from ..storage.plan import map_texts
-from ..storage.schema import TEXTS_NAME, StoreManifest
+from ..storage.schema import TEXTS_NAME
 from ..storage.write.store import StoreWriter
 from ..text import first_line
 from .config import ScaleSettings, core_share, parse_fields, resolve_encode_threads
@@ -161,15 +160,6 @@ def work_until_done(
         save_bundle(store, forwards.target, folder, n_layers)
 
 
-def forwards_of(
-    manifest: StoreManifest, target: Target, codec: StoreCodec, sequences: Sequences, n_encode_threads: int
-) -> Forwards:
-    """Return the forwards that a store's manifest asks for."""
-    spec, extraction = parse_fields(item.name for item in manifest.fields), manifest.extraction
-    dtype, batch_tokens = getattr(torch, str(extraction["dtype"])), int(extraction["batch_tokens"])
-    return Forwards(target, spec, codec, dtype, batch_tokens, spec.kv, sequences.text, n_encode_threads)
-
-
 def run_worker(order: WorkOrder) -> Timings:
     """Join a store, load its target, and work until all is done."""
     fix_sums()
@@ -182,9 +172,13 @@ def run_worker(order: WorkOrder) -> Timings:
         folder = resolve_model_folder(order.model, revision=order.revision)
         # Another machine's folder of the same name may hold another target.
         check_identities(store.path, store.manifest.identities, weight_identities(folder))
-        target = load_target(folder, str(store.manifest.extraction["compute_dtype"]), order.device)
+        spec, extraction = parse_fields(field.name for field in store.manifest.fields), store.manifest.extraction
+        target = load_target(folder, str(extraction["compute_dtype"]), order.device)
         sequences = Sequences.from_arrow(map_texts(Path(order.texts) if order.texts else store.path / TEXTS_NAME))
-        forwards = forwards_of(store.manifest, target, store.codec, sequences, order.n_encode_threads)
+        dtype, batch_tokens = getattr(torch, str(extraction["dtype"])), int(extraction["batch_tokens"])
+        forwards = Forwards(
+            target, spec, store.codec, dtype, batch_tokens, spec.kv, sequences.text, order.n_encode_threads
+        )
         work_until_done(store, forwards, folder, timings, index=order.index, n_workers=order.n_workers)
     return timings
 

@@ -259,12 +259,11 @@ class ActivationStore:
                 as_stored.append((codec, chosen))
                 continue
             shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
-            batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
+            buffer = batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
             for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
                 codes, own = self._plan_codes(i, codec, 0, n_tokens, chosen)
                 ranges += own
-                target = batch[spec.name][b, :n_tokens]
-                undone.append(partial(decode_tokens, codec, codes, 0, 0, n_tokens, chosen, target))
+                undone.append(partial(decode_tokens, codec, codes, 0, 0, n_tokens, chosen, buffer[b, :n_tokens]))
         for array, indices in shared_arrays(as_stored).items():
             shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
             buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
