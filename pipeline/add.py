@@ -29,7 +29,6 @@ from .audit import stored_tolerance
 from .card import CardOrigin, write_card
 from .config import ActivationSpec, AddConfig, parse_activations, parse_fields, resolve_encode_threads
 from .estimate import ForwardPlan, WritePlan, field_specs
-from .forwards.calibrate import learn_from_target, learning_on
 from .forwards.capture import capture
 from .forwards.parts import batches, run_parts, save_bundle
 from .plan import (
@@ -168,22 +167,12 @@ def _learn(
     plan: AddPlan, writer: StoreWriter, reader: ActivationStore, target: Target, progress: Progress | None
 ) -> None:
     """Let the new fields learn from the sequences that the old ones learned from."""
-    spec = plan.forward.spec
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
-            f"{plan.store}: {', '.join(spec.fields)} must learn from all sequences, but {n_pending} parts are still to "
+            f"{plan.store}: {plan.added} must learn from all sequences, but {n_pending} parts are still to "
             "be extracted. Run the extract command that began the store, then add."
         )
-    learn_from_target(
-        plan.codec.only(spec.fields),
-        reader.lengths,
-        lambda row: reader.read(row, TOKENS),
-        target,
-        spec,
-        plan.forward.dtype,
-        learning_on(target.device, plan.disk, progress),
-        plan.forward.uses_cache,
-    )
+    plan.learn(target, reader.lengths, lambda row: reader.read(row, TOKENS), progress)
     save_next_basis(writer, plan.codec)
 
 

@@ -31,6 +31,7 @@ from ..storage.paths import RemotePath, StorePath
 from ..storage.plan import plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
+    TOKENS,
     FieldSpec,
     StoreManifest,
     hidden_field,
@@ -41,6 +42,8 @@ from ..storage.schema import (
 from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes, format_hours
 from .config import ActivationSpec
+from .forwards.calibrate import calibrate, learning_on
+from .forwards.capture import capture
 from .forwards.parts import N_HOST_SLOTS, Forwards, batches, load_target, run_parts
 from .report import Timings
 
@@ -218,6 +221,26 @@ class WritePlan:
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
             advice = "Free some space, or set TMPDIR to another disk."
         check_room(self.disk, needed, advice)
+
+    def learn(
+        self,
+        target: Target,
+        lengths: np.ndarray,
+        tokens_of: Callable[[int], np.ndarray],
+        progress: Progress | None,
+    ) -> None:
+        """Let the codec learn from forwards over a sample of sequences; ``tokens_of`` maps a row to its token ids."""
+        forward, model = self.forward, target.model
+
+        def read(row: int) -> dict[str, np.ndarray]:
+            tokens = tokens_of(row)
+            fields = capture(model, [tokens], forward.spec, getattr(torch, forward.dtype), forward.uses_cache).fields
+            return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
+
+        lm_head = model.get_output_embeddings().weight
+        embeddings = model.get_input_embeddings().get_parameter("weight")
+        learning = learning_on(forward.device, self.disk, progress)
+        calibrate(forward.codec, lengths, read, model.config, lm_head, embeddings, learning)
 
     def room(self) -> list[str]:
         """Return lines about disk and memory."""

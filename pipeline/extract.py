@@ -39,7 +39,7 @@ from ..text import Progress, format_bytes
 from .add import refuse_addition
 from .card import CardOrigin, write_card
 from .config import ExtractConfig, ScaleSettings, core_share
-from .forwards.calibrate import learn_from_target, learned_before, learning_on
+from .forwards.calibrate import learned_before
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible, recorded_config
 from .report import PartProgress, Timings, WriteReport
@@ -116,16 +116,8 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCod
     if (before := learned_before(codec, plan.store)) is not None:
         return before, None
     target = forward.load_target(progress)
-    ids = plan.table["sequence_id"].to_pylist()
-    learn_from_target(
-        codec,
-        plan.table["n_tokens"].to_numpy(),
-        lambda row: plan.sequences.text(ids[row])[0],
-        target,
-        forward.spec,
-        forward.dtype,
-        learning_on(forward.device, plan.disk, progress),
-    )
+    ids, lengths = plan.table["sequence_id"].to_pylist(), plan.table["n_tokens"].to_numpy()
+    plan.learn(target, lengths, lambda row: plan.sequences.text(ids[row])[0], progress)
     return codec, target
 
 

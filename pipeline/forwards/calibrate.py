@@ -13,7 +13,6 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...errors import CodecUnknown, SchemaVersionError, StoreDamaged
-from ...moa.targets.live import Target
 from ...storage.codecs.calibration import logit_metric
 from ...storage.codecs.field import Learning
 from ...storage.codecs.fit import left_variances, split_bits
@@ -23,8 +22,6 @@ from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
 from ...storage.schema import HIDDEN_LAST, TOKENS
 from ...text import Progress
-from ..config import ActivationSpec
-from .capture import capture
 
 SAMPLE_TOKENS = 30_000
 """Tokens that a codec learns from; in float32 they take 8 GB of disk at the sizes of Llama-3-8B, while it learns."""
@@ -151,28 +148,6 @@ def _joint_bits(
         below = [values]
     bits = sum(len(own) * codec.fields[name].expected_bits for name, own in zip(joint, variances, strict=True))
     return dict(zip(joint, split_bits(variances, bits), strict=True))
-
-
-def learn_from_target(
-    codec: StoreCodec,
-    lengths: np.ndarray,
-    tokens_of: Callable[[int], np.ndarray],
-    target: Target,
-    spec: ActivationSpec,
-    dtype: str,
-    learning: Learning,
-    uses_cache: bool | None = None,
-) -> None:
-    """Let a codec learn from forwards of the target; ``tokens_of`` maps a row of the plan to ids, int32 [n_tokens]."""
-    model: Any = target.model
-
-    def read(row: int) -> dict[str, np.ndarray]:
-        tokens = tokens_of(row)
-        fields = capture(model, [tokens], spec, getattr(torch, dtype), uses_cache).fields
-        return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
-
-    lm_head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().get_parameter("weight")
-    calibrate(codec, lengths, read, model.config, lm_head, embeddings, learning)
 
 
 def target_rope(model_config: Any) -> Rope:
