@@ -1,5 +1,6 @@
-"""Batches are a pure function of store, settings and step; what is read is what was stored."""
+"""Batches are a pure function of store, settings and step, hold what was stored, and lie on memory used again."""
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.errors import TrainingError
-from moa_data.moa.drafters.training import Draws
+from moa_data.moa.drafters.training import Draws, TrainingInputs
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import run
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import data as data_module
-from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.data import (
+    Batch,
     BatchReader,
+    BufferPool,
+    SideCopies,
     TrainingStream,
     ValidationBatches,
-    device_share,
+    await_copy,
     draw,
     epoch_order,
     needed_fields,
@@ -162,6 +165,28 @@ def test_draws_cover_their_range_and_the_curriculum() -> None:
     assert not drawn[50].staircase_rows.any()
 
 
+def test_draws_of_each_variant() -> None:
+    response = torch.ones(8, 30, dtype=torch.bool)
+    response[:, :5] = False
+    usual = config(batch_size=8)
+    assert draw(usual, 0, 10).staircase_rows.any()
+    unbounded = draw(config(batch_size=8, step_bound=False), 0, 10)
+    assert unbounded.step_bound is None
+    assert torch.equal(unbounded.staircase_rows, draw(usual, 0, 10).staircase_rows)
+    forced = draw(config(batch_size=8, on_policy=False), 0, 10)
+    assert (forced.on_policy_weight, forced.teacher_forced_weight) == (0.0, 1.0)
+    assert not forced.staircase_rows.any()
+    for changes in ({"step_bound": False, "teacher_forced_weight": 0.0}, {"on_policy": False}):
+        own = config(batch_size=8, **changes)
+        assert sum_loss_weights(response, draw(own, 0, 10), own) == 8 * 25
+    paper = config(batch_size=8, **PRESETS["paper"]["drafter"])
+    on_policy = sum_loss_weights(response, draw(paper, 0, 10), paper)
+    assert on_policy < 8 * 25
+    assert sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
+    both = config(batch_size=8, teacher_forced_weight=0.5)
+    assert sum_loss_weights(response, draw(both, 0, 10), both) == on_policy + 0.5 * 8 * 25
+
+
 def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
     running = []
 
@@ -186,12 +211,6 @@ def test_errors_of_the_reading_thread_arrive() -> None:
         next(data_module._read_ahead(broken, 2, 10))
 
 
-def test_micro_batches_divide_the_share_of_a_device() -> None:
-    assert device_share(config(batch_size=32, micro_batch_size=8), 2) == 16
-    with pytest.raises(TrainingError, match="--micro-batch-size 3 does not divide the 16 sequences"):
-        device_share(config(batch_size=32, micro_batch_size=3), 2)
-
-
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
 def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> None:
     """Equally many batches each, for devices meet between them; together those of one device, the same in each pass."""
@@ -209,3 +228,97 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
     for batch in (batch for share in shares for batch in share):
         assert torch.equal(batch.inputs.kv, whole[batch.index].inputs.kv)
         assert torch.equal(batch.draws.offset, whole[batch.index].draws.offset)
+
+
+# Memory comes back when the last tensor on it is gone, and not while a copy still reads it
+
+
+class Event:
+    """Of a device that is slow."""
+
+    is_done = False
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device without memory, so that nothing of what is moved refers to the host."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"side stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return torch.device("meta")
+
+
+def batch_on(pool: BufferPool) -> Batch:
+    hidden = pool.take((2, 5, 8), torch.bfloat16)
+    text = torch.zeros(2, 5, dtype=torch.int64)
+    return Batch(TrainingInputs(text, text.bool(), None, hidden), Draws(None, text[:, 0].bool()), 1.0, 10)
+
+
+def test_memory_is_held_until_the_copy_is_done(device: torch.device) -> None:
+    pool, copies = BufferPool(1 << 20), SideCopies(device)
+    batch = batch_on(pool)
+    first = batch.inputs.hidden.data_ptr()
+    moved: Any = copies.start(batch)
+    del batch
+    assert moved.inputs.hidden.device.type == "meta"
+    assert moved.copied.stream == "side stream of meta"
+    other = batch_on(pool)
+    assert other.inputs.hidden.data_ptr() != first, "the copy still reads it"
+    moved.copied.is_done = True
+    slow: Any = copies.start(other)
+    del other
+    assert batch_on(pool).inputs.hidden.data_ptr() == first
+    assert not slow.copied.query()
+    assert pool.n_allocations == 2
+
+
+def test_the_stream_of_the_step_waits_for_the_copy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, recorded = [], []
+
+    class Stream:
+        def wait_event(self, event: Any) -> None:
+            waited.append(event)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.shape))
+    moved = SideCopies(device).start(batch_on(BufferPool(1 << 20)))
+    arrived = await_copy(moved)
+    assert waited == [moved.copied]
+    assert arrived.copied is None
+    assert sorted(recorded) == [(2,), (2, 5), (2, 5), (2, 5, 8)], "each tensor, or its memory is used again too early"
+    assert await_copy(arrived) is arrived
+
+
+def test_memory_is_used_again_only_when_nothing_shares_it() -> None:
+    pool = BufferPool(1 << 20)
+    first = pool.take((10, 20), torch.bfloat16)
+    address = first.data_ptr()
+    row = first[3].float().requires_grad_()[:5]
+    view = first.flatten()[7:]
+    first.fill_(1)
+    del first
+    other = pool.take((10, 20), torch.bfloat16)
+    assert other.data_ptr() != address, "a view still shares the memory"
+    del view, row
+    assert pool.take((10, 19), torch.bfloat16).data_ptr() == address
+    assert pool.n_allocations == 2
+
+
+def test_what_is_kept_is_bounded() -> None:
+    pool = BufferPool(10_000)
+    for n in (1000, 3000, 7000, 9000, 100, 9000):
+        del_me = pool.take((n,), torch.uint8)
+        assert del_me.numel() == n
+        del del_me
+        assert pool.allocated_bytes <= 10_000 + 64
+    held = [pool.take((9000,), torch.uint8) for _ in range(3)]
+    assert pool.allocated_bytes >= 27_000, "what is in use is never refused"
+    del held
+    pool.take((5000,), torch.uint8)
+    assert pool.allocated_bytes <= 10_000 + 2 * 9000

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moa_data.errors import DrafterError, SelectionInvalid, TrainingError
-from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.eagle3 import Eagle3Drafter
@@ -22,6 +22,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import SIZES, assert_same_weights, last_state, run, settings
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick
+from moa_data.trainer.config import PRESETS
 from moa_data.trainer.data import (
     Batch,
     BatchReader,
@@ -75,12 +76,15 @@ def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp
     assert drafter.config.target == {"weights_sha256": "ab" * 32}
     assert all(getattr(drafter.config, name, value) == value for name, value in KINDS[kind].items())
     assert report.n_parameters == sum(weight.numel() for weight in drafter.parameters())
+    check_decoding(drafter)
+
+
+def check_decoding(drafter: Any) -> None:
     target, prompts = Target(tiny_model()), [[1, 2, 3, 4], [10, 12, 14], [5]]
+    plain = generate_batch(target, prompts, max_new_tokens=12)
     for tree in (TreeShape(3), TreeShape(3, 2, 6)):
-        proposer = DrafterProposer(target, drafter)
-        fast = generate_batch(target, prompts, max_new_tokens=12, proposer=proposer, tree=tree)
-        for prompt, got in zip(prompts, fast, strict=True):
-            assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
+        fast = generate_batch(target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree)
+        assert [one.tokens for one in fast] == [one.tokens for one in plain]
 
 
 @pytest.mark.parametrize("kind", quick(["moa", "moa with a target layer", *KINDS], ["moa", "eagle", "dspark"]))
@@ -174,15 +178,27 @@ def test_codes_of_what_a_drafter_needs_are_read(store_of_all: Path, tmp_path: Pa
         assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)
 
 
-@pytest.mark.parametrize("context", ["kv", "memory"])
-def test_block_drafters_train_on_keys_and_values(store_path: Path, tmp_path: Path, context: str) -> None:
-    layers = {"fused_layers": (1,)} if context == "kv" else {}
-    run(store_path, tmp_path / "run", max_steps=2, context=context, **DSPARK, **layers)
-    drafter, target = load_drafter(tmp_path / "run"), Target(tiny_model())
-    assert drafter.config.context == context
-    proposer = DrafterProposer(target, drafter)
-    [fast] = generate_batch(target, [[1, 2, 3]], max_new_tokens=12, proposer=proposer, tree=TreeShape(3))
-    assert fast.tokens == plain_generate(target, [1, 2, 3], max_new_tokens=12).tokens
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_attention": False, "target_layer_inference": 1},
+        {"layer_stride": 2, "target_layer_inference": 1},
+        {"step_bound": False},
+        {"step_bound_min": 4, "step_bound_max": 4},
+        {"on_policy": False, "target_layer_inference": 1},
+        PRESETS["paper"]["drafter"],
+        DSPARK | {"context": "kv", "fused_layers": (1,)},
+        DSPARK | {"context": "memory"},
+    ],
+    ids=str,
+)
+def test_each_variant_trains_and_decodes(store_path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    report = run(store_path, tmp_path / "run", max_steps=3, micro_batch_size=4, validate_every=3, **changes)
+    assert report.best_expected_acceptance_length >= 1
+    assert all(torch.isfinite(weight).all() for weight in last_state(tmp_path / "run")["state_dict"].values())
+    drafter = load_drafter(tmp_path / "run")
+    assert all(getattr(drafter.config, name, value) == value for name, value in changes.items())
+    check_decoding(drafter)
 
 
 def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
