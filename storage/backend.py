@@ -1,6 +1,7 @@
 """Reads and writes the files of a store wherever it lies: whole files, and byte ranges of shards.
 
-:func:`locate` gives the backend of a path: :class:`LocalBackend`, or an ``object_store.ObjectStore``.
+Each function does for a folder what an ``object_store.ObjectStore`` does for a bucket: it raises FileNotFoundError for
+a file that is not there; StorageUnavailable, or another OSError, where that cannot be told.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -36,7 +36,7 @@ from ..files import (
     write_atomic,
     write_file,
 )
-from .paths import REQUEST_BYTES, Backend, Entry, RemotePath, Stat, StorePath, requests
+from .paths import REQUEST_BYTES, RemotePath, Stat, StorePath, requests
 
 MISSING = (FileNotFoundError, NotADirectoryError)
 """What the system raises where there is no such file. Any other refusal says nothing about the file."""
@@ -44,64 +44,6 @@ MAX_OPEN_FILES = 128
 """Files that readers hold open at once; half of the least that a process may open by default (macOS)."""
 _BLOCKS_AHEAD = 4
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
-
-
-class LocalBackend:
-    """The file system of this machine; names are absolute paths, or start from the working directory."""
-
-    def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Backend)
-        found = {}
-        for root, _, names in walk(Path(folder)) if Path(folder).is_dir() else ():
-            for name in names:
-                status = os.stat(root / name)
-                found[str(root / name)] = Entry(status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
-        return found
-
-    def read(self, name: str, max_bytes: int | None = None) -> bytes:  # noqa: D102
-        return read_bounded(Path(name), MAX_JSON_BYTES if max_bytes is None else max_bytes)
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:  # noqa: D102
-        path = Path(name)
-        own = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
-        with disk_full_guard(path):
-            try:
-                write_file(own, data)
-                try:
-                    os.link(own, path)  # unlike a rename it never replaces a file
-                except FileExistsError:
-                    raise
-                except OSError:  # a file system without hard links; the store's lock keeps other writers out
-                    if path.exists():
-                        raise FileExistsError(path) from None
-                    os.replace(own, path)
-            except FileExistsError:
-                return holds(path, data)
-            finally:
-                own.unlink(missing_ok=True)
-            fsync_directory(path.parent)
-        return True
-
-    def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
-        # Not atomic against other writers, whom the store's lock keeps out.
-        if not holds(Path(name), old):
-            return False
-        write_atomic(Path(name), new)
-        return True
-
-    def put(self, name: str, data: bytes) -> None:  # noqa: D102
-        write_atomic(Path(name), data)
-
-    def delete(self, names: Iterable[str]) -> None:  # noqa: D102
-        for name in names:
-            Path(name).unlink(missing_ok=True)
-
-
-def holds(path: Path, data: bytes) -> bool:
-    """Whether a local file has this content."""
-    return path.stat().st_size == len(data) and read_bounded(path, len(data)) == data
-
-
-_LOCAL = LocalBackend()
 
 
 def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
@@ -117,11 +59,6 @@ def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
     from .object_store import ObjectStore
 
     return RemotePath(ObjectStore(text))
-
-
-def locate(path: StorePath) -> tuple[Backend, str]:
-    """Return the backend of a path and the name that the path has there."""
-    return (path.backend, path.key) if isinstance(path, RemotePath) else (_LOCAL, os.fspath(path))
 
 
 # Whole files
@@ -140,32 +77,66 @@ def exists(path: StorePath) -> bool:
 
 def read_file(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Return a file's content; ValueError, with nothing read, where it is longer or no regular file."""
-    backend, name = locate(path)
-    return backend.read(name, max_bytes)
+    if isinstance(path, RemotePath):
+        return path.backend.read(path.key, max_bytes)
+    return read_bounded(path, max_bytes)
 
 
 def put(path: StorePath, data: bytes) -> None:
     """Replace a file: after a crash at any moment it is either as before or complete."""
-    backend, name = locate(path)
-    backend.put(name, data)
+    if isinstance(path, RemotePath):
+        path.backend.put(path.key, data)
+    else:
+        write_atomic(path, data)
 
 
 def put_if_absent(path: StorePath, data: bytes) -> bool:
-    """Write a file that is not there; returns False where another one is there, which stays."""
-    backend, name = locate(path)
-    return backend.put_if_absent(name, data)
+    """Write a file that must not exist; returns whether it holds ``data`` now, also where another writer put it."""
+    if isinstance(path, RemotePath):
+        return path.backend.put_if_absent(path.key, data)
+    own = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+    with disk_full_guard(path):
+        try:
+            write_file(own, data)
+            try:
+                os.link(own, path)  # unlike a rename it never replaces a file
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links; the store's lock keeps other writers out
+                if path.exists():
+                    raise FileExistsError(path) from None
+                os.replace(own, path)
+        except FileExistsError:
+            return _holds(path, data)
+        finally:
+            own.unlink(missing_ok=True)
+        fsync_directory(path.parent)
+    return True
 
 
 def replace_file(path: StorePath, old: bytes, new: bytes) -> bool:
-    """Replace a file that holds ``old``; returns False where it holds something else, which stays."""
-    backend, name = locate(path)
-    return backend.replace(name, old, new)
+    """Replace a file that must hold ``old``; returns whether it holds ``new`` now."""
+    if isinstance(path, RemotePath):
+        return path.backend.replace(path.key, old, new)
+    # Not atomic against other writers, whom the store's lock keeps out.
+    if not _holds(path, old):
+        return False
+    write_atomic(path, new)
+    return True
 
 
-def remove_file(path: StorePath) -> None:
-    """Delete a file if it is there."""
-    backend, name = locate(path)
-    backend.delete([name])
+def _holds(path: Path, data: bytes) -> bool:
+    return path.stat().st_size == len(data) and read_bounded(path, len(data)) == data
+
+
+def remove_files(*paths: StorePath) -> None:
+    """Delete files of one store; those that are not there are passed over."""
+    remote = [path for path in paths if isinstance(path, RemotePath)]
+    if remote:
+        remote[0].backend.delete(path.key for path in remote)
+    for path in paths:
+        if isinstance(path, Path):
+            path.unlink(missing_ok=True)
 
 
 def make_folder(path: StorePath) -> None:
@@ -188,6 +159,14 @@ def names_in(folder: StorePath) -> list[str]:
         return sorted(os.listdir(folder))
     except MISSING:
         return []
+
+
+def names_below(folder: StorePath) -> list[str]:
+    """Return the names of all files below a folder, relative to it; a bucket's list may be older than its files."""
+    if isinstance(folder, RemotePath):
+        return folder.names()
+    found = (root / name for root, _, names in walk(folder) for name in names) if folder.is_dir() else ()
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:

@@ -91,7 +91,7 @@ class ObjectStore:
             self._connected = _connect(self.url)
         return self._connected
 
-    def list_files(self, folder: str = "") -> dict[str, Entry]:  # noqa: D102  (Backend)
+    def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Backend)
         def list_all() -> dict[str, Entry]:
             pages = obstore.list(self.connection, folder or None, chunk_size=1000)
             return {item["path"]: Entry(item["size"], item["last_modified"]) for page in pages for item in page}

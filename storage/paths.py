@@ -25,17 +25,24 @@ class Entry(NamedTuple):
 
 
 class Backend(Protocol):
-    """What holds the files of a store: a file system (``backend``), or an object store.
+    """A prefix of an object store, which has no renames: files are uploaded in blocks, and copied by the server.
 
-    Every method raises FileNotFoundError for a file that is not there; StorageUnavailable, or another OSError, where it
-    cannot be told.
+    Every method raises FileNotFoundError for a file that is not there; StorageUnavailable where it cannot be told.
     """
 
+    url: str
+
     def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return all files at or below a folder by their names; a server's list may be older than its files."""
+        """Return all files at or below a folder by their names; the list may be older than the files."""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file, as it is now."""
 
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Return a whole file; ValueError, with nothing read, where it is longer than ``max_bytes``."""
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+        """Return bytes [start, stop) of files; a range that reaches beyond a file's end gives what there is."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist; returns whether it holds ``data`` now, also where another writer put it."""
@@ -43,29 +50,14 @@ class Backend(Protocol):
     def replace(self, name: str, old: bytes, new: bytes) -> bool:
         """Write a file that must hold ``old``; returns whether it holds ``new`` now."""
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file, or replace it, in one step."""
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete files; those that are not there are passed over."""
-
-
-class RemoteBackend(Backend, Protocol):
-    """An object store, which has no renames: files are uploaded in blocks, and copied by the server."""
-
-    url: str
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file, as it is now."""
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return bytes [start, stop) of files; a range that reaches beyond a file's end gives what there is."""
-
     def put(self, name: str, data: bytes | Path) -> None:
         """Write a file, or replace it, in one step; with the content of a local one where ``data`` is its path."""
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:
         """Write a file, or replace it, in one step, with the content of another one, which has ``n_bytes``."""
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; those that are not there are passed over."""
 
 
 class Stat(NamedTuple):
@@ -78,7 +70,7 @@ class Stat(NamedTuple):
 class RemotePath:
     """A file or folder in an object store, named in the way of ``Path``; the store itself has an empty key."""
 
-    def __init__(self, backend: RemoteBackend, key: str = "") -> None:
+    def __init__(self, backend: Backend, key: str = "") -> None:
         self.backend, self.key = backend, key
 
     def __truediv__(self, name: str | PurePosixPath) -> RemotePath:

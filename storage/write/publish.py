@@ -42,11 +42,11 @@ from ..backend import (
     MISSING,
     download,
     file_crc32,
-    locate,
+    names_below,
     names_in,
     put_if_absent,
     read_file,
-    remove_file,
+    remove_files,
     replace_file,
     sync_names,
 )
@@ -108,7 +108,7 @@ class Publication:
         except MISSING:
             return None
         except (KeyError, TypeError, ValueError):
-            remove_file(publication_path(commit))
+            remove_files(publication_path(commit))
             return None
 
     def to_json(self) -> bytes:
@@ -139,7 +139,8 @@ class Publication:
             except FileNotFoundError:
                 # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an upload, was deleted.
                 has_won = content_of(self.commit) == self.new
-        _delete([*(store / partial_name(name, self.attempt) for name in self.files), publication_path(self.commit)])
+        leftovers = (store / partial_name(name, self.attempt) for name in self.files)
+        remove_files(*leftovers, publication_path(self.commit))
         return has_won
 
 
@@ -157,12 +158,6 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
         bucket.copy((store / partial_name(name, attempt)).key, (store / name).key, files[name])
 
     list(requests().map(copy, files))
-
-
-def _delete(paths: Collection[StorePath]) -> None:
-    found = [locate(path) for path in paths]
-    if found:
-        found[0][0].delete(name for _, name in found)
 
 
 class PartFiles:
@@ -228,7 +223,7 @@ class PartFiles:
     def withdraw(self) -> bool:
         """Delete what was not published; returns whether the commit was made: an interrupt may arrive just then."""
         if self._asked_for is None:
-            _delete(self._uploads)
+            remove_files(*self._uploads)
             return False
         # A record may be there even if no answer came, and then others need the uploads. Else a later run deletes them.
         with suppress(OSError, StoreDamaged):
@@ -319,13 +314,12 @@ class StoreFiles:
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
         """Delete the files of a folder but those to keep and those that somebody is writing."""
-        backend, name = locate(self.path / folder)
-        found = (key for key in backend.list_files(name) if not key.endswith(PARTIAL_SUFFIX))
-        backend.delete([key for key in found if key.removeprefix(f"{name}/") not in kept])
+        found = (name for name in names_below(self.path / folder) if not name.endswith(PARTIAL_SUFFIX))
+        remove_files(*(self.path / folder / name for name in found if name not in kept))
 
     def _retract(self, commit: StorePath) -> None:
         """Delete a commit durably, before the files that it lists change."""
-        remove_file(commit)
+        remove_files(commit)
         sync_names(self.path / COMMITS_NAME)
 
     def _remove_unfinished(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import StoreDamaged
 from ...text import Progress, counted
-from ..backend import check_guard, open_path, remove_file
+from ..backend import check_guard, open_path, remove_files
 from ..commit import is_metadata
 from ..paths import StorePath
 from ..plan import read_plan
@@ -129,8 +129,7 @@ def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
     """
     now = plan_repair(writer.path, parts=plan.parts)
     _check_droppable(now)
-    for damage in now.of_kind(_STRAYS) + now.of_kind(_TEXTS):
-        remove_file(writer.path / damage.path)
+    remove_files(*(writer.path / damage.path for damage in now.of_kind(_STRAYS) + now.of_kind(_TEXTS)))
     if now.of_kind(_TARGET) or (plan.of_kind(_TARGET) and not writer.has_target):
         writer.drop_target()
     return now

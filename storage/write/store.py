@@ -52,7 +52,7 @@ from ..backend import (
     put_if_absent,
     read_file,
     reads_of,
-    remove_file,
+    remove_files,
     replace_file,
     sizes_of,
     sync_names,
@@ -325,8 +325,7 @@ class StoreWriter(StoreFiles):
             grid = self._grids[array.name]
             files |= {f"{array.name}/{grid.shard_key(part, number)}" for number in range(grid.shards_per_part)}
         # Also shards that no commit lists: a writer that was killed may have named some.
-        for name in files:
-            remove_file(self.path / PARTS_NAME / name)
+        remove_files(*(self.path / PARTS_NAME / name for name in files))
         self._committed.discard(part)
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
@@ -373,11 +372,10 @@ class StoreWriter(StoreFiles):
         commits = self._whole_commits()
         self._remove_unfinished()
         if has_damaged_target:
-            remove_file(target_commit_path(self.path))
+            remove_files(target_commit_path(self.path))
         name_next_basis(self.path, self.manifest)
         self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
-        for part in self.repaired_parts:
-            remove_file(commit_path(self.path, part))
+        remove_files(*(commit_path(self.path, part) for part in self.repaired_parts))
         self._keep_listed(commit for commit in commits.values() if commit is not None)
         self._committed |= {part for part, commit in commits.items() if commit is not None}
 
@@ -557,4 +555,4 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         sync_names(path.parent)
     else:  # readers that find another basis look at the next one too
         put(path.parent / BASIS_NAME, path.read_bytes())
-        remove_file(path)
+        remove_files(path)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreDamaged, StoreLocked, StoreMismatch
-from moa_data.storage.backend import open_path, put, put_if_absent, remove_file
+from moa_data.storage.backend import open_path, put, put_if_absent, remove_files
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
@@ -164,7 +164,7 @@ class TestBucket(PlaceContract):
         for _ in range(2):  # cut, then gone
             with pytest.raises(StoreDamaged, match=str(shard)):
                 ActivationStore(place)
-            remove_file(shard)
+            remove_files(shard)
 
     def test_leftovers_go_when_they_are_old(
         self, place: RemotePath, recipe: Recipe, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
