@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..errors import StoreDamaged, StoreError
+from ..errors import StoreDamaged
 from ..files import MAX_JSON_BYTES, mapping, parse_object, relative_name, whole_number
 from .backend import MISSING, file_crc32, make_folder, names_in, put, read_file, reads_of
 from .paths import RemotePath, Stat, StorePath, name_below
@@ -38,6 +38,7 @@ _COUNTS = ("part", "n_sequences", "n_tokens", "allocated_tokens")
 _REDO = "Run extract again: it redoes that part only."
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
 _WRITE_ANEW = "Run `moa-data repair`, or the command that made the store: it writes it anew."
+Damage = list[tuple[StorePath, StoreDamaged]]
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 
 
@@ -116,13 +117,13 @@ def array_of(file: str) -> str | None:
 
 def find_size_damage(
     folder: StorePath, files: Mapping[str, FileRecord], look: Callable[[StorePath], Stat | os.stat_result] | None = None
-) -> list[tuple[StorePath, StoreError]]:
+) -> Damage:
     """Return (path, error) for each committed file that is missing or has another size.
 
     Args:
         look: tells a file's size (``backend.sizes_of``); what it says against a file is asked for once more.
     """
-    damage: list[tuple[StorePath, StoreError]] = []
+    damage: Damage = []
     for name, record in files.items():
         path = folder / name
         try:
@@ -158,20 +159,30 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     """Compare the target bundle, or a local copy of it, with its commit, byte for byte; raises StoreDamaged."""
     commit = target_commit_path(store)
-    while (content := content_of(commit)) is not None:
-        try:
-            files = read_file_records(commit)
-        except FileNotFoundError:
-            return
-        errors = [error for _, error in find_size_damage(folder, files)] or [
-            StoreDamaged(f"{folder / name} is not the file that {commit} lists: another checksum. {_RESTORE}")
+
+    def compare(files: Mapping[str, FileRecord]) -> Damage:
+        return find_size_damage(folder, files) or [
+            (folder / name, StoreDamaged(f"{folder / name} is not the file that {commit} lists. {_RESTORE}"))
             for name, record in files.items()
             if file_crc32(folder / name) != record.crc32
         ]
-        if not errors:
-            return
-        if content_of(commit) == content:  # else the bundle was given more layers while it was compared
-            raise errors[0]
+
+    for _, error in _find_damage(commit, compare):
+        raise error
+
+
+def _find_damage(commit: StorePath, compare: Callable[[Mapping[str, FileRecord]], Damage]) -> Damage:
+    """Compare files with a commit that lists them; again where another process replaces both meanwhile."""
+    while True:
+        before = content_of(commit)
+        try:
+            damage = compare(read_file_records(commit))
+        except MISSING:
+            return []
+        except StoreDamaged as error:
+            damage = [(commit, error)]
+        if not damage or content_of(commit) == before:
+            return damage
 
 
 # store.json, plan.parquet and the metadata of the arrays
@@ -196,34 +207,24 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
     put(manifest_commit_path(store), files_json(files))
 
 
-def find_manifest_damage(store: StorePath, metadata: bool = True) -> list[tuple[StorePath, StoreDamaged]]:
+def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
     """Return (path, error) for each recorded file, or all but the arrays' metadata, that has changed."""
     commit = manifest_commit_path(store)
-    while True:
-        before = content_of(commit)
-        damage = _compare(store, commit, metadata)
-        # An addition of fields replaces this commit meanwhile: files may then have been compared with the old one.
-        if not damage or content_of(commit) == before:
-            return damage
 
+    def compare(records: Mapping[str, FileRecord]) -> Damage:
+        if lacking := {MANIFEST_NAME, PLAN_NAME} - records.keys():
+            return [(commit, StoreDamaged(f"{commit} does not list {' and '.join(sorted(lacking))}. {_RESTORE}"))]
+        if others := [name for name in records if name not in (MANIFEST_NAME, PLAN_NAME) and not is_metadata(name)]:
+            return [(commit, StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"))]
+        damage = []
+        for name, record in records.items():
+            path, advice = store / name, _WRITE_ANEW if is_metadata(name) else _RESTORE
+            if (metadata or not is_metadata(name)) and record_of(content_of(path, MAX_PLAN_BYTES) or b"") != record:
+                message = f"{path} is not the file that was written: its checksum differs from its commit's. {advice}"
+                damage.append((path, StoreDamaged(message)))
+        return damage
 
-def _compare(store: StorePath, commit: StorePath, metadata: bool) -> list[tuple[StorePath, StoreDamaged]]:
-    try:
-        records = read_file_records(commit)
-    except MISSING:
-        return []
-    except StoreDamaged as error:
-        return [(commit, error)]
-    if lacking := {MANIFEST_NAME, PLAN_NAME} - records.keys():
-        return [(commit, StoreDamaged(f"{commit} does not list {' and '.join(sorted(lacking))}. {_RESTORE}"))]
-    if others := [name for name in records if name not in (MANIFEST_NAME, PLAN_NAME) and not is_metadata(name)]:
-        return [(commit, StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"))]
-    damage = []
-    for name, record in records.items():
-        if (metadata or not is_metadata(name)) and record_of(content_of(store / name, MAX_PLAN_BYTES) or b"") != record:
-            message = f"{store / name} is not the file that was written: its checksum differs from its commit's."
-            damage.append((store / name, StoreDamaged(f"{message} {_WRITE_ANEW if is_metadata(name) else _RESTORE}")))
-    return damage
+    return _find_damage(commit, compare)
 
 
 def check_manifest(store: StorePath) -> None:

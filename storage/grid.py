@@ -31,8 +31,10 @@ from zarr.storage import MemoryStore
 
 from ..errors import StoreDamaged
 from ..files import parse_object, whole_number, whole_numbers
+from .backend import MISSING, read_file
 from .chunk import zarr_codecs
-from .schema import PIECE_AXIS, StoredArray
+from .paths import StorePath
+from .schema import PIECE_AXIS, ZARR_NAME, StoredArray
 
 MIN_CHUNK_TOKENS = 64
 CHUNK_OVERHEAD_BYTES = 64 << 10
@@ -47,6 +49,7 @@ PART_STEP_TOKENS = 8192
 """Parts have room for a multiple of so many tokens: the longest chunk that :func:`chunk_tokens` chooses."""
 MAX_READABLE_CHUNK_BYTES = 256 << 20
 MAX_SHARD_CHUNKS = 1 << 28
+_RESTORE = "Restore the file from a copy."
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,25 @@ def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, b
     return {path: bytes(buffer.to_bytes()) for path, buffer in sorted(documents.items())}
 
 
+def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid:
+    """Read the grid of an array that all parts share; StoreDamaged where it is not for so many parts and tokens."""
+    path, unit = parts / array.name / ZARR_NAME, array.axes[0]
+    try:
+        text = read_file(path)
+    except MISSING as error:
+        raise StoreDamaged(f"{path} is missing. Run extract again: it writes what is missing.") from error
+    except ValueError as error:
+        raise StoreDamaged(f"{path} is no metadata of an array: {error}. {_RESTORE}") from error
+    grid = grid_from_metadata(text, array, str(path))
+    n_rows = max(1, array.n_rows(longest_part))
+    if grid.part_rows < n_rows or grid.shape[0] != n_parts * grid.part_rows:
+        raise StoreDamaged(
+            f"{path} has {grid.shape[0]} {unit}s, {grid.part_rows} for each part; there are {n_parts} parts, the "
+            f"longest of {n_rows}. {_RESTORE}"
+        )
+    return grid
+
+
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
     """Read an array's grid from its zarr.json, and refuse metadata that this reader would misread."""
     try:
@@ -189,7 +211,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
             "chunk keys": (key_encoding["name"], key_encoding.get("configuration", {}).get("separator", "/")),
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise StoreDamaged(f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}).") from error
+        raise StoreDamaged(
+            f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}). {_RESTORE}"
+        ) from error
     chain = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if array.storage_dtype.itemsize == 1:
         chain = [{"name": "bytes"}]
@@ -204,9 +228,10 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
     }
     for key, value in expected.items():
         if got[key] != value:
-            raise StoreDamaged(f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}.")
+            raise StoreDamaged(f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}. {_RESTORE}")
     if not _is_usable(grid, array.storage_dtype.itemsize):
-        raise StoreDamaged(f"{source}: shards of {grid.shard_shape} cannot be cut into chunks {grid.chunk_shape}.")
+        shapes = f"shards of {grid.shard_shape} cannot be cut into chunks {grid.chunk_shape}"
+        raise StoreDamaged(f"{source}: {shapes}. {_RESTORE}")
     return grid
 
 

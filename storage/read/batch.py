@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import StoreDamaged
-from ..backend import MISSING, LocalFile, crc32c, read_file, scratch_bytes
+from ..backend import MISSING, LocalFile, crc32c, scratch_bytes
 from ..chunk import CRC_BYTES, decode_chunk
 from ..commit import FileRecord, PartCommit
-from ..grid import ArrayGrid, grid_from_metadata
+from ..grid import ArrayGrid, read_grid
 from ..paths import RemotePath, StorePath
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
-from ..schema import PARTS_NAME, ZARR_NAME, StoredArray, StoreManifest
+from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
 REMOTE_WINDOW_BYTES = 64 << 20
 """Stored bytes that are fetched from a remote file system before they are decoded."""
@@ -127,10 +127,10 @@ class PartShards:
 
     def grid(self, array: StoredArray) -> ArrayGrid:
         """Return the grid of an array, which all parts share; StoreDamaged where its metadata is not as declared."""
-        found = self._grids.get(array.name)
-        if found is None:  # read twice where threads meet
-            found = self._grids[array.name] = (array, self._read_grid(array))
-        return found[1]
+        if array.name not in self._grids:  # read twice where threads meet
+            grid = read_grid(self._folder, array, self._n_parts, self._longest_part)
+            self._grids[array.name] = array, grid
+        return self._grids[array.name][1]
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
         """Return the shard of that number, its index read and checked."""
@@ -140,22 +140,6 @@ class PartShards:
     def close(self) -> None:
         """Close all files; asking for a shard opens it again."""
         self._open.cache_clear()
-
-    def _read_grid(self, array: StoredArray) -> ArrayGrid:
-        path = self._folder / array.name / ZARR_NAME
-        try:
-            text = read_file(path)
-        except MISSING as error:
-            raise StoreDamaged(f"{path} is missing. Run extract again: it writes what is missing.") from error
-        except ValueError as error:
-            raise StoreDamaged(f"{path} is no metadata of an array: {error}.") from error
-        grid = grid_from_metadata(text, array, str(path))
-        unit, n_rows = array.axes[0], array.n_rows(self._longest_part)
-        if grid.part_rows < max(n_rows, 1):
-            raise StoreDamaged(f"{path} has room for {grid.part_rows} {unit}s of each part, the longest has {n_rows}.")
-        if grid.shape[0] != self._n_parts * grid.part_rows:
-            raise StoreDamaged(f"{path} has {grid.shape[0]} {unit}s, expected {self._n_parts * grid.part_rows}.")
-        return grid
 
 
 def _open(

@@ -7,14 +7,13 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
 from ...errors import SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
-from ..backend import download, exists, open_path, read_file, sizes_of
+from ..backend import MISSING, download, exists, open_path, read_file, sizes_of
 from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
@@ -134,9 +133,7 @@ class ActivationStore:
     def __enter__(self) -> ActivationStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -342,7 +339,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
     path = store / MANIFEST_NAME
     try:
         text = read_file(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except MISSING as error:
         reason = "there is no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
         raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error
     except ValueError as error:

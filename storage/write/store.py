@@ -50,7 +50,6 @@ from ..backend import (
     open_path,
     put,
     put_if_absent,
-    read_file,
     reads_of,
     remove_files,
     replace_file,
@@ -71,7 +70,7 @@ from ..commit import (
     restore_files,
     write_manifest_commit,
 )
-from ..grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
+from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
 from ..paths import RemotePath, StorePath
 from ..plan import check_plan, part_counts, plan_bytes, plan_counts, read_plan
 from ..read.store import read_manifest
@@ -84,7 +83,6 @@ from ..schema import (
     PLAN_NAME,
     RUNS_NAME,
     TARGET_NAME,
-    ZARR_NAME,
     StoredArray,
     StoreManifest,
     commit_path,
@@ -493,8 +491,7 @@ def _write_array_metadata(
 ) -> dict[str, ArrayGrid]:
     """Write the metadata of arrays where it is missing, and return the grid of each by its name.
 
-    Existing metadata stays, also where another release chose another grid: later parts follow it. It raises
-    StoreDamaged where it is damaged, and not what this release would write.
+    Existing metadata stays, also where another release chose another grid: later parts follow it.
     """
     wanted = {array.name: array for array in arrays}
     documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in wanted.values())
@@ -506,19 +503,7 @@ def _write_array_metadata(
             make_folder(path.parent)
             put_if_absent(path, content)
             sync_names(path.parent.parent)
-    grids = {}
-    for name, array in wanted.items():
-        path = store / PARTS_NAME / name / ZARR_NAME
-        try:
-            grids[name] = grid = grid_from_metadata(read_file(path), array, str(path))
-        except ValueError as error:
-            raise StoreDamaged(f"{error} Restore the file from a copy.") from error
-        if grid.shape[0] != n_parts * grid.part_rows or grid.part_rows < array.n_rows(longest_part):
-            raise StoreDamaged(
-                f"{path} has {grid.shape[0]} rows and {grid.part_rows} for each part, which is not what the plan's "
-                f"{n_parts} parts of up to {longest_part} tokens need. Restore the file from a copy."
-            )
-    return grids
+    return {name: read_grid(store / PARTS_NAME, array, n_parts, longest_part) for name, array in wanted.items()}
 
 
 def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]) -> None:
