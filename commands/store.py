@@ -28,7 +28,7 @@ def inspect(store: StorePath, sample: int | None) -> None:
       moa-data inspect store --sample 3
       moa-data inspect s3://bucket/store
     """
-    from ..storage.read.summary import summarize_store
+    from ..storage.read.verify import summarize_store
     from .views import sample_view, summary_view
 
     if sample is None:

@@ -15,8 +15,7 @@ from ..trainer.config import DRAFTER
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import Generation
-    from ..storage.read.summary import StoreSummary
-    from ..storage.read.verify import VerifyReport
+    from ..storage.read.verify import StoreSummary, VerifyReport
     from ..trainer.fit import RunPlan, TrainReport
 
 BAR_CELLS = 40

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import Interrupted, OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
 from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings
-from ..storage.read.summary import summarize_store
+from ..storage.read.verify import summarize_store
 from ..text import Progress
 from ..trainer.config import LAST, PRESETS, TrainConfig
 from .config import DemoConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..storage.backend import put
 from ..storage.paths import AnyPath, StorePath
-from ..storage.read.summary import FieldSummary, summarize_store
+from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, below
 from .config import ExtractConfig
 

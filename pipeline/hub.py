@@ -16,8 +16,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from ..errors import DatasetError, MoaDataError, OutputOccupied
 from ..files import PARTIAL_SUFFIX
-from ..storage.read.summary import summarize_store
-from ..storage.read.verify import verify_store
+from ..storage.read.verify import summarize_store, verify_store
 from ..storage.schema import CARD_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PUBLISH_NAME, RUNS_NAME
 from ..text import Progress, first_line, format_bytes
 

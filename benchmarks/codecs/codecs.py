@@ -38,7 +38,7 @@ from moa_data.pipeline.config import TEXT_FIELDS, ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read.summary import summarize_store
+from moa_data.storage.read.verify import summarize_store
 from moa_data.storage.schema import to_float32
 from moa_data.trainer.sensitivity import DrafterMetrics
 

@@ -22,7 +22,7 @@ from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import PartCommit, array_of, read_part_commit
 from ..paths import StorePath
-from ..read.summary import unfinished_fields
+from ..read.verify import unfinished_fields
 from ..schema import CODEC_NAME, FieldSpec, StoreManifest, commit_path
 from .part import PartWriter
 from .publish import changed_meanwhile

@@ -18,8 +18,7 @@ from moa_data.pipeline.recode import recode
 from moa_data.storage.backend import open_path
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read.summary import summarize_store
-from moa_data.storage.read.verify import verify_store
+from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use

@@ -24,8 +24,7 @@ from moa_data.storage.codecs.transform import Rope, TransformCodec
 from moa_data.storage.commit import write_manifest_commit
 from moa_data.storage.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read.summary import summarize_store
-from moa_data.storage.read.verify import verify_store
+from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.tests.kit.hostile import (
     QUICK_AND_LONG,

@@ -22,8 +22,7 @@ from moa_data.errors import CodecUnknown, StoreError, StoreMismatch
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read.summary import summarize_store
-from moa_data.storage.read.verify import verify_store
+from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.storage.schema import TOKENS, StoreManifest, from_float32, to_float32
 from moa_data.tests.kit.stores import make_recipe, read_tree
 

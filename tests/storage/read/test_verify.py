@@ -11,8 +11,7 @@ import pytest
 
 from moa_data.moa.targets.chat_tokens import TokenizedChat
 from moa_data.pipeline.sequences import Sequences, write_texts
-from moa_data.storage.read.summary import summarize_store
-from moa_data.storage.read.verify import verify_store
+from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.storage.schema import StoreManifest
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.tests.kit.stores import Recipe, flip

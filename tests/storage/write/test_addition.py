@@ -16,8 +16,7 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_commits, read_file_records
 from moa_data.storage.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
-from moa_data.storage.read.summary import summarize_store, unfinished_fields
-from moa_data.storage.read.verify import verify_store
+from moa_data.storage.read.verify import summarize_store, unfinished_fields, verify_store
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.store import StoreWriter
