@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from benchmarks.kit.harness import in_turn, run
 from moa_data.pipeline.forwards.calibrate import learning_on
 from moa_data.storage.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform import TransformCodec
+from moa_data.storage.codecs.transform import Observation, TransformCodec
 from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import FieldSpec, StoredArray, kv_field
@@ -160,7 +161,10 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
     bits = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
     started = time.perf_counter()
     if isinstance(codec, TransformCodec):
-        codec.calibrate(sample, learning=learning_on(options.device, None, None))
+        with closing(Observation(codec, learning_on(options.device, None, None))) as observation:
+            for one in sample:
+                observation.observe(one)
+            observation.learn()
     learn_s = time.perf_counter() - started
     del sample
     codes = {} if codec.is_identity else codec.encode(torch.from_numpy(values))

@@ -25,10 +25,9 @@ field also reads the codes of what it is predicted from.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any
@@ -258,15 +257,6 @@ class TransformCodec(FieldCodec):
             "early_positions": EARLY_POSITIONS,
             "token_features": self._n_token_features,
         }
-
-    def calibrate(
-        self, sample: Iterable[np.ndarray], tokens: Sequence[np.ndarray] | None = None, learning: Learning | None = None
-    ) -> None:
-        """Learn from sequences at hand, as :class:`Observation` does; 20,000 tokens and more make a good basis."""
-        with contextlib.closing(Observation(self, learning or Learning())) as observation:
-            for i, values in enumerate(sample):
-                observation.observe(values, None if tokens is None else tokens[i])
-            observation.learn()
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what was learned, which is stored in the store's ``codec/``: float16 and float32 arrays.

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moa_data.errors import StoreDamaged, StoreError
 from moa_data.storage.backend import crc32c
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform import Rope, TransformCodec
+from moa_data.storage.codecs.transform import Rope
 from moa_data.storage.commit import write_manifest_commit
 from moa_data.storage.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.read.store import ActivationStore
@@ -37,6 +37,7 @@ from moa_data.tests.kit.hostile import (
     try_examples,
 )
 from moa_data.tests.kit.stores import make_recipe
+from moa_data.tests.storage.codecs.contract import learn_from
 
 
 def use(store: Path) -> None:
@@ -165,11 +166,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = make_recipe((70, 130), fields)
     codec, rng = StoreCodec("transform:2.0,tokens", fields), np.random.default_rng(0)
     kv, last = codec.learned["kv"], codec.learned["hidden/last"]
-    assert isinstance(kv, TransformCodec)
-    assert isinstance(last, TransformCodec)
     kv.rope, kv.embeddings = Rope(np.ones(4), np.array(1)), rng.normal(size=(100, 16)).astype(np.float32)
-    kv.calibrate([rng.normal(size=(300, 2, 1, 2, 8)).astype(np.float32)], [rng.integers(0, 100, 300)])
-    last.calibrate([rng.normal(size=(300, 16)).astype(np.float32)])
+    learn_from(kv, [rng.normal(size=(300, 2, 1, 2, 8)).astype(np.float32)], [rng.integers(0, 100, 300)])
+    learn_from(last, [rng.normal(size=(300, 16)).astype(np.float32)])
     path = tmp_path_factory.mktemp("learned") / "store"
     return recipe.with_manifest(codec=codec.describe()).write(path, files=codec.files())
 

@@ -11,42 +11,107 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from moa_data.errors import CodecUnknown, StoreError, StoreMismatch
+from moa_data.pipeline.forwards.calibrate import calibrate, target_rope
+from moa_data.storage.codecs import coding
+from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform import Rope
+from moa_data.storage.codecs.transform import Observation, TransformCodec
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import summarize_store, verify_store
-from moa_data.storage.schema import TOKENS, StoreManifest, from_float32, to_float32
+from moa_data.storage.schema import (
+    TOKENS,
+    StoreManifest,
+    from_float32,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    to_float32,
+    tokens_field,
+)
 from moa_data.tests.kit.stores import make_recipe, read_tree
 
-RECIPE = make_recipe()
-EMBEDDINGS = np.random.default_rng(1).normal(size=(100, 16)).astype(np.float32)
+KV, LOW, HIGH, LAST = "kv", "hidden/layer_2", "hidden/layer_10", "hidden/last"
+HIDDEN = (LAST, LOW, HIGH)
+ACTIVATIONS = (*HIDDEN, KV)  # what is predicted comes before what it is predicted from
+WIDTH, VOCABULARY = 16, 100
+FIELDS = (
+    tokens_field(), response_mask_field(), *(hidden_field(name.split("/")[1], WIDTH) for name in HIDDEN),
+    kv_field(4, 2, 8),
+)  # fmt: skip
+RECIPE = make_recipe(fields=FIELDS)
+CONFIG = LlamaConfig(hidden_size=WIDTH, num_attention_heads=2, head_dim=8)
+ROPE = target_rope(CONFIG)
+_RNG = np.random.default_rng(1)
+EMBEDDINGS = _RNG.standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
 EMBEDDINGS /= np.sqrt(np.square(EMBEDDINGS).mean(1, keepdims=True))
-ROPE = Rope(np.array([1.0, 0.1, 0.01, 0.001]), np.array(1))
-_KV_OF_TOKEN = (EMBEDDINGS @ np.random.default_rng(2).normal(size=(16, 128)) / 4).reshape(100, 4, 2, 2, 8)
-_ACTIVATIONS = ("kv", "hidden/last")
+_KV_OF_STATE, _TURN = (_RNG.standard_normal((WIDTH, n)) / WIDTH**0.5 for n in (128, WIDTH))
 
 
-def _stored(row: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The fields of a sequence as they are stored; keys, rotated, and values follow from the tokens, up to noise."""
-    values = {spec.name: RECIPE.values(spec, row) for spec in RECIPE.manifest.fields}
-    kv = (_KV_OF_TOKEN[values[TOKENS]] + 0.1 * to_float32(values["kv"], "bfloat16")).astype(np.float32)
+def activations(seed: int, n_tokens: int) -> dict[str, np.ndarray]:
+    """A sequence as it is stored: layers add a little to embeddings, KV is linear in them, the start is constant."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCABULARY, n_tokens).astype(np.int32)
+    noise = rng.standard_normal((n_tokens, 2 * WIDTH + 128))
+    tokens[:3], noise[:3] = 7, 0
+    low = EMBEDDINGS[tokens] + 0.3 * noise[:, :WIDTH]
+    high = low + 0.3 * noise[:, WIDTH : 2 * WIDTH]
+    kv = (low @ _KV_OF_STATE + 0.05 * noise[:, 2 * WIDTH :]).reshape(n_tokens, 4, 2, 2, 8).astype(np.float32)
     kv[:, :, :, 0] = ROPE.rotate(kv[:, :, :, 0])
-    return values | {"kv": from_float32(kv, "bfloat16")}
+    values = {KV: kv, LOW: low, HIGH: high, LAST: high @ _TURN}
+    return {TOKENS: tokens} | {name: from_float32(own.astype(np.float32), "bfloat16") for name, own in values.items()}
 
 
 ROWS = RECIPE.plan.to_pylist()
-SEQUENCES = [_stored(row) for row in ROWS]
-VALUES = {name: [to_float32(sequence[name], "bfloat16") for sequence in SEQUENCES] for name in _ACTIVATIONS}
-TOKEN_IDS = [sequence[TOKENS] for sequence in SEQUENCES]
+SEQUENCES = [
+    activations(row["source_row"], row["n_tokens"]) | {"response_mask": RECIPE.values(FIELDS[1], row)} for row in ROWS
+]
 LONG = next(sequence for row, sequence in zip(ROWS, SEQUENCES, strict=True) if row["n_tokens"] == 150)
+
+
+def exact(sequence: Mapping[str, np.ndarray], n_tokens: int | None = None) -> dict[str, np.ndarray]:
+    """The first tokens of a sequence's activations, in float32."""
+    return {name: to_float32(sequence[name][:n_tokens], "bfloat16") for name in ACTIVATIONS}
+
+
+def learned(name: str) -> StoreCodec:
+    """A codec that has learned from all sequences, if it learns."""
+    codec = StoreCodec(name, FIELDS)
+    if codec.learned:
+        head = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
+        lengths = np.array([row["n_tokens"] for row in ROWS])
+        embeddings = torch.from_numpy(EMBEDDINGS)
+        calibrate(codec, lengths, lambda i: SEQUENCES[i] | exact(SEQUENCES[i]), CONFIG, head, embeddings, Learning())
+    return codec
+
+
+def learn_from(
+    codec: TransformCodec,
+    sample: Iterable[np.ndarray],
+    tokens: Sequence[np.ndarray] | None = None,
+    learning: Learning | None = None,
+) -> None:
+    """Let the codec of one field learn."""
+    with closing(Observation(codec, learning or Learning())) as observation:
+        for i, values in enumerate(sample):
+            observation.observe(values, None if tokens is None else tokens[i])
+        observation.learn()
+
+
+def encoded(codec: StoreCodec, values: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
+    """Encode a sequence: the rows of all stored arrays, and the tokens."""
+    of_fields = codec.encode(values, tokens).values()
+    return {TOKENS: tokens} | {name: rows for codes in of_fields for name, rows in codes.items()}
 
 
 class CodecContract:
@@ -55,21 +120,20 @@ class CodecContract:
     name: str
     error: float
     """Largest relative error (L2) of a sequence."""
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
     """Names like the codec's that are refused."""
     slice_atol: float = 0.0
     """Largest difference between a slice and the slice of the whole: matrix products of other sizes round otherwise."""
-
-    @classmethod
-    def learn(cls, codec: StoreCodec) -> None:
-        """Let a codec that learns do so from ``SEQUENCES``."""
+    min_group_bytes = 1024
+    """Bytes of a group of layers from which its codes lie in pieces."""
 
     @pytest.fixture(scope="class")
     @classmethod
-    def codec(cls) -> StoreCodec:
-        codec = StoreCodec(cls.name, RECIPE.manifest.fields)
-        cls.learn(codec)
-        return codec
+    def codec(cls) -> Iterator[StoreCodec]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(coding, "MIN_GROUP_BYTES", cls.min_group_bytes)
+            patch.setattr(coding, "_NARROW_PIECE", 4)
+            yield learned(cls.name)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -78,8 +142,13 @@ class CodecContract:
 
     @classmethod
     def write(cls, path: Path, codec: StoreCodec) -> Path:
-        recipe = RECIPE.with_manifest(codec=codec.describe())
-        return recipe.write(path, lambda name, row, _: SEQUENCES[ROWS.index(row)][name], codec.files())
+        def values(name: str, row: dict[str, Any], _: np.ndarray) -> Any:
+            sequence = SEQUENCES[ROWS.index(row)]
+            if name not in codec.sources:
+                return sequence[name]
+            return codec.encode(exact(sequence), sequence[TOKENS])[name]  # all together, and not by the writer
+
+        return RECIPE.with_manifest(codec=codec.describe()).write(path, values, codec.files())
 
     def test_settings_and_what_was_learned_survive_the_store(self, codec: StoreCodec, written: Path) -> None:
         manifest = StoreManifest.from_json((written / "store.json").read_bytes())
@@ -87,32 +156,30 @@ class CodecContract:
         assert opened.describe() == codec.describe() == json.loads(json.dumps(codec.describe()))
         assert opened.files() == codec.files()
         assert [*opened.arrays] == [*codec.arrays]
+        assert opened.sources == codec.sources
 
     def test_equal_inputs_give_equal_bytes_and_another_codec_is_named(self, written: Path, tmp_path: Path) -> None:
-        codec = StoreCodec(self.name, RECIPE.manifest.fields)
-        self.learn(codec)
-        assert read_tree(self.write(tmp_path / "again", codec)) == read_tree(written)
-        other = StoreCodec("int8" if self.name != "int8" else "lossless", RECIPE.manifest.fields)
+        assert read_tree(self.write(tmp_path / "again", learned(self.name))) == read_tree(written)
+        other = StoreCodec("int8" if self.name != "int8" else "lossless", FIELDS)
         with pytest.raises(StoreMismatch, match=rf"codec\.name: store has '{self.name}', given '{other.name}'"):
             self.write(tmp_path / "again", other)
 
     def test_every_way_of_reading_gives_the_same(self, written: Path) -> None:
         with ActivationStore(written) as store:
-            batch = store.read_batch(range(len(store)), ["kv", TOKENS])
+            batch = store.read_batch(range(len(store)), [*ACTIVATIONS, TOKENS])
             for i, (row, sequence) in enumerate(zip(ROWS, SEQUENCES, strict=True)):
-                n_tokens = row["n_tokens"]
+                n_tokens, wanted = row["n_tokens"], exact(sequence)
                 np.testing.assert_array_equal(store.read(i, TOKENS), sequence[TOKENS])
-                for field in _ACTIVATIONS:
-                    bits, exact = store.read(i, field), to_float32(sequence[field], "bfloat16")
-                    whole = to_float32(bits, "bfloat16")
-                    error = np.linalg.norm(whole - exact)
-                    assert error <= (self.error + bool(self.error) * 2**-8) * np.linalg.norm(exact) or n_tokens < 33
+                for field in ACTIVATIONS:
+                    bits = store.read(i, field)
+                    error = np.linalg.norm(to_float32(bits, "bfloat16") - wanted[field])
+                    allowed = (self.error + bool(self.error) * 2**-8) * np.linalg.norm(wanted[field])
+                    assert error <= allowed or n_tokens < 33
                     for tokens in (slice(63, 131), slice(5, 70), slice(n_tokens - 1, n_tokens), slice(4, 4)):
                         self.equal(store.read(i, field, tokens=tokens), bits[tokens])
-                kv = store.read(i, "kv")
-                self.equal(store.read(i, "kv", [3, 1], slice(5, 70)), kv[5:70, [3, 1]])
-                np.testing.assert_array_equal(batch["kv"][i][:n_tokens], kv)
-                assert not batch["kv"][i][n_tokens:].any()
+                    np.testing.assert_array_equal(batch[field][i][:n_tokens], bits)
+                    assert not batch[field][i][n_tokens:].any()
+                self.equal(store.read(i, KV, [3, 1], slice(5, 70)), store.read(i, KV)[5:70, [3, 1]])
 
     def equal(self, got: np.ndarray, expected: np.ndarray) -> None:
         """Compare values of bfloat16."""
@@ -131,7 +198,7 @@ class CodecContract:
     def test_unknown_names_are_refused(self) -> None:
         for name in self.unknown:
             with pytest.raises(CodecUnknown, match=r"Use one of: lossless|is not transform:|outside 0\.05 to 10"):
-                StoreCodec(name, RECIPE.manifest.fields)
+                StoreCodec(name, FIELDS)
 
 
 class LossyContract(CodecContract):
@@ -140,60 +207,57 @@ class LossyContract(CodecContract):
     torch_differs: float = 0.0
     """Share of codes that torch may round to another neighbour than NumPy does."""
 
-    @pytest.mark.parametrize("field", _ACTIVATIONS)
     @pytest.mark.parametrize("n_tokens", [0, 1, 64, 150])
-    def test_rows_have_the_promised_sizes_and_decode_within_the_error(
-        self, codec: StoreCodec, field: str, n_tokens: int
-    ) -> None:
-        one, tokens = codec.fields[field], LONG[TOKENS][:n_tokens]
-        exact = to_float32(LONG[field][:n_tokens], "bfloat16")
-        codes = one.encode(exact, tokens)
-        assert list(codes) == [array.name for array in one.arrays]
-        for array in one.arrays:
-            assert codes[array.name].shape == (array.n_rows(n_tokens), *array.row_shape)
-            assert codes[array.name].dtype == array.storage_dtype
-        decoded = one.decode(codes | {TOKENS: tokens}, 0, n_tokens)
-        assert decoded.dtype == np.float32
-        assert decoded.shape == exact.shape
-        assert np.linalg.norm(decoded - exact) <= self.error * np.linalg.norm(exact)
-        again = one.encode(exact, tokens)
+    def test_rows_have_the_promised_sizes_and_decode_within_the_error(self, codec: StoreCodec, n_tokens: int) -> None:
+        values, tokens = exact(LONG, n_tokens), LONG[TOKENS][:n_tokens]
+        codes, again = (encoded(codec, values, tokens) for _ in range(2))
         assert all(np.array_equal(again[name], rows) for name, rows in codes.items())
+        for field, wanted in values.items():
+            one = codec.fields[field]
+            for array in one.arrays:
+                assert codes[array.name].shape == (array.n_rows(n_tokens), *array.row_shape)
+                assert codes[array.name].dtype == array.storage_dtype
+            got = one.decode(codes, 0, n_tokens)
+            assert got.dtype == np.float32
+            assert got.shape == wanted.shape
+            assert np.linalg.norm(got - wanted) <= self.error * np.linalg.norm(wanted)
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-    @pytest.mark.parametrize("field", _ACTIVATIONS)
-    def test_torch_gives_what_numpy_gives(self, codec: StoreCodec, field: str, device: str) -> None:
-        one, stored, tokens = codec.fields[field], LONG[field], LONG[TOKENS]
-        tensor, ids = torch.from_numpy(stored).view(torch.bfloat16).to(device), torch.from_numpy(tokens).to(device)
-        codes = one.encode(to_float32(stored, "bfloat16"), tokens)
-        on_device = one.encode(tensor, ids) | {TOKENS: ids}
-        expected = one.decode(codes | {TOKENS: tokens}, 0, len(tokens))
-        differing = [np.mean(on_device[name].cpu().numpy() != rows) for name, rows in codes.items()]
-        assert np.mean(differing) <= self.torch_differs
-        on_device |= {name: torch.from_numpy(rows).to(device) for name, rows in codes.items()}
-        got = one.decode(on_device, 0, len(tokens)).cpu().numpy()
-        np.testing.assert_allclose(got, expected, rtol=0, atol=self.slice_atol)
+    def test_torch_gives_what_numpy_gives(self, codec: StoreCodec, device: str) -> None:
+        tokens = LONG[TOKENS]
+        tensors = {name: torch.from_numpy(LONG[name]).view(torch.bfloat16).to(device) for name in ACTIVATIONS}
+        codes = encoded(codec, exact(LONG), tokens)
+        on_device = encoded(codec, tensors, torch.from_numpy(tokens).to(device))
+        for field in ACTIVATIONS:
+            names = [array.name for array in codec.fields[field].arrays]
+            differing = [np.mean(on_device[name].cpu().numpy() != codes[name]) for name in names]
+            assert np.mean(differing) <= self.torch_differs
+        on_device = {name: torch.from_numpy(rows).to(device) for name, rows in codes.items()}
+        for field in ACTIVATIONS:
+            got, expected = (codec.fields[field].decode(rows, 0, len(tokens)) for rows in (on_device, codes))
+            np.testing.assert_allclose(got.cpu().numpy(), expected, rtol=0, atol=self.slice_atol)
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_values_that_are_not_finite_are_refused(self, codec: StoreCodec, bad: float) -> None:
-        for field in _ACTIVATIONS:
-            one, tokens = codec.fields[field], LONG[TOKENS]
-            values = to_float32(LONG[field], "bfloat16")
+        for field, values in exact(LONG).items():
             values.reshape(-1)[7] = bad
             for given in (values, torch.from_numpy(values)):
                 with pytest.raises(StoreError, match=f"'{field}'"):
-                    one.encode(given, tokens)
+                    codec.fields[field].encode(given, LONG[TOKENS])
 
-    def test_what_comes_undecoded_can_be_decoded(self, written: Path) -> None:
+    @pytest.mark.parametrize("fields", [(KV, LAST), (LAST, KV)])
+    def test_what_comes_undecoded_can_be_decoded(self, written: Path, fields: tuple[str, str]) -> None:
         with ActivationStore(written) as store:
-            codec = store.codec.fields["kv"]
-            needed = {TOKENS} if codec.needs_tokens else set()
-            codes = store.read_stored(2, "kv", tokens=slice(70, 100))
-            assert codes.keys() == needed | {array.name for array in codec.arrays}
-            values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
-            self.equal(values, store.read(2, "kv", tokens=slice(70, 100)))
-            batch = store.read_batch([2, 0], "kv", layers=[-1], decoded=False)
-            for row, i in enumerate([2, 0]):
-                n_tokens = int(store.lengths[i])
-                rows = {name: array[row] for name, array in batch.items()} | {TOKENS: store.read(i, TOKENS)}
-                values = from_float32(codec.decode(rows, 0, n_tokens, [3]), "bfloat16")
-                self.equal(values, store.read(i, "kv", layers=[-1]))
+            for field, layers in ((KV, [3]), (LAST, None)):
+                codec = store.codec.fields[field]
+                needed = {TOKENS} if any(one.needs_tokens for one in codec.with_sources()) else set()
+                codes = store.read_stored(2, field, tokens=slice(70, 100))
+                assert codes.keys() == needed | {array.name for array in codec.arrays_read()}
+                values = from_float32(codec.decode(codes, 64, 36)[6:], "bfloat16")
+                self.equal(values, store.read(2, field, tokens=slice(70, 100)))
+                # A batch of several fields shares the codes that one is predicted from.
+                batch = store.read_batch([2, 0], [TOKENS, *fields], layers=[-1], decoded=False)
+                for row, i in enumerate([2, 0]):
+                    rows = {name: array[row] for name, array in batch.items()}
+                    values = from_float32(codec.decode(rows, 0, int(store.lengths[i]), layers), "bfloat16")
+                    self.equal(values, store.read(i, field, layers=layers))

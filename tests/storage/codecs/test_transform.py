@@ -21,37 +21,18 @@ from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
+from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe, flip
+from moa_data.tests.kit.stores import flip
 
-from . import contract
-from .contract import LossyContract
+from .contract import EMBEDDINGS, KV, RECIPE, ROPE, ROWS, SEQUENCES, LossyContract, activations, exact, learn_from
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
-# One object: Rope holds arrays, so that the cache below goes by its identity.
 INV_FREQ = 100.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-ROPE = Rope(INV_FREQ, np.array(1.2))
 SPEC = kv_field(N_LAYERS, N_HEADS, HEAD_DIM)
-
-
-def make_sequences(n_sequences: int, seed: int) -> list[np.ndarray]:
-    """Keys and values that say much the same in all layers, with constant first tokens."""
-    width = N_LAYERS * N_HEADS * 2 * HEAD_DIM
-    mixing = np.random.default_rng(99).standard_normal((10, width)) * 0.7 ** np.arange(10)[:, None]
-    rng = np.random.default_rng(seed)
-    sequences = []
-    for _ in range(n_sequences):
-        n = int(rng.integers(100, 180))
-        flat = rng.laplace(size=(n, 10)) @ mixing + 0.1 * rng.standard_normal((n, width)) + 1.0
-        flat[:3] = 5.0
-        values = flat.reshape(n, N_LAYERS, N_HEADS, 2, HEAD_DIM).astype(np.float32)
-        values[:, :, :, 0] = ROPE.rotate(values[:, :, :, 0])
-        sequences.append(values)
-    return sequences
-
-
-CALIBRATION, TEST = make_sequences(14, 0), make_sequences(6, 1)
+SAMPLE = [activations(seed, 100 + 5 * seed) for seed in range(14)]
+CALIBRATION = [exact(sequence)[KV] for sequence in SAMPLE]
+TEST = [exact(activations(seed, 4 * seed))[KV] for seed in range(25, 45, 4)]
 
 
 class TestTransform(LossyContract):
@@ -66,23 +47,15 @@ class TestTransform(LossyContract):
         "transform:tokens", "transform:1,", "transform:1,tokens=1", "transform:1,tokens,hidden=2",
     )  # fmt: skip
 
-    @classmethod
-    def learn(cls, codec: StoreCodec) -> None:
-        codec.learned["kv"].rope, codec.learned["kv"].embeddings = contract.ROPE, contract.EMBEDDINGS
-        for name, field in codec.learned.items():
-            field.calibrate(contract.VALUES[name], contract.TOKEN_IDS)
-
     def test_the_store_must_have_tokens_and_the_writer_must_be_given_them(
-        self, codec: StoreCodec, tmp_path: Path, recipe: Recipe
+        self, codec: StoreCodec, tmp_path: Path
     ) -> None:
-        manifest = recipe.with_manifest(codec=codec.describe()).manifest
-        opened = StoreWriter.create_or_resume(tmp_path / "store", manifest, recipe.plan, codec.files())
+        manifest = RECIPE.with_manifest(codec=codec.describe()).manifest
+        opened = StoreWriter.create_or_resume(tmp_path / "store", manifest, RECIPE.plan, codec.files())
         with opened as writer, writer.part(0) as out:
-            row = out.sequences.to_pylist()[0]
-            values, tokens = (recipe.values(recipe.manifest.fields[at], row) for at in (2, 0))
-            for given in (None, tokens[1:]):
+            for given in (None, SEQUENCES[0][TOKENS][1:]):
                 with pytest.raises(StoreError, match="predicted from tokens"):
-                    out.write("kv", row["first_token"], values, given)
+                    out.write(KV, ROWS[0]["first_token"], SEQUENCES[0][KV], given)
         with pytest.raises(CodecUnknown, match="'tokens'"):
             StoreCodec(self.name, (kv_field(4, 2, 8),))
 
@@ -103,7 +76,7 @@ class TestTransform(LossyContract):
 @functools.cache
 def make_codec(name: str, rope: Rope | None = ROPE) -> TransformCodec:
     codec = TransformCodec(SPEC, TransformSettings.parse(name), rope)
-    codec.calibrate(CALIBRATION)
+    learn_from(codec, CALIBRATION)
     return codec
 
 
@@ -181,7 +154,7 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
     for name, given in (("even", None), ("given", metrics)):
         codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"), ROPE)
         codec.metrics = given
-        codec.calibrate(CALIBRATION)
+        learn_from(codec, CALIBRATION)
         restored = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"))
         restored.load_state(codec.state())
         assert restored.describe() == codec.describe()
@@ -196,20 +169,20 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
 
 
 def test_what_tokens_say_is_not_stored() -> None:
-    tokens, sample = contract.TOKEN_IDS, contract.VALUES["kv"]
+    tokens = [sequence[TOKENS] for sequence in SAMPLE]
     errors = []
-    for name in ("transform:1@group2", "transform:1,tokens@group2"):
-        codec = TransformCodec(SPEC, TransformSettings.parse(name), contract.ROPE)
-        codec.embeddings = contract.EMBEDDINGS
-        codec.calibrate(sample, tokens)
-        codes = codec.encode(sample[0], tokens[0]) | {"tokens": tokens[0]}
-        errors.append(np.square(codec.decode(codes, 0, len(sample[0])) - sample[0]).sum())
+    for name in ("transform:0.5@group2", "transform:0.5,tokens@group2"):
+        codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE)
+        codec.embeddings = EMBEDDINGS
+        learn_from(codec, CALIBRATION, tokens)
+        codes = codec.encode(CALIBRATION[0], tokens[0]) | {TOKENS: tokens[0]}
+        errors.append(np.square(codec.decode(codes, 0, len(tokens[0])) - CALIBRATION[0]).sum())
     assert errors[1] < errors[0] / 4
     assert codec.describe()["token_features"] == 16
-    del codes["tokens"]
+    del codes[TOKENS]
     without = {name: array for name, array in codec.state().items() if name != "tokens/features"}
     refused: tuple[Callable[[], object], ...] = (
-        lambda: codec.encode(sample[0]), lambda: codec.decode(codes, 0, 10), lambda: codec.calibrate(sample),
+        lambda: codec.encode(TEST[0]), lambda: codec.decode(codes, 0, 10), lambda: learn_from(codec, CALIBRATION),
         lambda: TransformCodec(SPEC, codec.settings).load_state(without),
     )  # fmt: skip
     for call in refused:
@@ -222,7 +195,7 @@ def test_what_is_constant_costs_no_error() -> None:
     np.testing.assert_allclose(learned.decode(learned.encode(TEST[0]), 0, 3), TEST[0][:3], atol=1e-3)
     codec = TransformCodec(hidden_field("last", 6), TransformSettings(1.0, 1.0))
     values = np.full((40, 6), 2.5, np.float32)
-    codec.calibrate([values] * 4)
+    learn_from(codec, [values] * 4)
     assert len(codec.arrays) == 1
     np.testing.assert_allclose(codec.decode(codec.encode(values), 0, 40), values)
 
@@ -235,7 +208,7 @@ def test_what_cannot_be_learned_or_coded_is_refused() -> None:
     values[5, 0, 0, 0, 0] = np.nan
     for sample in ([values], []):
         with pytest.raises(StoreError):
-            codec.calibrate(sample)
+            learn_from(codec, sample)
     with pytest.raises(ValueError, match="hidden"):
         TransformCodec(tokens_field(), TransformSettings.parse("transform:1"))
 
@@ -294,7 +267,7 @@ def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_p
     sequences = (rng.standard_normal((n_tokens, 32, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences))
     tracemalloc.start()
     try:
-        codec.calibrate(sequences, learning=learning)
+        learn_from(codec, sequences, learning=learning)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -306,7 +279,7 @@ def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_p
 def test_learning_in_torch_gives_the_codec_of_numpy_up_to_rounding() -> None:
     plain = make_codec("transform:2@group3")
     codec = TransformCodec(SPEC, plain.settings, ROPE)
-    codec.calibrate(CALIBRATION, learning=Learning(place=lambda array: torch.from_numpy(np.ascontiguousarray(array))))
+    learn_from(codec, CALIBRATION, learning=Learning(place=lambda array: torch.from_numpy(np.ascontiguousarray(array))))
     assert relative_error(codec) == pytest.approx(relative_error(plain), rel=0.02)
 
 
