@@ -1,12 +1,13 @@
-"""Kills forks of this process, for scripts that run apart from pytest, whose process has threads."""
+"""Ends writers at chosen moments: in this process, or forks of it in scripts apart from pytest, which has threads."""
 
 import errno
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ class Killed(BaseException):
 
 
 @contextmanager
-def failing_at(n: int, error: BaseException, calls: Sequence[str] = CHANGING_CALLS) -> Iterator[None]:
+def failing_at(n: int, fail: Callable[[], object], calls: Sequence[str] = CHANGING_CALLS) -> Iterator[None]:
     """Let the n-th of some calls that change the disk, and all after it, fail; the n-th one, if a write, is torn."""
     left = n
     with pytest.MonkeyPatch.context() as patch:
@@ -31,7 +32,7 @@ def failing_at(n: int, error: BaseException, calls: Sequence[str] = CHANGING_CAL
                 if left == 0 and name == "write":
                     real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
                 if left <= 0:
-                    raise error
+                    fail()
                 return real(*arguments, **options)
 
             return call
@@ -44,13 +45,34 @@ def failing_at(n: int, error: BaseException, calls: Sequence[str] = CHANGING_CAL
 @contextmanager
 def killed_at(n: int) -> Iterator[None]:
     """End the block at the n-th call that changes the disk, as a kill of the process does."""
-    with suppress(Killed), failing_at(n, Killed()):
+
+    def end() -> None:
+        raise Killed
+
+    with suppress(Killed), failing_at(n, end):
         yield
 
 
-def full_at(n: int, call: str = "write", code: int = errno.ENOSPC) -> Any:
+def killed_everywhere(make: Callable[[int], Path], act: Callable[[Path], object], every: int = 1) -> Iterator[Path]:
+    """Make a store and act on it until that ends, killed at a later change each time; yield what each kill leaves."""
+    is_over = False
+    for n in range(1, 10_000, every):
+        store = make(n)
+        with killed_at(n):
+            act(store)
+            is_over = True
+        yield store
+        if is_over:
+            return
+
+
+def full_at(n: int, call: str = "write", code: int = errno.ENOSPC) -> AbstractContextManager[None]:
     """Let the disk be full from the n-th write on, or from another call."""
-    return failing_at(n, OSError(code, os.strerror(code)), (call,))
+
+    def refuse() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return failing_at(n, refuse, (call,))
 
 
 def die() -> None:
@@ -75,28 +97,6 @@ def die_at(owner: Any, name: str, at_call: int, after: bool = False) -> None:
     setattr(owner, name, call)
 
 
-def _die_at_change(n: int) -> None:
-    """Kill this process at the n-th call that changes the disk: a write is torn, any other call does not happen."""
-    left = n
-
-    def wrap(name: str) -> None:
-        real = getattr(os, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                if name == "write":
-                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                die()
-            return real(*arguments, **options)
-
-        setattr(os, name, call)
-
-    for name in CHANGING_CALLS:
-        wrap(name)
-
-
 def _status_of(*actions: Callable[[], object]) -> int:
     """Run actions, one after another, in a fork."""
     child = os.fork()
@@ -118,7 +118,7 @@ def kill_at_points(points: dict[str, Callable[[], None]], action: Callable[[str]
 def kill_at_every_change(action: Callable[[int, Callable[[], None]], object], every: int = 1) -> None:
     """Run an action until it ends, killed at a later change each time; it is given a call that arms the kill."""
     for n in range(1, 10_000, every):
-        status = _status_of(partial(action, n, partial(_die_at_change, n)))
+        status = _status_of(partial(action, n, failing_at(n, die).__enter__))
         if os.WIFEXITED(status):
             sys.exit(os.WEXITSTATUS(status))
         assert os.WTERMSIG(status) == signal.SIGKILL

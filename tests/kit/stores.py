@@ -14,6 +14,7 @@ import zarr
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.paths import AnyPath, StorePath
 from moa_data.storage.plan import plan_parts
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import (
     TOKENS,
     FieldSpec,
@@ -70,11 +71,18 @@ class Recipe:
             self.fill(out, change)
             out.commit()
 
-    def write(self, path: AnyPath, change: Change = _as_they_are, files: Mapping[str, bytes] | None = None) -> AnyPath:
-        """Write whatever of the store is missing."""
-        with StoreWriter.create_or_resume(path, self.manifest, self.plan, files) as writer:
+    def write(
+        self,
+        path: AnyPath,
+        change: Change = _as_they_are,
+        files: Mapping[str, bytes] | None = None,
+        shares: bool = False,
+    ) -> AnyPath:
+        """Write whatever of the store is missing, beside others or alone."""
+        with StoreWriter.create_or_resume(path, self.manifest, self.plan, files, shares) as writer:
             for part in writer.pending_parts():
-                self.write_part(writer, part, change)
+                if writer.is_pending(part):
+                    self.write_part(writer, part, change)
         return path
 
     def open(self, path: str | StorePath, shares: bool = False) -> StoreWriter:
@@ -130,6 +138,15 @@ def read_tree(store: str | Path) -> dict[str, bytes]:
         for file in sorted(path.rglob("*"))
         if file.is_file() and file.name != "store.lock" and "runs" not in file.relative_to(path).parts
     }
+
+
+def check_reads_equal(one: StorePath, other: StorePath) -> None:
+    """Compare all that two whole stores hold, as it is read."""
+    with ActivationStore(one, require_complete=True) as first, ActivationStore(other) as second:
+        found, expected = (reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (first, second))
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values)
 
 
 def flip(path: Path, at: int | None = None) -> None:

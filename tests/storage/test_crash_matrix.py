@@ -6,8 +6,7 @@ import io
 import itertools
 import os
 import re
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreError, StoreNotFound
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.repair import RepairPlan, drop_damage, plan_repair, retract_damage
+from moa_data.tests.kit.kills import killed_everywhere
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
 
@@ -79,27 +79,6 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: 
             assert read_tree(store) == whole, name
 
 
-# Each kill is on a store of its own: a new one, or a copy of a damaged one whose parts are written again.
-KILLS = """
-import shutil, sys
-from pathlib import Path
-
-from moa_data.tests.kit.kills import kill_at_every_change
-from moa_data.tests.storage.test_crash_matrix import CODEC, MANY, rewrite
-from moa_data.storage.write.repair import plan_repair
-
-def act(n, arm):
-    store = Path(sys.argv[2]) / str(n)
-    if sys.argv[1] == "write":
-        arm()
-        MANY.write(store, files=CODEC)
-    else:
-        plan = plan_repair(shutil.copytree(sys.argv[1], store))
-        arm()
-        rewrite(plan)
-
-kill_at_every_change(act, every=int(sys.argv[3]))
-"""
 MANY, CODEC = make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192), {"basis.safetensors": b"learned"}
 
 
@@ -111,18 +90,11 @@ def rewrite(plan: RepairPlan) -> None:
             MANY.write_part(writer, part)
 
 
-def killed(what: object, folder: Path, every: int) -> list[Path]:
-    """Kill a writer at every so many changes of the disk; returns the stores that are left."""
-    folder.mkdir()
-    subprocess.run([sys.executable, "-c", KILLS, str(what), str(folder), str(every)], check=True, timeout=1800)
-    return [store for store in folder.iterdir() if any(store.iterdir())]
-
-
 @pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, every: int) -> None:
     whole = read_tree(MANY.write(tmp_path / "whole", files=CODEC))
     n_partly_committed = 0
-    for store in killed("write", tmp_path / "killed", every):
+    for store in killed_everywhere(lambda n: tmp_path / str(n), lambda path: MANY.write(path, files=CODEC), every):
         if (store / "store.json").exists():
             report = verify_store(store)
             assert report.ok
@@ -137,9 +109,10 @@ def test_parts_are_given_up_only_when_they_are_written_again(tmp_path: Path, eve
     whole = read_tree(store)
     for part in range(n_parts - 1):
         flip(next((store / "parts/kv").glob(f"c.{part}.*")))
-    folders = killed(store, tmp_path / "killed", every)
-    assert min(n_parts - 2, len(folders)) > 2
-    for folder in folders:
+    n_kills = 0
+    for folder in killed_everywhere(
+        lambda n: Path(shutil.copytree(store, tmp_path / str(n))), lambda path: rewrite(plan_repair(path)), every
+    ):
         plan, n_pending = plan_repair(folder), verify_store(folder).n_pending_parts
         assert n_pending <= 1
         assert bool(plan.missing) == bool(n_pending)
@@ -147,6 +120,8 @@ def test_parts_are_given_up_only_when_they_are_written_again(tmp_path: Path, eve
         assert plan.damages or plan.missing or left == whole
         rewrite(plan)
         assert read_tree(folder) == whole
+        n_kills += 1
+    assert min(n_parts - 2, n_kills) > 2
 
 
 def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, recipe: Recipe) -> None:

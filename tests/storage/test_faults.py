@@ -17,17 +17,15 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from moa_data.errors import StorageUnavailable
 from moa_data.storage.backend import open_path
 from moa_data.storage.paths import RemotePath
-from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.faults import Faults, faulty
 from moa_data.tests.kit.object_stores import Seaweed, empty_place, environment, read_remote_tree, use
-from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
+from moa_data.tests.kit.stores import Recipe, check_reads_equal, make_recipe, read_tree
 
 _log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
 LENGTHS = (70, 3, 200, 64)
@@ -44,10 +42,7 @@ def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
     def work(_: int) -> None:
         for _ in range(20):
             try:
-                with recipe.open(place, shares=True) as writer:
-                    for part in writer.pending_parts():
-                        if writer.is_pending(part):
-                            recipe.write_part(writer, part)
+                recipe.write(open_path(place), shares=True)
                 return
             except StorageUnavailable:
                 continue
@@ -64,12 +59,7 @@ def check(place: str, local: Path) -> None:
     report = verify_store(store)
     assert report.ok, report.damages
     assert report.n_pending_parts == 0
-    with ActivationStore(store, require_complete=True) as one:
-        found = one.read_batch(range(len(one)), list(one.fields))
-    with ActivationStore(local) as other:
-        expected = other.read_batch(range(len(other)), list(other.fields))
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values)
+    check_reads_equal(store, local)
     # Uploads of writers that were killed, and records whose answer never came: in time `extract` deletes them.
     store.backend.delete(name for name in store.names() if name.endswith(".partial"))
     assert read_remote_tree(store) == read_tree(local)
@@ -83,10 +73,7 @@ def run_faults(endpoint: str, recipe: Recipe, local: Path, seed: int) -> Counter
     with faulty(endpoint, faults) as proxy, use(proxy), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOA_DATA_REMOTE_TIMEOUT_S", "20")
         write_together(place, recipe, 2)
-        with ActivationStore(place) as store, ActivationStore(local) as other:
-            found, expected = (reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (store, other))
-        for name, values in expected.items():
-            np.testing.assert_array_equal(found[name], values)
+        check_reads_equal(open_path(place), local)
     with use(endpoint):
         check(place, local)
     return faults.counts
@@ -112,16 +99,13 @@ def test_hundreds_of_random_faults(moto_server: str, recipe: Recipe, tmp_path: P
 
 WRITER = textwrap.dedent("""
     import sys
-    from moa_data.storage.write.store import StoreWriter
+    from moa_data.storage.backend import open_path
     from moa_data.tests.kit.stores import make_recipe
 
     recipe = make_recipe(tuple(map(int, sys.argv[2].split(","))))
     print("ready", flush=True)
     sys.stdin.readline()
-    with recipe.open(sys.argv[1], shares=True) as writer:
-        for part in writer.pending_parts():
-            if writer.is_pending(part):
-                recipe.write_part(writer, part)
+    recipe.write(open_path(sys.argv[1]), shares=True)
 """)
 
 

@@ -154,13 +154,3 @@ def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
 def test_a_store_of_another_codec_is_refused(tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(CodecUnknown, match="'int6'"):
         StoreCodec.open(replace(recipe.manifest, codec={**recipe.manifest.codec, "name": "int6"}), tmp_path)
-
-
-def test_lossless_describes_the_byte_chain_and_no_settings(recipe: Recipe) -> None:
-    codec = StoreCodec("lossless", recipe.manifest.fields)
-    assert codec.is_lossless
-    assert codec.describe() == {
-        "name": "lossless",
-        "transform": "identity",
-        "bytes": ["bytes:little", "blosc:zstd:level=1:shuffle:blocksize=1048576", "crc32c"],
-    }

@@ -20,7 +20,7 @@ from moa_data.storage.read.verify import summarize_store, unfinished_fields, ver
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.kills import full_at, killed_at
+from moa_data.tests.kit.kills import full_at, killed_everywhere
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
@@ -92,17 +92,13 @@ def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
     arrays = {name: content for name, content in read_tree(store).items() if name.startswith("parts/")}
     is_new: list[bool] = []
     with ActivationStore(store) as open_before:
-        for at in range(1, 1000, every):
-            path, is_over = Path(shutil.copytree(store, tmp_path / str(at))), False
-            with killed_at(at):
-                add(path, wanted)
-                is_over = True
+        for path in killed_everywhere(
+            lambda n: Path(shutil.copytree(store, tmp_path / str(n))), lambda path: add(path, wanted), every
+        ):
             assert read_tree(path).items() >= arrays.items()
             is_new.append(check_whole(path, wanted))
             add(path, wanted)
-            assert read_tree(path) == expected, at
-            if is_over:
-                break
+            assert read_tree(path) == expected, path
         add(store, wanted)
         for i, row in enumerate(open_before.sequences.to_pylist()):
             for name, spec in open_before.fields.items():

@@ -28,7 +28,7 @@ from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.publish import Publication, partial_name
 from moa_data.tests.kit.kills import Killed
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
-from moa_data.tests.kit.stores import FIELDS, Recipe, make_recipe, read_tree
+from moa_data.tests.kit.stores import FIELDS, Recipe, check_reads_equal, make_recipe, read_tree
 
 
 def tree_of(store: StorePath) -> dict[str, bytes]:
@@ -68,10 +68,7 @@ class PlaceContract:
         recipe.write(place)
         assert tree_of(place) == wanted
         assert verify_store(place).ok
-        with ActivationStore(place, require_complete=True) as one, ActivationStore(store) as other:
-            found, expected = (reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (one, other))
-        for name, values in expected.items():
-            np.testing.assert_array_equal(found[name], values)
+        check_reads_equal(place, store)
 
     def test_leaving_without_commit_leaves_nothing(self, place: StorePath, recipe: Recipe) -> None:
         with recipe.open(place) as writer:
