@@ -12,7 +12,7 @@ from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import drafter_class
-from moa_data.moa.drafters.training import Draws, TrainingInputs, TrainingStep
+from moa_data.moa.drafters.training import Draws, LossTerms, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import cache_layers, pack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target, layer_outputs
@@ -94,6 +94,27 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
     found["layer_outputs"] = tuple(outputs[layer] for layer in reads.outputs)
     found = {"kv": None, "hidden": torch.full_like(hidden, torch.nan)} | found
     return TrainingInputs(tokens, response, **found)
+
+
+def batch_with(
+    drafter: Drafter, model: Any, shape: tuple[int, int], *responses: tuple[int, int, int]
+) -> TrainingInputs:
+    """Return random tokens [B, T] with responses of (row, start, stop), as :func:`stored`."""
+    tokens = torch.randint(4, SIZES["vocab_size"], shape)
+    response = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, start, stop in responses:
+        response[row, start:stop] = True
+    return stored(drafter, model, tokens, response)
+
+
+def assert_loss(drafter: Drafter, frozen: FrozenTarget, step: TrainingStep, expected: Tensor) -> LossTerms:
+    """Compare a loss and its gradients with a plain reference; return its terms."""
+    terms, weights = drafter.objective(frozen, step), dict(drafter.named_parameters())
+    torch.testing.assert_close(terms.total, expected, rtol=1e-5, atol=1e-6)
+    goals = torch.autograd.grad(expected, list(weights.values()), materialize_grads=True)
+    for name, got, goal in zip(weights, torch.autograd.grad(terms.total, list(weights.values())), goals, strict=True):
+        torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=f"{name}: {{}}".format)
+    return terms
 
 
 def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tuple[Tensor, Tensor]:

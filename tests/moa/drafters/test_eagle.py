@@ -7,10 +7,10 @@ from moa_data.errors import DrafterError
 from moa_data.moa.drafters.training import Draws, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import NO_DRAWS, build, build_eagle
-from moa_data.tests.kit.models import SIZES, build_model
+from moa_data.tests.kit.drafters import NO_DRAWS, batch_with, build, build_eagle
+from moa_data.tests.kit.models import build_model
 
-from .contract import DrafterContract
+from .contract import DrafterContract, one_row
 
 
 class TestEagle(DrafterContract):
@@ -32,12 +32,10 @@ class TestTwoLayers(DrafterContract):
 def test_loss_lies_on_the_response_alone() -> None:
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_eagle(model)
-    tokens = torch.randint(4, SIZES["vocab_size"], (2, 20))
-    response = torch.zeros_like(tokens, dtype=torch.bool)
-    response[0, 6:20] = response[1, 0:12] = True
-    hidden = model.model(tokens).last_hidden_state.requires_grad_(True)
-    terms = drafter.objective(frozen, TrainingStep(TrainingInputs(tokens, response, None, hidden), NO_DRAWS))
-    (gradient,) = torch.autograd.grad(terms.total, hidden)
+    inputs = batch_with(drafter, model, (2, 20), (0, 6, 20), (1, 0, 12))
+    inputs.hidden.requires_grad_(True)
+    terms = drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS))
+    (gradient,) = torch.autograd.grad(terms.total, inputs.hidden)
     is_used = gradient.abs().sum(dim=-1) > 0
     assert is_used[0].all()
     assert torch.equal(is_used[1], torch.arange(20) < 12), "nothing after the response is read"
@@ -48,18 +46,16 @@ def test_noise_is_the_rows_own() -> None:
     """It spoils what the drafter sees, not what it learns, and does not depend on the padding."""
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_eagle(model)
-    tokens = torch.randint(4, SIZES["vocab_size"], (2, 20))
-    hidden = model.model(tokens).last_hidden_state
+    both = batch_with(drafter, model, (2, 20), (0, 0, 20), (1, 0, 20))
 
-    def loss(seeds: tuple[int, ...], rows: slice, width: float = 0.2) -> float:
-        inputs = TrainingInputs(tokens[rows], torch.ones_like(tokens[rows]), None, hidden[rows])
+    def loss(seeds: tuple[int, ...], inputs: TrainingInputs = both, width: float = 0.2) -> float:
         draws = Draws(None, torch.zeros(2, dtype=torch.bool), None, seeds, width)
         return float(drafter.objective(frozen, TrainingStep(inputs, draws, denominator=1.0)).total.detach())
 
-    both = slice(0, 2)
-    assert loss((5, 6), both) == loss((5, 6), both) != loss((5, 7), both)
-    assert loss((5, 6), both) == pytest.approx(loss((5,), slice(0, 1)) + loss((6,), slice(1, 2)), rel=1e-5)
-    assert loss((), both) == loss((5, 6), both, width=0.0) != loss((5, 6), both)
+    assert loss((5, 6)) == loss((5, 6)) != loss((5, 7))
+    alone = loss((5,), one_row(both, 0, 20)) + loss((6,), one_row(both, 1, 20))
+    assert loss((5, 6)) == pytest.approx(alone, rel=1e-5)
+    assert loss(()) == loss((5, 6), width=0.0) != loss((5, 6))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "dspark"])

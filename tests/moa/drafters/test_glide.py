@@ -6,8 +6,8 @@ import torch
 from moa_data.moa.drafters.glide import block_context
 from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.tests.kit.drafters import build_glide, stored
-from moa_data.tests.kit.models import SIZES, build_model
+from moa_data.tests.kit.drafters import batch_with, build_glide
+from moa_data.tests.kit.models import build_model
 
 from .contract import DrafterContract
 
@@ -29,10 +29,7 @@ def test_a_position_learns_from_the_blocks_before_it_alone() -> None:
     """Of the target's KV the loss sees no more than decoding; the feature loss is reported, not learned."""
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_glide(model, block_size=4)
-    tokens = torch.randint(4, SIZES["vocab_size"], (2, 20))
-    response = torch.zeros_like(tokens, dtype=torch.bool)
-    response[0, 0:3] = response[1, 13:16] = True
-    inputs = stored(drafter, model, tokens, response)
+    inputs = batch_with(drafter, model, (2, 20), (0, 0, 3), (1, 13, 16))
     assert inputs.kv is not None
     inputs.kv.requires_grad_(True)
     draws = Draws(None, torch.zeros(2, dtype=torch.bool), torch.tensor([0, 3]))

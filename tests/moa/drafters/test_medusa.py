@@ -10,8 +10,8 @@ from torch import Tensor
 from moa_data.moa.drafters.medusa import HEAD_DECAY, MedusaDrafter, MedusaSizes
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.tests.kit.drafters import NO_DRAWS, build_medusa
-from moa_data.tests.kit.models import SIZES, build_model
+from moa_data.tests.kit.drafters import NO_DRAWS, assert_loss, batch_with, build_medusa
+from moa_data.tests.kit.models import build_model
 
 from .contract import DrafterContract
 
@@ -60,19 +60,10 @@ def test_loss_and_gradient_equal_a_plain_reference(n_heads: int, responses: list
     """Two responses in one row, a row shorter than the heads reach, and padding."""
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_medusa(model, medusa_heads=n_heads)
-    tokens = torch.randint(4, SIZES["vocab_size"], (3, max(stop for *_, stop in responses)))
-    response = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, start, stop in responses:
-        response[row, start:stop] = True
-    inputs = TrainingInputs(tokens, response, None, model.model(tokens).last_hidden_state)
-    expected = plain_loss(drafter, frozen, inputs)
-    weights = list(drafter.parameters())
-    goal = torch.autograd.grad(expected, weights, allow_unused=True)
-    terms = drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=1.0)))
-    torch.testing.assert_close(terms.total, expected, rtol=1e-5, atol=1e-6)
-    for got, want in zip(torch.autograd.grad(terms.total, weights), goal, strict=True):
-        torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want, rtol=1e-4, atol=1e-6)
-    assert terms.n_positions == int(response[:, 1:].sum())
+    inputs = batch_with(drafter, model, (3, max(stop for *_, stop in responses)), *responses)
+    step = TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=1.0))
+    terms = assert_loss(drafter, frozen, step, plain_loss(drafter, frozen, inputs))
+    assert terms.n_positions == int(inputs.response_mask[:, 1:].sum())
 
 
 @torch.no_grad()
