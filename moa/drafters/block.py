@@ -42,7 +42,7 @@ from ..nn.kv import positions_from, unpack_kv
 from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..targets.bundle import FrozenTarget, target_sizes
-from ..targets.cache import ContextCache, KVSource
+from ..targets.cache import ContextCache, KVSource, check_arrived
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, concatenated, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
@@ -448,7 +448,7 @@ class BlockDrafter(KVEncoder, Drafter):
         state.forget_drafts()
         appends: list[AppendKV]
         if self.config.context == "kv":
-            _check_has_kv(cache, before)
+            check_arrived(cache, before)
             appends = [partial(self._write_after_target, cache, before, index) for index in range(len(self.layers))]
         else:
             self._extend_context(state, frozen, committed, cache)
@@ -477,7 +477,7 @@ class BlockDrafter(KVEncoder, Drafter):
             return
         device, starts = frozen.lm_head_weight.device, state.n_true
         encodes = self.config.context == "memory"
-        made = self.encode_cached(cache, starts, max(counts)) if encodes else state.take_fresh(counts)
+        made = self.encode_cached(cache, starts, counts) if encodes else state.take_fresh(counts)
         tokens = padded([row[start:-1] for row, start in zip(committed, starts, strict=True)], device)  # [B, n]
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
@@ -557,15 +557,6 @@ def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
         return layers[0]
     keys, values = zip(*layers, strict=True)
     return torch.stack(keys, dim=2).flatten(1, 2), torch.stack(values, dim=2).flatten(1, 2)
-
-
-def _check_has_kv(cache: KVSource, before: Sequence[int]) -> None:
-    for have, n_positions in zip(cache.lengths, before, strict=True):
-        if have < n_positions:
-            raise DrafterError(
-                f"the contexts of positions {have} to {n_positions - 1} have not arrived; begin the round at token "
-                f"{have}, and feed the known tokens after it as levels."
-            )
 
 
 # The kinds

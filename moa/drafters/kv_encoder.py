@@ -23,7 +23,7 @@ from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary
 from ..targets.bundle import target_sizes
-from ..targets.cache import KVSource
+from ..targets.cache import KVSource, check_arrived
 from .sizes import DrafterSizes, multiple_of_32
 
 # In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and a long prompt
@@ -165,8 +165,10 @@ class KVEncoder(nn.Module):
         all_means: Tensor = summary.unflatten(0, kv.shape[:2])
         return all_means
 
-    def encode_cached(self, cache: KVSource, starts: Sequence[int], n_tokens: int) -> Tensor:
-        """Encode the KV of n positions of each row of the target's cache, from its start on: [B, n, E]."""
+    def encode_cached(self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Encode the KV of so many positions of each row of the target's cache, from its start on: [B, n, E]."""
+        check_arrived(cache, [start + count for start, count in zip(starts, counts, strict=True)])
+        n_tokens = max(counts)
         kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_layers - 1)
         return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device))
 

@@ -214,7 +214,7 @@ class MoADrafter(KVEncoder, Drafter):
         lengths = state.encoded.lengths
         counts = [len(tokens) - 1 - length for tokens, length in zip(committed, lengths, strict=True)]
         if max(counts):
-            self.append_encoded(state, self.encode_cached(cache, lengths, max(counts)), counts)
+            self.append_encoded(state, self.encode_cached(cache, lengths, counts), counts)
         device = frozen.lm_head_weight.device
         x, fed = state.feed_tokens([self.self_attention], self.rotary, frozen.embed, committed, device)
         return self._attend_to_target(state, frozen, x, fed, cache)

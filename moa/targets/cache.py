@@ -203,15 +203,15 @@ class ContextCache(KVBuffer):
         self.lengths = [start + n_tokens]
 
     @override
-    def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        stop = starts[0] + n_tokens
-        if stop > self.lengths[0] or first_layer not in self._kept:
-            raise DrafterError(
-                f"the contexts of positions {self.lengths[0]} to {stop - 1} have not arrived; begin the round at token "
-                f"{self.lengths[0]}, and feed the known tokens after it as levels."
-            )
-        return super().packed(starts, n_tokens, self._kept.index(first_layer))
-
-    @override
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
         return super().layer_view(self._kept.index(layer), n_slots)
+
+
+def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
+    """Refuse a round where the KV, or the contexts, of a row's positions before its stop are not all here."""
+    for have, stop in zip(cache.lengths, stops, strict=True):
+        if have < stop:
+            raise DrafterError(
+                f"the contexts of positions {have} to {stop - 1} have not arrived; begin the round at token {have}, "
+                "and feed the known tokens after it as levels."
+            )
