@@ -40,7 +40,7 @@ def folders(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         copied(room, name, folder)
     drafter = load_drafter(room / "drafter")
     target_config = AutoConfig.from_pretrained(room / "model")
-    write_layout(drafter, LAYOUTS["moa"], folder / "foreign", target_config=target_config)
+    write_layout(drafter, LAYOUTS["moa"], folder / "foreign", target={"config": target_config})
     config_file = folder / "foreign" / "config.json"
     values = json.loads(config_file.read_text())
     values.pop("moa_data")

@@ -4,20 +4,21 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 from safetensors import safe_open
-from torch import Tensor
 
 from ..errors import DrafterError, OutputOccupied, TargetError
 from ..files import PARTIAL_SUFFIX, disk_full_guard
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
+from ..moa.formats.layout import EMBEDDINGS, LM_HEAD
 from ..moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
 from ..moa.targets.live import resolve_model_folder
 from ..moa.targets.model_files import read_header
@@ -28,7 +29,6 @@ from ..storage.schema import MANIFEST_NAME, TARGET_NAME
 from .config import RUN_FILE, DrafterExportConfig
 from .data import target_identity
 
-_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _GIVE = "Give the target with --model."
 
 
@@ -53,15 +53,6 @@ class DrafterExportReport:
         return "\n".join((line, *(f"note: {note}" for note in self.notes)))
 
 
-class TargetPieces(NamedTuple):
-    """What a layout may need of a target."""
-
-    config: Any  # of transformers
-    identity: dict[str, str]  # weights_sha256 and config_sha256
-    embeddings: Tensor | None = None  # [V, E], where they were asked for
-    lm_head: Tensor | None = None  # likewise; the embeddings where the target has no LM head of its own
-
-
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal."""
     layout = LAYOUTS[config.format]
@@ -69,19 +60,17 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     drafter = load_drafter(source)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputOccupied(f"{folder} is not an empty folder. Choose another --out.")
-    pieces = None
-    needs_target = layout.needs_target_config or layout.needs_embeddings or layout.needs_head
-    if config.model or (layout.kind == drafter.kind and needs_target):
-        pieces = find_target(config.model, source, layout.needs_embeddings, layout.needs_head)
-        check_sizes_fit(drafter.config, target_sizes(pieces.config))
-        check_identity_fits(drafter.config, pieces.identity)
-    of_target = (pieces.config, pieces.embeddings, pieces.lm_head) if pieces else (None, None, None)
+    pieces: dict[str, Any] = {}
+    if config.model or (layout.kind == drafter.kind and layout.needs):
+        identity, pieces = find_target(config.model, source, layout.needs)
+        check_sizes_fit(drafter.config, target_sizes(pieces["config"]))
+        check_identity_fits(drafter.config, identity)
     dtype = getattr(torch, config.dtype)
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with disk_full_guard(folder):
-            n_tensors = write_layout(drafter, layout, partial, dtype, *of_target)
+            n_tensors = write_layout(drafter, layout, partial, dtype, pieces)
         _compare(drafter, partial, dtype)
         if folder.exists():
             folder.rmdir()
@@ -92,10 +81,11 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes)
 
 
-def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_head: bool = False) -> TargetPieces:
-    """Read the target's config, identity and weights from a store, a model folder or the Hub.
+def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Read the target's identity and, for a layout that needs some of them, its config and weights.
 
-    Without a model it is the store that the drafter's run was trained from.
+    They come from a store, a model folder or the Hub; without a model from the store that the drafter's run was trained
+    from.
     """
     place = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
@@ -108,9 +98,10 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_he
             folder = resolve_model_folder(place)
             load_target_config(folder)  # refuses what is no target before it is hashed
             files, prefix, identity = weight_files(folder), "model.", hash_target(folder)
-        embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
-        head = _read_tensor(files, (_HEAD, prefix + _EMBEDDINGS), folder) if with_head else None
-        return TargetPieces(load_target_config(folder), identity, embeddings, head)
+        # A target without an LM head of its own has that of its embeddings.
+        names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
+        tensors = {name: _read_tensor(files, names[name], folder) for name in needs if name in names}
+        return identity, {"config": load_target_config(folder), **tensors}
 
 
 def _store_of(drafter: Path) -> str:

@@ -21,6 +21,8 @@ from typing import Any
 from ...errors import DrafterError
 from ..drafters.block import BlockDrafterSizes, DFlashSizes, DSparkSizes
 from .layout import (
+    EMBEDDINGS,
+    LM_HEAD,
     ForeignConfig,
     Layout,
     Weights,
@@ -153,8 +155,7 @@ DSPARK = Layout(
     name="dspark",  # such as deepseek-ai/dspark_qwen3_4b_block7; SGLang loads those with vanilla heads
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",
-    needs_embeddings=True,
-    needs_head=True,
+    needs=(EMBEDDINGS, LM_HEAD),
     requires=_DSPARK,
     unfit=_reads_embedding,
     notes=_dspark_notes,
@@ -168,8 +169,7 @@ VLLM_DSPARK = replace(
     DSPARK,
     name="vllm-dspark",  # loaded with --speculative-config '{"method": "dspark", "model": FOLDER, ...}'
     reader="vLLM",
-    needs_embeddings=False,
-    needs_head=False,
+    needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},
     notes=lambda sizes: [f"num_speculative_tokens: {sizes.n_drafts}"],
     recognises=lambda names, config: False,  # without our key it is read as ``dspark``

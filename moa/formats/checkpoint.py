@@ -120,14 +120,12 @@ def write_layout(
     layout: Layout,
     folder: Path,
     dtype: torch.dtype = torch.float32,
-    target_config: Any = None,
-    embeddings: Tensor | None = None,
-    lm_head: Tensor | None = None,
+    target: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a drafter into an empty folder in the layout of another program; returns the number of tensors.
 
     Args:
-        target_config, embeddings, lm_head: the target's config and weights [V, E], for layouts that hold them.
+        target: pieces of the target by the names in ``layout.needs``.
 
     Raises:
         DrafterError: the drafter is of another kind, or its sizes have no place in the layout.
@@ -146,21 +144,15 @@ def write_layout(
         )
     own = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights = {layout.file_name(name): value for name, value in layout.pack(own, sizes).items()}
-    needs = (
-        (layout.needs_embeddings, embeddings),
-        (layout.needs_head, lm_head),
-        (layout.needs_target_config, target_config),
-    )
-    if any(is_needed and given is None for is_needed, given in needs):
+    target = target or {}
+    if not target.keys() >= set(layout.needs):
         raise DrafterError(f"the format {layout.name} holds pieces of the target; give the target.")
-    if layout.needs_embeddings and embeddings is not None:
-        weights["embed_tokens.weight"] = embeddings.clone()  # tied weights are one tensor, which a file holds once
-    if layout.needs_head and lm_head is not None:
-        weights["lm_head.weight"] = lm_head
+    # Tied weights are one tensor, which a file holds once.
+    weights |= {name: target[name].clone() for name in layout.needs if name != "config"}
     weights = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous() for name, value in weights.items()
     }
-    config = layout.config(sizes, target_config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config = layout.config(sizes, target.get("config")) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     config.pop("dtype", None)
     config[_OWN_KEY] = {"format": layout.name, "drafter": sizes.to_dict()}
     folder.mkdir(parents=True, exist_ok=True)

@@ -36,6 +36,7 @@ from ..drafters.eagle import EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
 from ..targets.bundle import parse_target_config
 from .layout import (
+    EMBEDDINGS,
     ForeignConfig,
     Layout,
     Weights,
@@ -126,7 +127,7 @@ EAGLE = Layout(
     name="eagle",  # such as yuhuili/EAGLE-LLaMA3-Instruct-8B
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
-    needs_embeddings=True,
+    needs=(EMBEDDINGS,),
     # Their linear scaling ignores rope_theta.
     unfit=lambda sizes: [
         unfilled_width(sizes),
@@ -148,7 +149,7 @@ VLLM_EAGLE = replace(
     EAGLE,
     name="vllm-eagle",  # loaded with --speculative-config '{"method": "eagle", "model": FOLDER, ...}'
     reader="vLLM",
-    needs_embeddings=False,
+    needs=(),
     requires={"eagle_fc_bias": (False,)},
     unfit=lambda sizes: [],
     config=partial(_config, bias=False),  # a true one would give the attention biases
@@ -176,7 +177,7 @@ MOA_EAGLE = Layout(
     name="moa-eagle",
     kind=EagleSizes.kind,
     reader="the MoA authors' code",
-    needs_target_config=True,
+    needs=("config",),
     requires={"eagle_input_norm": (True,), "eagle_fc_bias": (False,)},
     notes=lambda sizes: [
         f"moa_spec's settings have to name the drafter's sizes: {sizes.eagle_layers} layers, "
@@ -225,7 +226,7 @@ EAGLE3 = Layout(
     name="eagle3",  # loaded with "method": "eagle3", and with --speculative-algorithm EAGLE3
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",
-    ignored=("embed_tokens.weight",),
+    ignored=(EMBEDDINGS,),
     requires={"qkv_bias": (False,)},
     unfit=lambda sizes: [(len(sizes.fused_layers) != 3, "the engines join 3 layers: give three fused_layers")],
     config=_eagle3_config,

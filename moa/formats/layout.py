@@ -16,6 +16,7 @@ from ...files import parsing
 from ..drafters.sizes import DrafterSizes
 from ..targets.bundle import rope_parameters
 
+EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 Weights = dict[str, Tensor]
 """Tensors by name, of a file or of a drafter's state dict."""
 ForeignConfig = Mapping[str, Any]
@@ -33,11 +34,9 @@ class Layout:
     name: str  # the name of the layout on the command line
     kind: str  # the kind of drafter that it holds, see ``registry.DRAFTERS``
     reader: str  # the program that loads it, for messages
-    needs_target_config: bool = False  # whether its config.json is the target's
-    needs_embeddings: bool = False  # whether it holds a copy of the target's embeddings
-    needs_head: bool = False  # whether it holds a copy of the target's LM head
+    needs: tuple[str, ...] = ()  # what it holds of the target: ``config``, and tensors by their names in the file
     # Tensors that are not read: copies of the target's, whose own are used here.
-    ignored: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")
+    ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
     # Name of a size -> the values with which the reading program runs a drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Lists further reasons why it would run a drafter differently, and whether each is there.

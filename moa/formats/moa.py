@@ -86,7 +86,7 @@ MOA = Layout(
     name="moa",  # such as huawei-noah/MOASpec-Llama-3-8B-Instruct: 29 tensors for a Llama target
     kind=MoASizes.kind,
     reader="the MoA authors' code",
-    needs_target_config=True,
+    needs=("config",),
     requires=_PAPER,
     unfit=_moa_unfit,
     notes=_moa_notes,
@@ -137,7 +137,7 @@ MOA_VLLM = replace(
     MOA,
     name="moa-vllm",
     reader="the MoA authors' fork of vLLM",
-    needs_target_config=False,
+    needs=(),
     # The fork drops biases of q, k and v, and does not draft through the target's last layers.
     requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
     unfit=_vllm_unfit,

@@ -44,7 +44,7 @@ def test_checkpoint(tmp_path: Path, name: str) -> None:
     weights, config = weights_of(name, of_target=False), target_config(name)
     drafter = load_official(tmp_path / "official", weights, config)
     assert not (refused := LAYOUTS["moa"].refusals(drafter.config)), refused
-    write_layout(drafter, LAYOUTS["moa"], tmp_path / "again", target_config=config)
+    write_layout(drafter, LAYOUTS["moa"], tmp_path / "again", target={"config": config})
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[key], weights[key]) for key in weights)

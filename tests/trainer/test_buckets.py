@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from moa_data.moa.formats.layout import EMBEDDINGS
 from moa_data.storage.object_store import ObjectStore
 from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.training import build_store
@@ -44,5 +45,5 @@ def test_training_from_a_bucket_with_a_cache(tmp_path: Path, s3: str, monkeypatc
     asked.clear()
     assert run("second", str(remote), tmp_path / "cache") == expected
     assert not asked
-    pieces = find_target(None, tmp_path / "second" / "drafter", with_embeddings=True)
-    assert pieces.embeddings is not None
+    _, pieces = find_target(None, tmp_path / "second" / "drafter", (EMBEDDINGS,))
+    assert pieces[EMBEDDINGS].shape == (61, 32)

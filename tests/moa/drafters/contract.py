@@ -27,7 +27,7 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInputs, TrainingStep
-from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, save_drafter, write_layout
+from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.nn import losses, masks
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
@@ -248,8 +248,6 @@ class DrafterContract:
     kind: ClassVar[str]
     sizes: ClassVar[dict[str, Any]] = {}
     """Drafter sizes by field name, other than the defaults."""
-    export_sizes: ClassVar[dict[str, dict[str, Any]]] = {}
-    """Layout of another program -> sizes with which a drafter fits it."""
     draws_weights: ClassVar[bool] = True
     """The starting weights depend on the seed."""
     close: ClassVar[float] = CLOSE
@@ -598,21 +596,3 @@ class DrafterContract:
         file.write_text(file.read_text().replace(f'"{self.kind}"', '"condor"'))
         with pytest.raises(DrafterError, match="condor"):
             load_drafter(tmp_path)
-
-    def test_other_programs_get_the_same_drafter(self, tmp_path: Path) -> None:
-        """Each layout of this kind of drafter is written and read; one that it does not fit names a reason."""
-        model = build_model()
-        embeddings, lm_head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
-        for layout in [one for one in LAYOUTS.values() if one.kind == self.kind]:
-            name, drafter = layout.name, self.build(model, **self.export_sizes.get(layout.name, {}))
-            if refusals := layout.refusals(drafter.config):
-                assert name not in self.export_sizes, refusals
-                continue
-            write_layout(
-                drafter, layout, tmp_path / name, target_config=model.config, embeddings=embeddings, lm_head=lm_head
-            )
-            again, case = load_drafter(tmp_path / name), Case(drafter, model)
-            with torch.no_grad():
-                found = [one.drafted_features(case.frozen, case.inputs, ROUNDS["bounded"]) for one in (drafter, again)]
-            assert torch.equal(found[0].features, found[1].features), name
-            assert again.config == drafter.config

@@ -16,17 +16,13 @@ from .contract import DrafterContract, one_row
 class TestEagle(DrafterContract):
     kind = "eagle"
     close = 5e-5
-    export_sizes = {name: {} for name in ("eagle", "vllm-eagle", "sglang-eagle", "moa-eagle")}
 
 
 @pytest.mark.slow
 class TestTwoLayers(DrafterContract):
-    """Other programs get it without the first norm, which they lack."""
-
     kind = "eagle"
     close = 2e-4
     sizes = {"eagle_layers": 2, "self_attention_kv_heads": 1}
-    export_sizes = {name: {"eagle_input_norm": False} for name in ("eagle", "vllm-eagle", "sglang-eagle")}
 
 
 def test_loss_lies_on_the_response_alone() -> None:

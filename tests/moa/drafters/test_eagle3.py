@@ -29,7 +29,6 @@ class TestEagle3(DrafterContract):
     kind = "eagle3"
     close = 5e-5
     sizes = {"fused_layers": (0, 1), "test_time_steps": 3}
-    export_sizes = {"eagle3": {"fused_layers": (0, 1, 3)}}
 
 
 @pytest.mark.slow
@@ -41,7 +40,6 @@ class TestSmallVocabulary(DrafterContract):
     sizes = {
         "fused_layers": (0, 1), "test_time_steps": 3, "draft_vocabulary": 30, "fc_norm": True, "norm_output": True,
     }  # fmt: skip
-    export_sizes = {"eagle3": {"fused_layers": (0, 1, 3)}}
 
 
 def unrolled(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: int, root: int, n_steps: int) -> Tensor:

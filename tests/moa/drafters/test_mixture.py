@@ -25,7 +25,6 @@ OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unro
 class TestPaper(DrafterContract):
     kind = "moa"
     sizes = PAPER
-    export_sizes = {"moa": {}, "moa-vllm": {}}
 
 
 class TestOurs(DrafterContract):
@@ -36,7 +35,6 @@ class TestOurs(DrafterContract):
 class TestPaperThroughTargetLayers(DrafterContract):
     kind = "moa"
     sizes = PAPER | {"target_layer_inference": 2}
-    export_sizes = {"moa": {}}
 
 
 @pytest.mark.slow

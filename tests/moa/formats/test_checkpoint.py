@@ -30,7 +30,7 @@ def same_weights(one: Any, other: Any) -> bool:
 def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
     model = build_model()
     drafter = build_drafter(model)
-    write_layout(drafter, LAYOUTS["moa"], tmp_path, target_config=model.config)
+    write_layout(drafter, LAYOUTS["moa"], tmp_path, target={"config": model.config})
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     assert same_weights(load_drafter(tmp_path), drafter)

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, write_layout
 from moa_data.moa.formats.checkpoint import build_drafter as build_drafter_of
+from moa_data.moa.formats.layout import EMBEDDINGS, LM_HEAD
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
@@ -56,14 +57,14 @@ def build(name: Any, model: Any = None, **sizes: Any) -> Any:
 
 
 def write(drafter: Any, name: Any, folder: Path, model: Any, dtype: Any = torch.float32) -> None:
-    embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
-    write_layout(drafter, LAYOUTS[name], folder, dtype, model.config, embeddings, head)
+    pieces = {"config": model.config, EMBEDDINGS: model.model.embed_tokens.weight, LM_HEAD: model.lm_head.weight}
+    write_layout(drafter, LAYOUTS[name], folder, dtype, pieces)
 
 
 @torch.no_grad()
 def features(drafter: Any, model: Any) -> Any:
     return drafter.drafted_features(
-        FrozenTarget.from_model(model), batch_of(drafter, model), ROUNDS["bounded"]
+        kit.frozen_for(drafter, model), batch_of(drafter, model), ROUNDS["bounded"]
     ).features
 
 
@@ -83,12 +84,23 @@ def write_weights(folder: Path, weights: dict[str, Any]) -> None:
     save_file({name: value for name, value in weights.items() if value is not None}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_folder_without_our_key_computes_the_same(tmp_path: Path, name: Any) -> None:
+TWO_LAYERS: dict[str, Any] = {"eagle_layers": 2, "self_attention_kv_heads": 1, "eagle_input_norm": False}
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in LAYOUTS),
+    *((name, TWO_LAYERS) for name in ENGINES),
+    ("eagle3", {"fused_layers": (0, 1, 3), "fc_norm": True, "norm_output": True}),
+    ("moa", {"n_target_layers": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), FORMS, ids=str)
+def test_a_folder_computes_the_same_without_our_key(tmp_path: Path, name: str, sizes: dict[str, Any]) -> None:
     model = build_model("qwen2" if name in ("moa", "eagle") else "llama")  # with biases
-    drafter = build(name, model)
+    drafter = build(name, model, **sizes)
     write(drafter, name, tmp_path, model)
-    without_own_key(tmp_path)
+    assert load_drafter(tmp_path).config == drafter.config
+    if "n_target_layers" not in sizes:  # which the authors' format leaves to their settings
+        without_own_key(tmp_path)
     again = load_drafter(tmp_path)
     check_drafter_matches(again, Target(model))
     # With the layer that only hands on, the very same numbers come out of one layer more.
