@@ -21,6 +21,7 @@ from ..files import write_atomic
 from ..machine import free_memory
 from ..text import Progress
 from .checkpoints import write_drafter
+from .config import BEST, DRAFTER, LAST
 from .data import Batch, StoreDataModule, TrainingStream, device_share
 from .sharding import ShardedStrategy
 from .step import WHAT_HELPS, DrafterModule, Trial
@@ -95,34 +96,6 @@ def drafter_weights(trainer: L.Trainer) -> dict[str, Tensor]:
     return {name.removeprefix("drafter."): weight for name, weight in found if name.startswith("drafter.")}
 
 
-class ExportBest(L.Callback):
-    """Writes ``drafter/`` and ``best.ckpt`` whenever the expected acceptance length reaches a new best."""
-
-    def __init__(self, folder: Path, file: Path) -> None:
-        self.folder, self.file = folder, file
-        self.best = float("-inf")
-
-    @override
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, DrafterModule)
-        value = trainer.callback_metrics.get("val/expected_acceptance_length")
-        if trainer.sanity_checking or value is None or not float(value) > self.best:
-            return
-        self.best = float(value)
-        weights = drafter_weights(trainer)
-        if trainer.is_global_zero:
-            write_drafter(pl_module.drafter, self.folder, weights)
-        trainer.save_checkpoint(self.file)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict["best"]
-
-
 class ShowSteps(L.Callback):
     """Reports optimizer steps to a progress callback, and micro-batches and validations between them."""
 
@@ -159,26 +132,6 @@ class ShowSteps(L.Callback):
     def _report(self, trainer: L.Trainer, doing: str = "") -> None:
         if trainer.is_global_zero:
             self.progress(trainer.global_step, self.max_steps, self._figures + doing)
-
-
-class KeepLast(L.Callback):
-    """Saves the state every so many steps."""
-
-    def __init__(self, every_n_steps: int, file: Path) -> None:
-        self.every_n_steps, self.file = every_n_steps, file
-        self._saved_step = 0
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved_step = trainer.global_step  # a resumed run begins with it
-
-    @override
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        step = trainer.global_step
-        # This is called for each micro-batch of a step.
-        if step % self.every_n_steps == 0 and step != self._saved_step:
-            trainer.save_checkpoint(self.file)
-            self._saved_step = step
 
 
 class MicroBatches(L.Callback):
@@ -243,29 +196,53 @@ class MicroBatches(L.Callback):
             warnings.warn(text + WHAT_HELPS, RunWarning, stacklevel=2)
 
 
-class Validations(L.Callback):
-    """Validates the last step of a run, whatever the interval, and repeats an unfinished validation on resume."""
+class Saves(L.Callback):
+    """Saves the state every so many steps, and ``drafter/`` and ``best.ckpt`` at each new best validation.
 
-    def __init__(self, max_steps: int) -> None:
+    It validates the last step of a run, whatever the interval, and repeats an unfinished validation on resume.
+    """
+
+    def __init__(self, out: Path, every_n_steps: int, max_steps: int) -> None:
+        self.out, self.every_n_steps = out, every_n_steps
         self.max_steps = max_steps  # of the run; an invocation that is to end earlier does not validate where it ends
+        self.best = float("-inf")  # expected acceptance length
         self.validated_step: int | None = None
+        self._saved_step = 0
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved_step = trainer.global_step  # a resumed run begins with it
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step >= self.max_steps:
+        step = trainer.global_step
+        if step >= self.max_steps:
             trainer.should_stop = True  # Lightning then validates once more
+        # This is called for each micro-batch of a step.
+        if step % self.every_n_steps == 0 and step != self._saved_step:
+            trainer.save_checkpoint(self.out / LAST)
+            self._saved_step = step
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, DrafterModule)
         self.validated_step = trainer.global_step
+        value = trainer.callback_metrics.get("val/expected_acceptance_length")
+        if value is None or not float(value) > self.best:
+            return
+        self.best = float(value)
+        weights = drafter_weights(trainer)
+        if trainer.is_global_zero:
+            write_drafter(pl_module.drafter, self.out / DRAFTER, weights)
+        trainer.save_checkpoint(self.out / BEST)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"validated_step": self.validated_step}
+        return {"best": self.best, "validated_step": self.validated_step}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.validated_step = state_dict["validated_step"]
+        self.best, self.validated_step = state_dict["best"], state_dict["validated_step"]
 
     @override
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

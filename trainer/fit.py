@@ -53,7 +53,6 @@ from .checkpoints import (
     write_drafter,
 )
 from .config import (
-    BEST,
     CURVES_FILE,
     DRAFTER,
     LAST,
@@ -191,14 +190,14 @@ def _fit(
     """Run the steps and write the results; the process of the first device writes for all."""
     out = Path(config.out)
     guard, throughput = callbacks.StopGuard(out / LAST), callbacks.Throughput()
-    best, validations = callbacks.ExportBest(out / DRAFTER, out / BEST), callbacks.Validations(data.max_steps)
-    extra: list[L.Callback] = [guard, callbacks.MicroBatches(data, out / MEMORY_FILE), throughput, validations, best]
+    saves = callbacks.Saves(out, config.record.checkpoint_every, data.max_steps)
+    extra: list[L.Callback] = [guard, callbacks.MicroBatches(data, out / MEMORY_FILE), throughput]
     if progress:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
-    trainer = _build_trainer(config, data, [*extra, callbacks.KeepLast(config.record.checkpoint_every, out / LAST)])
+    trainer = _build_trainer(config, data, [*extra, saves])  # which come after what the others note
     try:
-        _run_steps(config, trainer, data, module, guard, validations)
+        _run_steps(config, trainer, data, module, guard, saves)
     except Interrupted as stop:
         if is_first:
             raise
@@ -215,7 +214,7 @@ def _fit(
         tokens_per_s=throughput.n_tokens / step_s if step_s else None,
         data_wait_share=throughput.wait_s / step_s if step_s else None,
         metrics={n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)},
-        best_expected_acceptance_length=best.best if math.isfinite(best.best) else None,
+        best_expected_acceptance_length=saves.best if math.isfinite(saves.best) else None,
         n_pending_parts=store.manifest.n_parts - len(store.commits),
         n_tokens_total=throughput.n_tokens_total,
         n_bytes_read=throughput.n_bytes_read,
@@ -235,13 +234,13 @@ def _run_steps(
     data: StoreDataModule,
     module: DrafterModule,
     guard: callbacks.StopGuard,
-    validations: callbacks.Validations,
+    saves: callbacks.Saves,
 ) -> None:
     last = Path(config.out) / LAST
     try:
         with guard:
             trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)
-            if trainer.global_step >= data.max_steps != validations.validated_step and len(data.validation_sequences):
+            if trainer.global_step >= data.max_steps != saves.validated_step and len(data.validation_sequences):
                 # All steps were done before, and the process ended within their last validation.
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)

@@ -156,13 +156,13 @@ def test_a_validation_that_did_not_end_is_done_again(
     """A kill left a checkpoint from before the validation of its step; Ctrl-C fell into one."""
     settings = {"max_steps": 8, "validate_every": 4, "micro_batch_size": 4, "checkpoint_every": 4}
     run(store_path, tmp_path / "whole", **settings)
-    real = callbacks.Validations.on_validation_end
+    real = callbacks.Saves.on_validation_end
 
     def before(self: Any, trainer: Any, module: Any) -> None:
         shutil.copyfile(tmp_path / "parts" / "checkpoints" / "last.ckpt", tmp_path / "before.ckpt")
         real(self, trainer, module)
 
-    monkeypatch.setattr(callbacks.Validations, "on_validation_end", before)
+    monkeypatch.setattr(callbacks.Saves, "on_validation_end", before)
     run(store_path, tmp_path / "parts", **settings, stop_after_steps=4)
     monkeypatch.undo()
     (tmp_path / "before.ckpt").replace(tmp_path / "parts" / "checkpoints" / "last.ckpt")
