@@ -1,19 +1,14 @@
-"""Loads drafters for a measurement, with what their training runs recorded."""
+"""Says what drafters are, and what differed in their training."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from ..errors import OptionInvalid
 from ..moa.drafters.base import Drafter
-from ..moa.formats.checkpoint import load_drafters
-from ..moa.targets.bundle import FrozenTarget
-from ..moa.targets.live import Target
 
 _RUN_FILES = ("run.yaml", "report.json")  # that `moa-data train` leaves beside a drafter
 # Settings that change no result, or are compared otherwise: stores by their identity, steps as they were taken.
@@ -24,51 +19,28 @@ _MAY_DIFFER = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class DrafterFacts:
-    """The facts of a drafter and its training run; what its folder does not say is None or empty."""
-
-    folder: str
-    kind: str
-    n_parameters: int  # trained weights
-    n_steps: int | None = None
-    n_tokens: int | None = None  # that it was trained on; of a run that recorded no total, by its last invocation
-    n_bytes_read: int | None = None  # of the store, for these tokens
-    store: dict[str, Any] = field(default_factory=dict)  # identity of the store: sequences, tokens, hashes, codec
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LoadedDrafter:
-    """A drafter that fits the target, the frozen weights that it needs, and its facts."""
-
-    drafter: Drafter
-    frozen: FrozenTarget
-    facts: DrafterFacts
-
-
-def load_with_facts(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, LoadedDrafter]:
-    """Load drafters by name, from runs of ``moa-data train`` or folders, with what their runs recorded."""
-    loaded: dict[str, LoadedDrafter] = {}
-    for folder, (name, drafter) in zip(folders, load_drafters(folders, target, dtype).items(), strict=True):
-        frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-        loaded[name] = LoadedDrafter(drafter, frozen, drafter_facts(Path(folder).expanduser().absolute(), drafter))
-    return loaded
-
-
-def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
-    """Read what a run of ``moa-data train`` recorded of its drafter; other folders give the drafter's size alone."""
-    n_parameters = sum(weight.numel() for weight in drafter.parameters())
+def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
+    """List the facts of a drafter and of the run of ``moa-data train`` that its folder holds; else None or empty."""
+    folder = Path(folder).expanduser().absolute()
+    facts: dict[str, Any] = {
+        "folder": str(folder),
+        "kind": drafter.kind,
+        "n_parameters": sum(weight.numel() for weight in drafter.parameters()),  # trained weights
+        "n_steps": None,
+        "n_tokens": None,  # that it was trained on; of a run that recorded no total, by its last invocation
+        "n_bytes_read": None,  # of the store, for these tokens
+        "store": {},  # identity of the store: sequences, tokens, hashes, codec
+        "settings": {},
+    }
     run = next((run for run in (folder, folder.parent) if all((run / name).is_file() for name in _RUN_FILES)), None)
-    if run is None:
-        return DrafterFacts(str(folder), drafter.kind, n_parameters)
-    report, store = _read(run / "report.json"), run / "store.json"
-    n_tokens, n_bytes = report.get("n_tokens_total") or report.get("n_tokens"), report.get("n_bytes_read") or None
-    identity = _read(store) if store.is_file() else {}
-    settings = _read(run / "run.yaml")
-    return DrafterFacts(
-        str(folder), drafter.kind, n_parameters, report.get("n_steps"), n_tokens, n_bytes, identity, settings
-    )
+    if run is not None:
+        report, store = _read(run / "report.json"), run / "store.json"
+        facts["n_steps"] = report.get("n_steps")
+        facts["n_tokens"] = report.get("n_tokens_total") or report.get("n_tokens")
+        facts["n_bytes_read"] = report.get("n_bytes_read") or None
+        facts["store"] = _read(store) if store.is_file() else {}
+        facts["settings"] = _read(run / "run.yaml")
+    return facts
 
 
 def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ import importlib
 import math
 import runpy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -26,13 +26,13 @@ from ..moa.decoding.loop import Generation, generate_batch, prefill
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
 from ..moa.decoding.tree import TreeShape
+from ..moa.drafters.base import Drafter
 from ..moa.drafters.caches import padded
 from ..moa.targets.cache import TargetCache
 from ..moa.targets.chat import Message
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..text import Progress, first_line
-from .drafters import LoadedDrafter
 from .prompts import Prompt
 
 # A method: (prompts as token ids, a seed for each) -> a generation for each.
@@ -49,7 +49,7 @@ class MethodRun:
 
     n_tokens: int
     n_drafted: int
-    committed_per_call: tuple[int, ...]
+    committed_per_call: Sequence[int]
     seconds: float  # of the whole generation, prefill included; of a batch, the row's equal share
     prefill_s: float
     draft_s: float
@@ -245,19 +245,9 @@ def _compare(
     if divergence is not None and sampling.temperature == 0:
         # A gap near zero tells a tie, which rounding decides, from an error of the method.
         gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty)
-    stats = other.stats
+    repeats_s, figures = tuple(repeat.stats.total_s for repeat in repeats), asdict(other.stats)
     return MethodRun(
-        n_tokens=len(other.tokens),
-        n_drafted=stats.n_drafted,
-        committed_per_call=tuple(stats.committed_per_call),
-        seconds=stats.total_s,
-        prefill_s=stats.prefill_s,
-        draft_s=stats.draft_s,
-        verify_s=stats.verify_s,
-        first_divergence=divergence,
-        top2_gap=gap,
-        repeats_s=tuple(repeat.stats.total_s for repeat in repeats),
-        n_drafted_calls=stats.n_drafted_calls,
+        seconds=figures.pop("total_s"), first_divergence=divergence, top2_gap=gap, repeats_s=repeats_s, **figures
     )
 
 
@@ -305,7 +295,7 @@ def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
 
 def measure_disconnections(
     target: Target,
-    drafters: Mapping[str, LoadedDrafter],
+    drafters: Mapping[str, Drafter],
     prompts: Sequence[Prompt],
     *,
     n_tokens: int,
@@ -343,7 +333,7 @@ def measure_disconnections(
 
 @torch.inference_mode()
 def _continue_batch(
-    target: Target, drafters: Mapping[str, LoadedDrafter], cuts: Sequence[_Cut], n_tokens: int, scorer: Scorer | None
+    target: Target, drafters: Mapping[str, Drafter], cuts: Sequence[_Cut], n_tokens: int, scorer: Scorer | None
 ) -> None:
     """Fill ``by_writer`` of some cuts."""
     for name in (TARGET, *drafters):
@@ -361,14 +351,14 @@ def _continue_batch(
 
 
 def _draft(
-    target: Target, loaded: LoadedDrafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
+    target: Target, drafter: Drafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
     """Draft a chain after each cut, up to the end of sequence, of the target's positions or the drafter's levels."""
-    proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
+    proposer = DrafterProposer(target, drafter)
     proposer.begin(cache)
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)  # as the end of a round leaves it
     # Block drafters make so many levels at once and no more.
-    depth = min(n_tokens, loaded.drafter.config.max_depth or n_tokens)
+    depth = min(n_tokens, drafter.config.max_depth or n_tokens)
     room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
     found = []

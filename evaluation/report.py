@@ -124,7 +124,7 @@ class EvaluationReport:
     provenance: dict[str, Any]
     prompts: dict[str, Any]  # kind, file, and how many were there and used
     auto: dict[str, str] = field(default_factory=dict)  # method named auto -> how often it drafted
-    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> the fields of its DrafterFacts
+    drafters: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> its facts
     disconnection: Disconnection | None = None
 
     @cached_property

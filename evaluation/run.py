@@ -1,6 +1,5 @@
 """``eval``: loads target, drafters and prompts, measures, and writes the report; and ``generate`` from Python."""
 
-import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,12 +14,13 @@ from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Propo
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.base import Drafter
+from ..moa.formats.checkpoint import load_drafters
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate, choose_template_arguments
 from ..text import Progress
 from .config import DRAFTING, EvalConfig
-from .drafters import LoadedDrafter, load_with_facts
+from .drafters import drafter_facts
 from .measure import Generate, load_scorer, measure, measure_disconnections
 from .prompts import load_prompts
 from .report import Disconnection, EvaluationReport, check_output, write_report
@@ -48,8 +48,10 @@ def evaluate(
     target = Target.load(config.model, dtype, config.device, config.revision)
     if config.compile:
         target.compile(config.compile)
-    drafters = load_with_facts(config.drafter, target, dtype) if config.needs_drafters else {}
-    recorded = {name: loaded.drafter.config.target for name, loaded in drafters.items()}
+    folders = config.drafter if config.needs_drafters else ()
+    drafters = load_drafters(folders, target, dtype)
+    facts = [drafter_facts(folder, drafter) for folder, drafter in zip(folders, drafters.values(), strict=True)]
+    recorded = {name: drafter.config.target for name, drafter in drafters.items()}
     arguments = choose_template_arguments(config.template_kwargs, recorded)
     target.template = ChatTemplate(target.tokenizer, arguments, config.model)
     disconnection = None
@@ -76,7 +78,7 @@ def evaluate(
         provenance=dict(provenance or {}),
         prompts={"file": config.prompts, "kind": file.kind} | counts | {"n_skipped_turns": len(measurement.skipped)},
         auto={name: auto.describe([row.runs[name] for row in measurement.rows]) for name, auto in policies.items()},
-        drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
+        drafters=dict(zip(drafters, facts, strict=True)),
         disconnection=disconnection,
     )
     markdown = markdown_report(report)
@@ -89,7 +91,7 @@ def evaluate(
 
 
 def build_methods(
-    config: EvalConfig, target: Target, drafters: Mapping[str, LoadedDrafter]
+    config: EvalConfig, target: Target, drafters: Mapping[str, Drafter]
 ) -> tuple[dict[str, Generate], dict[str, AutoPolicy]]:
     """Build the methods of an evaluation by name, the baseline first, and the policies of those named auto."""
     methods: dict[str, Generate] = {}
@@ -109,12 +111,12 @@ def build_methods(
             add(method)
         elif method == "prompt-lookup":
             add(method, PromptLookupProposer(target.device), chain)
-        for drafter, loaded in drafters.items() if method in DRAFTING else ():
-            proposer = DrafterProposer(target, loaded.drafter, loaded.frozen, sampling)
+        for name, drafter in drafters.items() if method in DRAFTING else ():
+            proposer = DrafterProposer(target, drafter, None, sampling)
             shape: TreeShape | ShapePolicy | None = config.tree_shape() if method == "tree" else chain
             if method == "auto":
                 shape = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
-            add(f"{method} {drafter}" if len(drafters) > 1 else method, proposer, shape)
+            add(f"{method} {name}" if len(drafters) > 1 else method, proposer, shape)
     return methods, policies
 
 

@@ -9,17 +9,14 @@ import torch
 
 from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
 from moa_data.evaluation.measure import TARGET, CutRow, cut_points, load_scorer, measure_disconnections
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.run import evaluate
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import Draws, Rounds
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
-from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.chats import chat, write_jsonl
+from moa_data.tests.kit.drafters import build, frozen_for
 from moa_data.tests.kit.models import written_by_transformers
 
 from .conftest import MAX_POSITIONS
@@ -30,11 +27,8 @@ PROMPTS = [
 ]
 
 
-def random_drafter(target: Target, kind: str, seed: int = 0, **sizes: Any) -> LoadedDrafter:
-    drafter = DRAFTERS[kind](DRAFTERS[kind].config_class.from_target(target.config, **sizes)).eval()
-    drafter.initialize(torch.Generator().manual_seed(seed), std=0.2)
-    frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-    return LoadedDrafter(drafter, frozen, DrafterFacts("", drafter.kind, 0))
+def random_drafter(target: Target, kind: str, seed: int = 0, **sizes: Any) -> Any:
+    return build(kind, target.model, seed, 0.2, **sizes)
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def endless(target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
     return target
 
 
-def measured(target: Target, drafters: dict[str, LoadedDrafter], batch_size: int) -> list[CutRow]:
+def measured(target: Target, drafters: dict[str, Any], batch_size: int) -> list[CutRow]:
     return measure_disconnections(
         target, drafters, PROMPTS, n_tokens=9, n_cuts=2, max_new_tokens=12, batch_size=batch_size
     )
@@ -57,8 +51,8 @@ def test_cuts_are_spread_over_the_answer() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("moa", {}), ("moa", {"target_layer_inference": 1}), ("eagle3", {"fused_layers": (0, 1)}),
-     ("dspark", {"fused_layers": (0, 1)}), ("glide", {}), ("medusa", {}), ("independent", {})],
+    [("moa", {}), ("moa", {"target_layer_inference": 1}), ("eagle3", {}),
+     ("dspark", {}), ("glide", {}), ("medusa", {}), ("independent", {})],
     ids=str,
 )  # fmt: skip
 def test_batches_give_what_each_cut_gives_alone(endless: Target, kind: str, sizes: dict[str, Any]) -> None:
@@ -80,10 +74,9 @@ def test_batches_give_what_each_cut_gives_alone(endless: Target, kind: str, size
 @torch.no_grad()
 def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
     """One endless draft round, computed in parallel over the finished text, gives every token of it."""
-    one = random_drafter(endless, "moa")
-    drafter = one.drafter
-    assert isinstance(drafter, MoADrafter)
-    rows = measured(endless, {"moa": one}, 3)
+    drafter = random_drafter(endless, "moa")
+    frozen = frozen_for(drafter, endless.model)
+    rows = measured(endless, {"moa": drafter}, 3)
     tokenizer = endless.tokenizer
     for row in rows:
         prompt = next(prompt for prompt in PROMPTS if prompt.prompt_id == row.prompt_id)
@@ -96,8 +89,8 @@ def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
         endless.model.model(tokens, past_key_values=cache)
         drafted = (torch.arange(tokens.shape[1]) >= root)[None]
         rounds = Rounds.packed(Draws(None, torch.zeros(1, dtype=torch.bool)), drafted)
-        features, _ = drafter(one.frozen, tokens, pack_kv(*cache_layers(cache)), rounds)
-        assert one.frozen.logits(features)[0, :-1].argmax(dim=-1).tolist() == written
+        features, _ = drafter(frozen, tokens, pack_kv(*cache_layers(cache)), rounds)
+        assert frozen.logits(features)[0, :-1].argmax(dim=-1).tolist() == written
         log_p = endless.model(tokens).logits[0, root:-1].log_softmax(dim=-1)
         expected = log_p.gather(1, torch.tensor(written)[:, None])[:, 0].tolist()
         assert row.by_writer["moa"].log_probs == pytest.approx(expected, abs=1e-4)
