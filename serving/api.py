@@ -183,14 +183,21 @@ class AnswerText:
     """The text of one request on its way from the engine's thread to a reader in the event loop."""
 
     def __init__(
-        self, engine: Engine, request: Request, work: Work, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+        self,
+        engine: Engine,
+        request: Request,
+        work: Work,
+        stops: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+        ends_s: float,
     ) -> None:
         self._engine, hand_over = engine, asyncio.get_running_loop().call_soon_threadsafe
+        self._ends_s = ends_s  # time.monotonic() at which the answer ends, complete or not
         self._commits: deque[Commit] = deque()
         self._has_come, self._is_held = asyncio.Event(), False
         self._text, self._stops = Detokenizer(decode), StopStrings(stops)
         self._began = time.perf_counter()
-        self.n_tokens, self.finish_reason = 0, ""  # the latter stop, length or deadline when the answer has ended
+        self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
         self.first_s: float | None = None  # seconds from the request to its first token
         self._id: int | None = engine.add(request, lambda commit: hand_over(self._arrive, commit))
         engine.set_work(self._id, work)
@@ -198,7 +205,10 @@ class AnswerText:
     async def pieces(self) -> AsyncIterator[str]:
         """Yield the text as it comes, each piece not empty; ServingError or ApiError where it does not end well."""
         while not self.finish_reason:
-            await self._has_come.wait()
+            try:
+                await asyncio.wait_for(self._has_come.wait(), self._ends_s - time.monotonic())
+            except TimeoutError as error:
+                raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout") from error
             while self._commits and not self.finish_reason:
                 if piece := self._take(self._commits.popleft()):
                     yield piece
@@ -206,8 +216,6 @@ class AnswerText:
                 self._has_come.clear()
             if self._is_held and len(self._commits) <= _RELEASE_AT:
                 self._hold(False)
-        if self.finish_reason == "deadline":
-            raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
 
     async def whole(self) -> str:
         """Wait for the end, and return the text."""

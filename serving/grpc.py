@@ -250,7 +250,7 @@ class DraftingServer:
         elif kind == "close":
             self._forget(session)
             stream.close()
-        elif kind in ("run", "verify", "pause"):
+        elif kind in ("run", "verify"):
             try:
                 session.take(message.sequence, getattr(message, kind))
             except (Overloaded, RequestInvalid) as error:
@@ -287,10 +287,9 @@ class DraftingServer:
             wants_context = self._engine.drafters[drafter].context_width != 0
         given = body.sampling
         sampling = SamplingConfig(given.temperature, given.top_p or 1.0, given.top_k, given.repetition_penalty or 1.0)
-        deadline_s = time.monotonic() + body.deadline_ms / 1000 if body.deadline_ms else None
         return Request(
-            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, given.seed, deadline_s, drafter,
-            wants_context, body.n_context,
+            tuple(body.tokens), body.n_prompt, body.max_new_tokens, sampling, given.seed, drafter, wants_context,
+            body.n_context,
         )  # fmt: skip
 
     def _answer_open(

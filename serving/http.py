@@ -13,6 +13,7 @@ A client that goes away frees its text in the engine, one that reads slowly hold
 
 import asyncio
 import copy
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -200,22 +201,22 @@ class Service:
     async def _begin(self, asked: AnswerRequest, tokens: list[int], connection: Connection) -> AnswerText:
         """Start an answer; where the engine is full, one whose reader takes nothing gives way."""
         start, work = self._request(asked, tokens)
-        give_up_s, has_room = time.monotonic() + _ROOM_S, False
+        now, has_room = time.monotonic(), False
+        ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
         while True:
             try:
-                answer = AnswerText(self.engine, start, work, asked.stops, self._decode)
+                answer = AnswerText(self.engine, start, work, asked.stops, self._decode, ends_s)
             except Overloaded:
                 has_room = has_room or connection.pool.drop_stuck()
-                if not has_room or time.monotonic() > give_up_s:
+                if not has_room or time.monotonic() > now + _ROOM_S:
                     raise
                 await asyncio.sleep(0.02)  # the engine forgets a text between two calls
             else:
-                if start.deadline_s is not None:
-                    connection.ends_s = start.deadline_s
+                connection.ends_s = ends_s
                 return answer
 
     def _request(self, asked: AnswerRequest, tokens: list[int]) -> tuple[Request, Work]:
-        engine, limits, drafter = self.engine, self.limits, self.drafter
+        engine, drafter = self.engine, self.drafter
         if asked.drafter is not None:
             drafter = None if asked.drafter == "none" else asked.drafter
         if drafter is not None and drafter not in engine.drafters:
@@ -230,8 +231,7 @@ class Service:
         )
         request = Request(
             tuple(tokens), len(tokens), self._max_new_tokens(asked, len(tokens)), sampling,
-            secrets.randbits(63) if asked.seed is None else asked.seed,
-            time.monotonic() + limits.answer_s if limits.answer_s > 0 else None, drafter,
+            secrets.randbits(63) if asked.seed is None else asked.seed, drafter,
         )  # fmt: skip
         return request, Work.PLAIN if drafter is None else Work.SPECULATE
 

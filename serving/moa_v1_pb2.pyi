@@ -17,41 +17,37 @@ RUN_MODE_PLAIN: RunMode
 RUN_MODE_SPECULATE: RunMode
 
 class ClientMessage(_message.Message):
-    __slots__ = ("sequence", "open", "run", "verify", "pause", "close", "ping")
+    __slots__ = ("sequence", "open", "run", "verify", "close", "ping")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
-    PAUSE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     open: Open
     run: Run
     verify: Verify
-    pause: Pause
     close: Close
     ping: Ping
-    def __init__(self, sequence: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., pause: _Optional[_Union[Pause, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("sequence", "opened", "committed", "context", "pong", "failure")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("opened", "committed", "context", "pong", "failure")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
     opened: Opened
     committed: Committed
     context: Context
     pong: Pong
     failure: Failure
-    def __init__(self, sequence: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol", "session", "identities", "tokens", "n_prompt", "sampling", "max_new_tokens", "codec", "n_context", "deadline_ms")
+    __slots__ = ("protocol", "session", "identities", "tokens", "n_prompt", "sampling", "max_new_tokens", "codec", "n_context")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
@@ -61,7 +57,6 @@ class Open(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     N_CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     session: str
     identities: Identities
@@ -71,8 +66,7 @@ class Open(_message.Message):
     max_new_tokens: int
     codec: str
     n_context: int
-    deadline_ms: int
-    def __init__(self, protocol: _Optional[int] = ..., session: _Optional[str] = ..., identities: _Optional[_Union[Identities, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., n_prompt: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., n_context: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., session: _Optional[str] = ..., identities: _Optional[_Union[Identities, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., n_prompt: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., n_context: _Optional[int] = ...) -> None: ...
 
 class Identities(_message.Message):
     __slots__ = ("target", "tokenizer", "drafter")
@@ -114,12 +108,6 @@ class Verify(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Pause(_message.Message):
-    __slots__ = ("start",)
-    START_FIELD_NUMBER: _ClassVar[int]
-    start: int
-    def __init__(self, start: _Optional[int] = ...) -> None: ...
-
 class Close(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -155,7 +143,7 @@ class Opened(_message.Message):
     def __init__(self, session: _Optional[str] = ..., n_committed: _Optional[int] = ..., identities: _Optional[_Union[Identities, _Mapping]] = ..., context_width: _Optional[int] = ..., max_drafts: _Optional[int] = ..., max_positions: _Optional[int] = ..., was_rebuilt: _Optional[bool] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("start", "tokens", "n_accepted", "answers", "finish", "call_us", "queue_us", "draft_us")
+    __slots__ = ("start", "tokens", "n_accepted", "answers", "finish", "call_us", "queue_us")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -163,7 +151,6 @@ class Committed(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CALL_US_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     n_accepted: int
@@ -171,8 +158,7 @@ class Committed(_message.Message):
     finish: str
     call_us: int
     queue_us: int
-    draft_us: int
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., n_accepted: _Optional[int] = ..., answers: _Optional[int] = ..., finish: _Optional[str] = ..., call_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., n_accepted: _Optional[int] = ..., answers: _Optional[int] = ..., finish: _Optional[str] = ..., call_us: _Optional[int] = ..., queue_us: _Optional[int] = ...) -> None: ...
 
 class Context(_message.Message):
     __slots__ = ("start", "n_positions", "codec", "values")

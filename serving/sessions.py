@@ -61,7 +61,7 @@ class DraftingSession:
         # committed before it came.
         self._asked = (0, 0, 0)
         self._state, self._tag = _State.IDLE, 0
-        self._pending: deque[tuple[int, pb.Run | pb.Verify | pb.Pause]] = deque()
+        self._pending: deque[tuple[int, pb.Run | pb.Verify]] = deque()
         self._is_held = self._ends_when_idle = False
         self.stopped = asyncio.Event()  # set while the engine does nothing for it
         self.stopped.set()
@@ -120,7 +120,7 @@ class DraftingSession:
         self._ends_when_idle = True
         self._continue()
 
-    def take(self, sequence: int, body: pb.Run | pb.Verify | pb.Pause) -> None:
+    def take(self, sequence: int, body: pb.Run | pb.Verify) -> None:
         """Do what a message asks for, after those before it; raises Overloaded or RequestInvalid."""
         if self._sequence_id is None and not self.finish:
             return  # the engine failed with it, and the client was told
@@ -160,10 +160,8 @@ class DraftingSession:
             sequence, body = self._pending.popleft()
             if isinstance(body, pb.Verify):
                 self._verify(sequence, body)
-            elif isinstance(body, pb.Run):
-                self._run(body)
             else:
-                self._send_tokens(body.start, answers=sequence)
+                self._run(body)
         if self._state is _State.IDLE and self._ends_when_idle and self.stream is not None:
             self.stream.close()
 
@@ -251,9 +249,8 @@ class DraftingSession:
             start=start, tokens=self.tokens[start:], n_accepted=n_accepted, answers=answers, finish=self.finish
         )
         if commit is not None:
-            times = (commit.call_s, commit.queue_s, commit.draft_s)
-            committed.call_us, committed.queue_us, committed.draft_us = (
-                min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1) for seconds in times
+            committed.call_us, committed.queue_us = (
+                min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1) for seconds in (commit.call_s, commit.queue_s)
             )
         self._n_sent = len(self.tokens)
         self.stream.put(pb.ServerMessage(committed=committed))
@@ -319,7 +316,6 @@ class Stream:
         self._answers: deque[pb.ServerMessage] = deque()
         self._contexts: ContextLog | None = None
         self._codec, self._n_context, self._chunk = "", 0, 1
-        self._sequence = 0
         self._is_closed = False
         self._changed, self.has_room = asyncio.Event(), asyncio.Event()
         self.has_room.set()
@@ -369,9 +365,6 @@ class Stream:
         while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()
-        if message is not None:
-            self._sequence += 1
-            message.sequence = self._sequence
         if not self.is_full:
             self.has_room.set()
         return message

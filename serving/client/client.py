@@ -62,7 +62,7 @@ class Answer:
 
     text: str
     tokens: tuple[int, ...]  # the end-of-sequence token included where there is one
-    finish: str  # stop, length or deadline
+    finish: str  # stop or length
     stats: Stats
 
 

@@ -102,7 +102,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Done:
-    """The answer has ended: ``stop`` (end of sequence), ``length`` (the bound on tokens) or ``deadline``."""
+    """The answer has ended: ``stop`` (end of sequence) or ``length`` (the bound on tokens)."""
 
     reason: str
 

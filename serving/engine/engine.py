@@ -221,14 +221,13 @@ class Engine:
                     self._fail(sequence, error)
                 continue
             if is_done and not self._is_stopping:
-                self._wake.wait(self.seconds_to_deadline())
+                self._wake.wait()
 
     @torch.inference_mode()
     def step(self) -> bool:
         """Make one target call for the sequences whose turn it is; returns False if there was nothing to do."""
         while self._mail:
             self._mail.popleft()()
-        self._end_late()
         scheduled, evicted = self._scheduler.schedule(self._sequences.values())
         for sequence in evicted:
             self._counts.n_evicted += 1
@@ -246,16 +245,10 @@ class Engine:
         self._observe(drafting, served, done - began)
         for one in served:
             sequence = one.sequence
-            draft_s = drafted - began if sequence.work is Work.SPECULATE else 0.0
             queue_s, sequence.since_s = began - sequence.since_s, done
-            self._report(sequence, replace(one.commit, call_s=done - drafted, draft_s=draft_s, queue_s=queue_s))
+            self._report(sequence, replace(one.commit, call_s=done - drafted, queue_s=queue_s))
         self._send_contexts([one.sequence for one in served])
         return True
-
-    def seconds_to_deadline(self) -> float | None:
-        """Seconds until the next answer has to end; None where none has to."""
-        deadlines = [s.request.deadline_s for s in self._sequences.values() if not s.finish]
-        return min((max(0.0, one - time.monotonic()) for one in deadlines if one is not None), default=None)
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
@@ -265,14 +258,6 @@ class Engine:
 
         self._mail.append(deliver)
         self._wake.set()
-
-    def _end_late(self) -> None:
-        now = time.monotonic()
-        for sequence in list(self._sequences.values()):
-            deadline = sequence.request.deadline_s
-            if deadline is not None and now >= deadline and not sequence.finish:
-                sequence.finish = "deadline"
-                self._report(sequence, sequence.commit())
 
     def _draft(self, sequences: Rows[Sequence]) -> dict[str, list[Sequence]]:
         """Make the server's own drafts; returns by drafter the sequences that could draft."""

@@ -33,7 +33,6 @@ class Request:
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
     seed: int = 0  # together with the position it decides each sampled token
-    deadline_s: float | None = None  # time.monotonic() at which the answer ends
     drafter: str | None = None  # the loaded drafter for the server's drafts and for contexts
     wants_context: bool = False  # whether commits carry the drafter's context of each position that got target KV
     n_context: int = 0  # positions whose context the client has already
@@ -56,9 +55,8 @@ class Commit:
     start: int  # index in the whole text of the first new token
     tokens: tuple[int, ...]  # new ones, drafts first; none after a call that only read a part of the text
     n_accepted: int  # how many of the tokens were drafts
-    finish: str  # why the answer has ended: stop, length or deadline; empty while it continues
+    finish: str  # why the answer has ended: stop or length; empty while it continues
     call_s: float = 0.0  # seconds of the target call, which other sequences shared
-    draft_s: float = 0.0  # seconds of drafting for it, shared likewise
     queue_s: float = 0.0  # seconds that the sequence waited for the call
     context_start: int = 0  # position of the first of the contexts
     context: Tensor | None = None  # [n, W], the drafter's contexts of positions that got target KV

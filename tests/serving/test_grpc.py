@@ -128,14 +128,14 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
             for _ in range(chance.randint(1, 8)):
                 start = chance.randint(len(prompt), len(tokens))
                 drafts = [t if chance.random() < 0.8 else chance.randrange(60) for t in text[start : start + 6]]
-                kind = chance.choice(("verify", "verify", "run", "pause", "ping"))
+                kind = chance.choice(("verify", "verify", "run", "ping"))
                 bodies: dict[str, Any] = {
-                    "verify": pb.Verify(start=start, tokens=drafts), "pause": pb.Pause(start=start),
-                    "run": pb.Run(start=start, mode=chance.choice((PLAIN, SPECULATE))), "ping": pb.Ping(id=start),
+                    "verify": pb.Verify(start=start, tokens=drafts), "ping": pb.Ping(id=start),
+                    "run": pb.Run(start=start, mode=chance.choice((PLAIN, SPECULATE))),
                 }  # fmt: skip
                 talk.send(**{kind: bodies[kind]})
                 if chance.random() < 0.7 and kind != "run":
-                    talk.read({"verify": "committed", "pause": "committed", "ping": "pong"}[kind])
+                    talk.read({"verify": "committed", "ping": "pong"}[kind])
                 for position, token in sorted(talk.text.items()):
                     assert text[position] == token
                     tokens += [token] if position == len(tokens) else []
@@ -220,7 +220,6 @@ def test_contexts_of_a_session_taken_up_again(
     with Talk(server.address) as talk:
         opened = talk.opened(answer[: N + 4], N, session=session, codec="bf16", n_context=n_context)
         assert not opened.was_rebuilt
-        talk.send(pause=pb.Pause(start=N + 4))
         while n_context + len(found := received(talk, opened.context_width, n_context)) < N + 3:
             talk.read("context")  # those of the verify may still be on their way from the engine
         talk.hang_up()
@@ -298,15 +297,6 @@ def test_closed_sessions_are_forgotten(server: Server) -> None:
         opened = talk.opened(PROMPT, session=session)
         assert opened.was_rebuilt
         assert opened.session != session
-
-
-def test_deadlines_end_the_answer(target: Target) -> None:
-    with Server(target, target_ms=30.0) as server, Talk(server.address) as talk:
-        talk.open(PROMPT, deadline_ms=200, max_new_tokens=50)
-        talk.run(N, PLAIN)
-        commits = list(talk.committed())
-        assert commits[-1].finish == "deadline"
-        assert 1 < len(talk.answer) < 20
 
 
 def check_health(server: Server, answer: list[int]) -> None:
@@ -475,7 +465,7 @@ def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list
         talk.send(9, verify=pb.Verify(start=N + 1, tokens=answer[N + 1 : N + 3]))
         talk.send(8, close=pb.Close())
         talk.send(9, verify=pb.Verify(start=N + 1, tokens=[1]))
-        talk.send(1 << 63, pause=pb.Pause(start=N))
+        talk.send(1 << 63, verify=pb.Verify(start=N, tokens=answer[N : N + 3]))
         talk.hang_up()
         talk.rest()
         assert talk.failure is None
@@ -513,14 +503,14 @@ sampling = st.builds(
 opens = st.builds(
     pb.Open, protocol=st.just(1) | any32, session=st.text(max_size=5), tokens=tokens, n_prompt=small, sampling=sampling,
     identities=st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5)), max_new_tokens=small,
-    codec=st.sampled_from(["", "int4", "bf16", "x"]), n_context=small, deadline_ms=small,
+    codec=st.sampled_from(["", "int4", "bf16", "x"]), n_context=small,
 )  # fmt: skip
 numbers = {"sequence": st.integers(0, 9) | st.integers(0, (1 << 64) - 1)}
 messages = st.one_of(
     st.builds(pb.ClientMessage, open=opens, **numbers),
     st.builds(pb.ClientMessage, run=st.builds(pb.Run, start=small, mode=st.integers(0, 5)), **numbers),
     st.builds(pb.ClientMessage, verify=st.builds(pb.Verify, start=small, tokens=tokens), **numbers),
-    st.builds(pb.ClientMessage, pause=st.builds(pb.Pause, start=small), ping=st.builds(pb.Ping, id=any32), **numbers),
+    st.builds(pb.ClientMessage, ping=st.builds(pb.Ping, id=any32), **numbers),
 ).map(lambda message: message.SerializeToString())
 
 

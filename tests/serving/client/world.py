@@ -64,7 +64,7 @@ class Server:
         """Begin a connection, on which nothing has been said."""
         self.out: list[pb.ServerMessage] = []
         self.is_open, self.running = False, 0
-        self.n_context = self.sequence = self.last = 0
+        self.n_context = self.last = 0
         self.waiting: deque[pb.ClientMessage] = deque()
 
     def restart(self) -> None:
@@ -146,8 +146,7 @@ class Server:
         )
 
     def _say(self, **body: Any) -> None:
-        self.sequence += 1
-        self.out.append(pb.ServerMessage(sequence=self.sequence, **body))
+        self.out.append(pb.ServerMessage(**body))
 
 
 @dataclass
