@@ -163,7 +163,7 @@ class Load:
         self.health_s: list[float] = []
         self.answer_s: list[float] = []
         self._is_over, self._lock = threading.Event(), threading.Lock()
-        self._proxy = Proxy(("127.0.0.1", server.grpc_port), delay_s=0.002).__enter__()
+        self._proxy = Proxy(server.grpc_port, delay_s=0.002).__enter__()
         roles: list[tuple[Callable[[random.Random], None], int]] = [
             (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2), (self._send_garbage, 2),
             (self._break_network, 1), (self._ask_health, 1), (self._ask, 2), (self._never_read, 4),

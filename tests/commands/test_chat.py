@@ -186,7 +186,7 @@ def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
     """The plug is pulled: dim text comes, and is taken back when the network returns."""
     with (
         Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow,
-        Proxy(("127.0.0.1", slow.server.port)) as proxy,
+        Proxy(slow.server.port) as proxy,
     ):
         arguments = ["--max-new-tokens", "80", "--set", "offline_below=0", "--max-offline", "6"]
         with terminal(["--server", proxy.address, "--drafter", str(folder / "run"), *arguments]) as (process, end):

@@ -684,7 +684,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
     limits = DraftingOptions(keepalive_s=0.5)
     with (
         Server(target, settings=limits, target_ms=5.0) as server,
-        Proxy(("127.0.0.1", server.server.port)) as proxy,
+        Proxy(server.server.port) as proxy,
         Talk(proxy.address) as talk,
     ):
         session = talk.opened(PROMPT, max_new_tokens=80).session

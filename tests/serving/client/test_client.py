@@ -126,13 +126,13 @@ def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, is_complete: bool,
     """Record an exchange, then repeat it with the network cut after every so many bytes of one direction."""
     timeouts = Timeouts(connect_s=120.0, silence_s=0.05, dead_s=0.3)
     wanted, step = plain(PROMPTS[3], 12), 1 if is_complete else 997 if way == "down" else 233
-    with Proxy(("127.0.0.1", server.server.port)) as proxy:
+    with Proxy(server.server.port) as proxy:
         with client(proxy.address, mode=mode) as connected:
             assert list(connected.complete(PROMPTS[3], max_new_tokens=12).tokens) == wanted
-        n_bytes = proxy.flows[way].n_bytes
+        n_bytes = proxy.n_bytes[way]
     assert n_bytes > 300
     for n in range(0, n_bytes + step, step):
-        with Proxy(("127.0.0.1", server.server.port)) as proxy, restored(proxy):
+        with Proxy(server.server.port) as proxy, restored(proxy):
             proxy.cut_after(n, way, reset)
             with client(proxy.address, mode=mode, timeouts=timeouts) as connected:
                 assert list(Watched(connected).complete(PROMPTS[3], 12).tokens) == wanted, n

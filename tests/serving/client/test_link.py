@@ -67,7 +67,7 @@ def error_of(link: Link) -> ServingError:
 
 def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None:
     """A stream an answer, and one connection for all: no handshake before the second answer."""
-    with Proxy(("127.0.0.1", server.server.port)) as proxy:
+    with Proxy(server.server.port) as proxy:
         link = links(proxy.address)
         for number in (1, 2, 3):
             link.begin()
