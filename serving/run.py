@@ -48,6 +48,7 @@ class ServerRun:
     ) -> None:
         self._service, self._config, self._on_ready, self._identities = service, config, on_ready, identities
         self.signum: int | None = None  # the signal that ended it; None where :meth:`end` was called without one
+        self.drafting: DraftingServer | None = None  # that of gRPC
         self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
 
     def end(self, signum: int | None = None) -> None:
@@ -63,9 +64,8 @@ class ServerRun:
         with bind(self._config.host, self._config.port) as listener, self._signals():
             http = self._http(listener)
             engine.start()
-            drafting: DraftingServer | None = None
             try:
-                drafting = await self._start_drafting()
+                await self._start_drafting()
                 serving = asyncio.create_task(http.serve(sockets=[listener]))
                 while not http.started and not serving.done():
                     await asyncio.sleep(0.01)
@@ -73,12 +73,14 @@ class ServerRun:
                     host, port = listener.getsockname()[:2]
                     shown = f"[{host}]" if ":" in host else host
                     scheme = "https" if self._config.tls else "http"
-                    self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
+                    self._on_ready(
+                        f"{scheme}://{shown}:{port}", f"{shown}:{self.drafting.port}" if self.drafting else None
+                    )
                     await _first_of(serving, self._ending.wait())
-                await self._drain(http, serving, drafting)
+                await self._drain(http, serving)
             finally:
-                if drafting is not None:
-                    await drafting.stop()
+                if self.drafting is not None:
+                    await self.drafting.stop()
                 engine.stop()
 
     def _http(self, listener: socket.socket) -> HttpServer:
@@ -94,27 +96,27 @@ class ServerRun:
         )  # fmt: skip
         return HttpServer(settings, service.limits)
 
-    async def _start_drafting(self) -> DraftingServer | None:
+    async def _start_drafting(self) -> None:
         config, service = self._config, self._service
         if self._identities is None or config.grpc_port is None:
-            return None
+            return
         credentials = None
         if config.tls is not None:
             cert, key = (file.read_bytes() for file in config.tls)
             credentials = grpc.ssl_server_credentials([(key, cert)])
         server = DraftingServer(service.engine, self._identities, config.drafting, service.limits, service.tokens)
         await server.start(config.host, config.grpc_port, credentials)
+        self.drafting = server
         service.metrics.counts.append(lambda: server.counts)
-        return server
 
-    async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> None:
+    async def _drain(self, http: HttpServer, serving: asyncio.Task[None]) -> None:
         """Let what is being done end, or break it off."""
         self._service.is_draining = True
         http.should_exit = True
         _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
         tasks = [serving]
-        if drafting is not None:
-            tasks.append(asyncio.create_task(drafting.stop(self._config.grace_s)))
+        if self.drafting is not None:
+            tasks.append(asyncio.create_task(self.drafting.stop(self._config.grace_s)))
         await _first_of(asyncio.gather(*tasks), self._breaking_off.wait())
         http.force_exit = True
         for task in tasks[1:]:

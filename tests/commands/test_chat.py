@@ -77,7 +77,7 @@ def test_a_conversation_is_read_line_by_line(
     mode: str, live: Target, server: Server, folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "chat.json"
-    arguments = options(server.address, folder, "--mode", mode, "--session", str(file))
+    arguments = options(server.grpc_address, folder, "--mode", mode, "--session", str(file))
     done = run("chat", *arguments, input=f"{QUESTION}\n\na mat\n")
     assert done.exit_code == 0, done.output
     assert re.search(rf"^{N_NEW} tokens, [\d.]+ tokens/s", done.stderr, re.MULTILINE)
@@ -111,7 +111,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
         f"--drafter {tmp_path} --prompt a": "drafter",
         "--server 127.0.0.1:1 --set connect_s=0.3 --prompt a": "127.0.0.1:1 cannot be reached",
     }.items():
-        refused(run("chat", *options(server.address, folder), *words.split()), text)
+        refused(run("chat", *options(server.grpc_address, folder), *words.split()), text)
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def test_another_process_goes_on(number: signal.Signals, live: Target, folder: P
     """After kill -9 in the middle of an answer, and after Ctrl-C, which says how."""
     file, n_new = tmp_path / "chat.json", 80
     with Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow:
-        arguments = ["--server", slow.address, "--drafter", str(folder / "run"), "--max-new-tokens", str(n_new)]
+        arguments = ["--server", slow.grpc_address, "--drafter", str(folder / "run"), "--max-new-tokens", str(n_new)]
         process = subprocess.Popen(
             [sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION, "--session", str(file)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -186,7 +186,7 @@ def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
     """The plug is pulled: dim text comes, and is taken back when the network returns."""
     with (
         Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow,
-        Proxy(slow.server.port) as proxy,
+        Proxy(slow.port) as proxy,
     ):
         arguments = ["--max-new-tokens", "80", "--set", "offline_below=0", "--max-offline", "6"]
         with terminal(["--server", proxy.address, "--drafter", str(folder / "run"), *arguments]) as (process, end):

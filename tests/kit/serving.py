@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -13,6 +13,7 @@ from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions, ServeConfig
 from moa_data.serving.engine.engine import Engine
+from moa_data.serving.grpc import Identities
 from moa_data.serving.http import Service
 from moa_data.serving.run import ServerRun
 
@@ -53,6 +54,7 @@ class LiveServer:
     """A server in a thread of this process, whose ``address`` is such as ``http://127.0.0.1:41234``."""
 
     address: str
+    grpc_address: str  # of a server with identities
 
     def __init__(
         self,
@@ -60,27 +62,28 @@ class LiveServer:
         drafters: dict[str, Any] | None = None,
         engine: EngineOptions | None = None,
         config: dict[str, Any] | None = None,
+        identities: Identities | None = None,
         **service: Any,
     ) -> None:
         self.engine = Engine(target, drafters, engine)
         service.setdefault("drafter", next(iter(drafters or {}), None))
         self.service = Service(self.engine, target, MODEL, **service)
         settings: dict[str, Any] = {"model": MODEL, "port": 0, "grace_s": 10} | (config or {})
-        self._config = ServeConfig(**settings)
+        self._config, self._identities = ServeConfig(**settings), identities
         self._is_ready, self._thread = threading.Event(), threading.Thread(target=self._main, daemon=True)
         self._call: Callable[[Callable[[], None]], Any]
 
     def _main(self) -> None:
         async def serve() -> None:
             loop = asyncio.get_running_loop()
-            self._run = ServerRun(self.service, self._config, self._ready)
+            self.run = ServerRun(self.service, self._config, self._ready, self._identities)
             self._call = loop.call_soon_threadsafe
-            await self._run.serve()
+            await self.run.serve()
 
         torch.set_num_threads(1)
         asyncio.run(serve())
 
-    def _ready(self, address: str, grpc_address: str | None) -> None:
+    def _ready(self, address: str, grpc_address: Any) -> None:
         self.address, self.grpc_address = address, grpc_address
         self._is_ready.set()
 
@@ -96,14 +99,14 @@ class LiveServer:
 
     def end(self) -> None:
         """Tell it to drain, and the second time to break off."""
-        self._call(self._run.end)
+        self._call(self.run.end)
 
     def join(self) -> None:
         """Wait for its end."""
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not end"
 
-    def __enter__(self) -> "LiveServer":
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._is_ready.wait(60), "the server does not start"
         return self

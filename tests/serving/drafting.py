@@ -1,9 +1,7 @@
 """A real gRPC server on a free port, and clients that speak its messages one by one."""
 
-import asyncio
 import queue
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -12,9 +10,11 @@ from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.access import BearerTokens
 from moa_data.serving.config import DraftingOptions, EngineOptions, LimitOptions
-from moa_data.serving.engine.engine import Engine
-from moa_data.serving.grpc import DraftingServer, Identities
+from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import CLIENT_OPTIONS
+from moa_data.tests.kit.models import build_tokenizer
+from moa_data.tests.kit.serving import LiveServer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 METHOD = "/moa.v1.Drafting/Session"
 PLAIN, SPECULATE = pb.RUN_MODE_PLAIN, pb.RUN_MODE_SPECULATE
@@ -22,8 +22,8 @@ WAIT_S = 60.0
 """Seconds after which a test gives up waiting for a message."""
 
 
-class Server:
-    """An engine and its gRPC server, in an event loop of their own."""
+class Server(LiveServer):
+    """A server whose gRPC port is of interest; its target needs no tokenizer, and it waits for nobody in the end."""
 
     def __init__(
         self,
@@ -33,46 +33,22 @@ class Server:
         settings: DraftingOptions | None = None,
         limits: LimitOptions | None = None,
         tokens: Sequence[str] = (),
-        credentials: Any = None,
-        port: int = 0,
+        config: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
-        self.engine = Engine(target, drafters, EngineOptions(**engine))
-        self.engine.start()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        names = Identities(drafters=dict.fromkeys(drafters or {}, ""))
-        self.server = DraftingServer(
-            self.engine, identities or names, settings or DraftingOptions(), limits or LimitOptions(),
-            BearerTokens(tokens),
-        )  # fmt: skip
-        self.run(self.server.start("127.0.0.1", port, credentials))
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run something in the server's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+        target.tokenizer = target.tokenizer or build_tokenizer(LLAMA3_TEMPLATE)
+        own = {"grpc_port": 0, "grace_s": 0, "drafting": settings or DraftingOptions()} | (config or {})
+        names = identities or Identities(drafters=dict.fromkeys(drafters or {}, ""))
+        access = {"limits": limits, "tokens": BearerTokens(tokens)}
+        super().__init__(target, drafters, EngineOptions(**engine), own, names, **access)
 
     @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.server.port}"
+    def port(self) -> int:
+        return int(self.grpc_address.rpartition(":")[2])
 
     @property
     def counts(self) -> Any:
-        return self.server.counts
-
-    def stop(self, grace_s: float = 0.0) -> None:
-        self.run(self.server.stop(grace_s))
-        self.engine.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        return self.run.drafting.counts
 
 
 class Talk:

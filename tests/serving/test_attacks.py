@@ -326,10 +326,9 @@ def test_fuzz_left_the_server_well(server: LiveServer, target: Target) -> None:
 
 def test_silent_connections_of_grpc_end(target: Target) -> None:
     with Server(target, settings=DraftingOptions(idle_s=1.0), limits=LimitOptions(head_s=0.5)) as server:
-        host, port = server.address.split(":")
         for said in (b"", HTTP2_PREFACE):
-            silent = stay_silent((host, int(port)), 20, said)
-            with Talk(server.address) as talk:
+            silent = stay_silent(("127.0.0.1", server.port), 20, said)
+            with Talk(server.grpc_address) as talk:
                 talk.opened([5, 9, 33])
             for connection in silent:
                 with connection:
@@ -339,11 +338,11 @@ def test_silent_connections_of_grpc_end(target: Target) -> None:
 def test_silent_sessions_give_way(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moa_data.serving.grpc._SILENT_S", 0.2)
     with Server(target, settings=DraftingOptions(max_sessions_each=2)) as server, ExitStack() as held:
-        silent = [held.enter_context(Talk(server.address)) for _ in range(2)]
+        silent = [held.enter_context(Talk(server.grpc_address)) for _ in range(2)]
         for talk in silent:
             talk.opened([5, 9, 33])
         time.sleep(0.3)
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             talk.opened([5, 9, 33])
             assert len(talk.verify(3).tokens) == 1
         assert silent[0].status().name == "UNAVAILABLE"

@@ -68,7 +68,7 @@ def server(target: Target, drafter: Any) -> Iterator[Server]:
 
 
 def test_verify_chains(server: Server, answer: list[int]) -> None:
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         opened = talk.opened(PROMPT)
         assert (opened.n_committed, opened.max_drafts, opened.max_positions) == (N, 6, 96)
         assert not opened.was_rebuilt
@@ -90,7 +90,7 @@ def test_verify_chains(server: Server, answer: list[int]) -> None:
 def test_what_is_committed_answers_a_verify_that_is_sent_again(server: Server, answer: list[int]) -> None:
     """Where its drafts go on, the rest is verified, as many as one call takes."""
     truth = answer[N:]
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         talk.open(PROMPT)
         talk.verify(N, truth[:2])
         n_calls = server.engine.snapshot().n_calls
@@ -115,14 +115,14 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
     sampling: dict[str, Any] = {"temperature": 0.9, "seed": seed} if seed % 2 else {}
     truth = plain_generate(target, prompt, max_new_tokens=24).tokens
     if sampling:
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             talk.open(prompt, max_new_tokens=24, sampling=pb.Sampling(**sampling))
             truth = talk.run(len(prompt), PLAIN)
     text, tokens, session = prompt + truth, list(prompt), ""
     n_streams = 0
     while tokens != text:
         n_streams += 1
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             settings = {"session": session, "max_new_tokens": 24, "sampling": pb.Sampling(**sampling)}
             session = talk.opened(tokens, len(prompt), **settings).session
             for _ in range(chance.randint(1, 8)):
@@ -173,7 +173,7 @@ def received(talk: Talk, width: int, start: int = 0) -> torch.Tensor:
 def test_contexts_come_behind_the_tokens(
     server: Server, target: Target, drafter: Any, answer: list[int], codec: str
 ) -> None:
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         opened = talk.opened(PROMPT, codec=codec)
         assert opened.context_width == drafter.context_width
         talk.verify(N, answer[N : N + 3])
@@ -197,7 +197,7 @@ def test_the_contexts_of_a_prompt_wait_for_the_first_token(
     """The text is read in chunks, whose contexts are there long before; then they come in pieces."""
     monkeypatch.setattr("moa_data.serving.sessions._CHUNK_BYTES", 200)
     prompt = random_prompts(1, 5)[0] * 40
-    with Server(target, {"moa": drafter}, prefill_chunk=16) as server, Talk(server.address) as talk:
+    with Server(target, {"moa": drafter}, prefill_chunk=16) as server, Talk(server.grpc_address) as talk:
         talk.open(prompt[:80], codec="bf16")
         talk.verify(80)
         assert [message.WhichOneof("body") for message in talk.got] == ["opened", "committed"]
@@ -213,11 +213,11 @@ def test_contexts_of_a_session_taken_up_again(
     server: Server, target: Target, drafter: Any, answer: list[int], n_context: int
 ) -> None:
     """Those that the client lacks come, also where the cut took them, without reading the text again."""
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT, codec="bf16").session
         talk.verify(N, answer[N : N + 3])
     n_read = server.engine.snapshot().n_read
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         opened = talk.opened(answer[: N + 4], N, session=session, codec="bf16", n_context=n_context)
         assert not opened.was_rebuilt
         while n_context + len(found := received(talk, opened.context_width, n_context)) < N + 3:
@@ -235,14 +235,14 @@ def test_contexts_that_are_gone_are_made_again(
 ) -> None:
     monkeypatch.setattr("moa_data.serving.sessions._MAX_KEPT", 0)
     with Server(target, {"moa": drafter}) as server:
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             session = talk.opened(PROMPT, codec="bf16").session
             talk.verify(N, answer[N : N + 3])
             n_sent = 0
             while n_sent < N + 3:
                 n_sent += talk.read("context").context.n_positions
         for n_context, codec, was_rebuilt in ((N + 3, "bf16", False), (N + 3, "", False), (2, "int8", True)):
-            with Talk(server.address) as talk:
+            with Talk(server.grpc_address) as talk:
                 tokens = answer[: N + 4]
                 opened = talk.opened(tokens, N, session=session, codec=codec, n_context=n_context)
                 assert opened.was_rebuilt == was_rebuilt
@@ -261,22 +261,22 @@ def test_contexts_that_are_gone_are_made_again(
 
 def test_a_server_that_is_ahead_tells_what_the_client_lacks(server: Server, answer: list[int]) -> None:
     """Also that the answer has ended."""
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT).session
         talk.verify(N, answer[N : N + 5])
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         assert talk.opened(answer[: N + 2], N, session=session).n_committed == N + 6
         found = talk.read("committed").committed
         assert (found.start, list(found.tokens), found.answers) == (N + 2, answer[N + 2 : N + 6], 0)
         talk.verify(N + 6, answer[N + 6 :])
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         talk.opened(answer, N, session=session)
         found = talk.read("committed").committed
         assert (found.start, list(found.tokens), found.finish) == (len(answer), [], "length")
 
 
 def test_another_stream_takes_a_session_up(server: Server, answer: list[int]) -> None:
-    with Talk(server.address) as first, Talk(server.address) as second:
+    with Talk(server.grpc_address) as first, Talk(server.grpc_address) as second:
         session = first.opened(PROMPT).session
         first.send(run=pb.Run(start=N, mode=PLAIN))
         first.read("committed")
@@ -288,12 +288,12 @@ def test_another_stream_takes_a_session_up(server: Server, answer: list[int]) ->
 
 
 def test_closed_sessions_are_forgotten(server: Server) -> None:
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT).session
         talk.send(close=pb.Close())
         talk.rest()
         assert talk.failure is None
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         opened = talk.opened(PROMPT, session=session)
         assert opened.was_rebuilt
         assert opened.session != session
@@ -301,7 +301,7 @@ def test_closed_sessions_are_forgotten(server: Server) -> None:
 
 def check_health(server: Server, answer: list[int]) -> None:
     """A new client gets the plain answer."""
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         talk.open(PROMPT, codec="int4")
         talk.run(N, SPECULATE)
         assert talk.failure is None
@@ -338,7 +338,7 @@ def failure_of(talk: Talk) -> pb.Failure:
     ],
 )
 def test_an_open_that_does_not_fit_is_refused(server: Server, changes: dict[str, Any], code: str) -> None:
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         talk.open(**{"tokens": PROMPT} | changes)
         assert failure_of(talk).code == code
         assert talk.call.code() == STATUSES[code]
@@ -351,7 +351,7 @@ def test_what_fits_or_is_not_said_is_taken(target: Target, drafter: Any) -> None
             ("cc", "bf16", drafter.context_width), ("", "int8", drafter.context_width), ("dd", "", 0),
             ("ee", "int8", narrow.context_width),
         ):  # fmt: skip
-            with Talk(server.address) as talk:
+            with Talk(server.grpc_address) as talk:
                 asked = pb.Identities(target="aa", tokenizer="bb" if codec else "", drafter=drafts_with)
                 opened = talk.opened(PROMPT, identities=asked, codec=codec)
                 assert opened.context_width == width, "without contexts the client's drafter is its own affair"
@@ -362,7 +362,7 @@ def test_what_fits_or_is_not_said_is_taken(target: Target, drafter: Any) -> None
 @pytest.mark.parametrize(("kind", "word"), [("glide", "'glide'"), (None, "--drafter"), ("independent", "")])
 def test_drafters_without_contexts(target: Target, kind: str | None, word: str) -> None:
     drafters = {kind: build(kind, target.model)} if kind else {}
-    with Server(target, drafters) as server, Talk(server.address) as talk:
+    with Server(target, drafters) as server, Talk(server.grpc_address) as talk:
         if word:
             talk.open(PROMPT, codec="bf16")
             assert word in failure_of(talk).message
@@ -380,7 +380,7 @@ def test_drafters_without_contexts(target: Target, kind: str | None, word: str) 
     ids=str,
 )  # fmt: skip
 def test_a_session_goes_on_with_its_own_text_alone(server: Server, answer: list[int], changes: dict[str, Any]) -> None:
-    with Talk(server.address) as first, Talk(server.address) as second:
+    with Talk(server.grpc_address) as first, Talk(server.grpc_address) as second:
         session = first.opened(PROMPT).session
         first.verify(N, answer[N : N + 2])
         tokens = changes.pop("tokens", PROMPT) + [(t + answer[N]) % 60 for t in changes.pop("more", [])]
@@ -391,16 +391,16 @@ def test_a_session_goes_on_with_its_own_text_alone(server: Server, answer: list[
 
 def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int]) -> None:
     """Its tokens are the text; if they are none, the session stays as it was."""
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT).session
         talk.verify(N)
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         talk.open([*answer[: N + 1], 67], N, session=session)
         assert failure_of(talk).code == "invalid"
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         opened = talk.opened(answer[: N + 1], N, session=session)
         assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, False, N + 1)
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         opened = talk.opened(answer[: N + 5], N, session=session)
         assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, True, N + 5)
         assert list(talk.verify(N + 5, answer[N + 5 : N + 7]).tokens) == answer[N + 5 : N + 8]
@@ -413,16 +413,16 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
     with Server(target, tokens=["secret", "other"]) as server:
         right, wrong = (("authorization", f"Bearer {token}") for token in ("secret", "wrong"))
         for metadata in ((), (wrong,), (right, wrong), (wrong, right)):
-            with Talk(server.address, metadata) as talk:
+            with Talk(server.grpc_address, metadata) as talk:
                 talk.open(PROMPT)
                 assert failure_of(talk).code == "not_allowed"
                 assert talk.call.code() == grpc.StatusCode.UNAUTHENTICATED
         assert server.counts.n_sessions == 0
-        with Talk(server.address, (("authorization", "Bearer secret"),)) as talk:
+        with Talk(server.grpc_address, (("authorization", "Bearer secret"),)) as talk:
             session = talk.opened(PROMPT).session
             assert list(talk.verify(N).tokens) == answer[N : N + 1]
         for token, is_new in (("other", True), ("secret", False)):
-            with Talk(server.address, (("authorization", f"bearer {token}"),)) as talk:
+            with Talk(server.grpc_address, (("authorization", f"bearer {token}"),)) as talk:
                 opened = talk.opened(PROMPT, session=session)
                 assert opened.was_rebuilt == is_new == (opened.session != session), "sessions are their owner's"
 
@@ -445,7 +445,7 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
     ids=str,
 )
 def test_a_message_that_makes_no_sense_harms_nobody(server: Server, answer: list[int], body: dict[str, Any]) -> None:
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         talk.open(PROMPT)
         sequence = talk.send(**body)
         failure = talk.read("failure").failure
@@ -456,7 +456,7 @@ def test_a_message_that_makes_no_sense_harms_nobody(server: Server, answer: list
 
 def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list[int]) -> None:
     """Repeated, replayed, or overtaken by later ones."""
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         talk.open(PROMPT)
         talk.verify(N)
         for sequence in (0, 1, 2):
@@ -474,22 +474,22 @@ def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list
 
 
 def test_garbage_ends_its_own_stream(server: Server, answer: list[int]) -> None:
-    with Talk(server.address) as other:
+    with Talk(server.grpc_address) as other:
         session = other.opened(PROMPT).session
         for data in (b"\xff", b"\x00" * 100):
-            with Talk(server.address) as talk:
+            with Talk(server.grpc_address) as talk:
                 talk.open(PROMPT)
                 talk.send_bytes(data)
                 assert failure_of(talk).code == "invalid"
         noise = random.Random(1).randbytes(5000)
         for data in (b"GET / HTTP/1.1\r\n\r\n", noise, HTTP2_PREFACE + noise[:99]):
-            with connect(("127.0.0.1", server.server.port)) as connection:
+            with connect(("127.0.0.1", server.port)) as connection:
                 connection.sendall(data)
                 wait_for_end(connection)
         assert list(other.verify(N).tokens) == answer[N : N + 1]
         other.send(verify=pb.Verify(start=N, tokens=[1] * 5000))  # too large
         assert other.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    with Talk(server.address) as talk:
+    with Talk(server.grpc_address) as talk:
         assert not talk.opened(PROMPT, session=session).was_rebuilt, "the session is unharmed"
     check_health(server, answer)
 
@@ -521,7 +521,7 @@ def test_fuzzed_messages(server: Server, answer: list[int], caplog: pytest.LogCa
     @settings(max_examples=60)
     @given(st.integers(0, 9).map(bool), st.lists(messages | st.binary(max_size=60), max_size=8))
     def fuzz(is_opened: bool, frames: list[bytes]) -> None:
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             if is_opened:
                 talk.open(PROMPT, codec="int4")
             for frame in frames:
@@ -544,20 +544,20 @@ def test_sessions_of_a_client_and_of_all(target: Target) -> None:
     limits = DraftingOptions(max_sessions=4, max_sessions_each=2)
     one, other = ((("authorization", f"Bearer {name}"),) for name in ("one", "other"))
     with Server(target, tokens=["one", "other"], settings=limits) as server:
-        with Talk(server.address, one) as first, Talk(server.address, one) as second:
+        with Talk(server.grpc_address, one) as first, Talk(server.grpc_address, one) as second:
             name = first.opened(PROMPT).session
             second.opened(PROMPT)
-            with Talk(server.address, one) as third:
+            with Talk(server.grpc_address, one) as third:
                 third.open(PROMPT)
                 assert failure_of(third).code == "overloaded"
                 assert third.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-            with Talk(server.address, other) as third:
+            with Talk(server.grpc_address, other) as third:
                 third.opened(PROMPT)
         wait_for(lambda: server.counts.n_streams == 0)
-        with Talk(server.address, one) as third:
+        with Talk(server.grpc_address, one) as third:
             third.opened(PROMPT)
             assert server.counts.n_sessions == 3
-            with Talk(server.address, one) as again:
+            with Talk(server.grpc_address, one) as again:
                 assert again.opened(PROMPT, session=name).was_rebuilt, "it gave way"
 
 
@@ -565,12 +565,12 @@ def test_an_engine_that_is_full(target: Target) -> None:
     with Server(target, max_sequences=1, max_waiting=1) as full:
 
         def is_taken() -> bool:
-            with Talk(full.address) as talk:
+            with Talk(full.grpc_address) as talk:
                 talk.open(PROMPT)
                 is_opened: bool = talk.read().WhichOneof("body") == "opened"
                 return is_opened
 
-        with Talk(full.address) as first, Talk(full.address) as second:
+        with Talk(full.grpc_address) as first, Talk(full.grpc_address) as second:
             first.opened(PROMPT)
             second.opened(PROMPT)
             assert not is_taken()
@@ -581,7 +581,7 @@ def test_an_engine_that_is_full(target: Target) -> None:
 
 def test_too_many_messages_in_flight(target: Target, answer: list[int]) -> None:
     """The first ones are answered, those beyond the bound are refused one by one."""
-    with Server(target, target_ms=100.0) as server, Talk(server.address) as talk:
+    with Server(target, target_ms=100.0) as server, Talk(server.grpc_address) as talk:
         talk.opened(PROMPT)
         sent = [talk.send(verify=pb.Verify(start=N)) for _ in range(25)]
         talk.hang_up()
@@ -597,7 +597,7 @@ def test_too_many_messages_in_flight(target: Target, answer: list[int]) -> None:
 
 def test_messages_beyond_the_rate_wait(target: Target) -> None:
     limits = DraftingOptions(messages_per_s=20)
-    with Server(target, settings=limits) as server, Talk(server.address) as talk:
+    with Server(target, settings=limits) as server, Talk(server.grpc_address) as talk:
         talk.opened(PROMPT)
         began = time.monotonic()
         for number in range(30):
@@ -611,7 +611,7 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
     """Nothing piles up: the engine waits for it, and others go on."""
     target = never_ending(max_position_embeddings=600)
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    with Server(target, {"moa": drafter}, kv_tokens=1000) as server, Talk(server.address, options=window) as talk:
+    with Server(target, {"moa": drafter}, kv_tokens=1000) as server, Talk(server.grpc_address, options=window) as talk:
         talk.open(PROMPT, codec="bf16", max_new_tokens=400)
         talk.send(run=pb.Run(start=N, mode=PLAIN))
         talk.hang_up()
@@ -620,7 +620,7 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
             time.sleep(0.5)
             n_calls.append(server.engine.snapshot().n_calls)
         assert 64 <= n_calls[-1] < 300, "it is held"
-        with Talk(server.address) as other:
+        with Talk(server.grpc_address) as other:
             other.open(PROMPT)
             assert other.verify(N).tokens
         talk.rest()
@@ -634,7 +634,7 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
     window, limits = [("grpc.http2.lookahead_bytes", 1024)], LimitOptions(write_s=1.0)
     with (
         Server(target, {"moa": drafter}, settings=DraftingOptions(idle_s=1.0), limits=limits) as server,
-        Talk(server.address, options=window) as talk,
+        Talk(server.grpc_address, options=window) as talk,
     ):
         talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
         talk.send(run=pb.Run(start=100, mode=PLAIN))
@@ -650,9 +650,9 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
 
 def test_who_opens_nothing_is_sent_away(target: Target) -> None:
     with Server(target, limits=LimitOptions(head_s=0.3)) as server:
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             assert failure_of(talk).code == "idle"
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             talk.send(ping=pb.Ping(id=3))
             assert talk.read().pong.id == 3, "a ping needs no session"
             talk.send(verify=pb.Verify(start=N))
@@ -661,7 +661,7 @@ def test_who_opens_nothing_is_sent_away(target: Target) -> None:
 
 def test_idle_sessions_are_forgotten(target: Target) -> None:
     with Server(target, settings=DraftingOptions(idle_s=0.6)) as server:
-        with Talk(server.address) as idle, Talk(server.address) as busy:
+        with Talk(server.grpc_address) as idle, Talk(server.grpc_address) as busy:
             session = idle.opened(PROMPT).session
             busy.opened(PROMPT)
             began = time.monotonic()
@@ -674,7 +674,7 @@ def test_idle_sessions_are_forgotten(target: Target) -> None:
             assert server.counts.n_sessions == 1
         wait_for(lambda: server.counts.n_sessions == 0)
         wait_for(lambda: server.engine.snapshot().n_open == 0)
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             assert talk.opened(PROMPT, session=session).was_rebuilt
 
 
@@ -684,7 +684,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
     limits = DraftingOptions(keepalive_s=0.5)
     with (
         Server(target, settings=limits, target_ms=5.0) as server,
-        Proxy(server.server.port) as proxy,
+        Proxy(server.port) as proxy,
         Talk(proxy.address) as talk,
     ):
         session = talk.opened(PROMPT, max_new_tokens=80).session
@@ -695,7 +695,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
         n_committed = server.engine.snapshot().n_committed
         time.sleep(0.1)
         assert server.engine.snapshot().n_committed == n_committed, "nothing is decoded for nobody"
-        with Talk(server.address) as again:
+        with Talk(server.grpc_address) as again:
             opened = again.opened(PROMPT, session=session, max_new_tokens=80)
             assert not opened.was_rebuilt
             assert opened.n_committed == N + n_committed
@@ -704,28 +704,26 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
 def test_the_server_drains(target: Target, answer: list[int]) -> None:
     """What runs ends; what is idle, and what comes, is sent away."""
     with (
-        Server(target, target_ms=30.0) as server,
-        Talk(server.address) as running,
-        Talk(server.address) as idle,
-        Talk(server.address) as endless,
+        Server(target, target_ms=30.0, config={"grace_s": 1}) as server,
+        Talk(server.grpc_address) as running,
+        Talk(server.grpc_address) as idle,
+        Talk(server.grpc_address) as endless,
     ):
         for talk, n_new in ((running, N_NEW), (idle, N_NEW), (endless, 90)):
             talk.opened(PROMPT, max_new_tokens=n_new)
         running.send(run=pb.Run(start=N, mode=PLAIN))
         endless.send(run=pb.Run(start=N, mode=PLAIN))
         running.read("committed")
-        stopping = threading.Thread(target=server.run, args=(server.server.stop(1.0),))
-        stopping.start()
+        server.end()
         assert failure_of(idle).code == "unavailable"
         assert idle.call.code() == grpc.StatusCode.UNAVAILABLE
-        with Talk(server.address) as late:
+        with Talk(server.grpc_address) as late:
             late.open(PROMPT)
             assert failure_of(late).code == "unavailable"
         assert failure_of(running).code == "unavailable"
         assert running.answer == answer[N:]
         assert failure_of(endless).code == "unavailable"
         assert 5 < len(endless.text) < 90
-        stopping.join()
 
 
 # Faults of the engine
@@ -744,7 +742,7 @@ def test_a_text_that_fails_is_opened_again(
 
     monkeypatch.setattr(Runner, "run", run)
     with Server(target) as server:
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             session = talk.opened(PROMPT).session
             talk.verify(N)
             is_broken.set()
@@ -755,7 +753,7 @@ def test_a_text_that_fails_is_opened_again(
             assert "/secret/path.cu" not in failure.message
             assert "/secret/path.cu" in caplog.text
         is_broken.clear()
-        with Talk(server.address) as talk:
+        with Talk(server.grpc_address) as talk:
             assert talk.opened(answer[: N + 1], N, session=session).was_rebuilt
             assert list(talk.verify(N + 1).tokens) == answer[N + 1 : N + 2]
 
@@ -763,7 +761,7 @@ def test_a_text_that_fails_is_opened_again(
 def test_a_fault_of_the_server_ends_one_stream(
     server: Server, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with monkeypatch.context() as patch, Talk(server.address) as talk:
+    with monkeypatch.context() as patch, Talk(server.grpc_address) as talk:
         patch.setattr("moa_data.serving.grpc.DraftingServer._request", lambda *_: 1 / 0)
         talk.open(PROMPT)
         assert failure_of(talk).code == "internal"

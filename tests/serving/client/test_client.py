@@ -52,7 +52,7 @@ def test_every_mode_gives_the_plain_answer(name: str) -> None:
     patient = Timeouts(connect_s=60.0, silence_s=10.0, dead_s=60.0)  # a busy machine is no cut
     with Server(target(), {"d": model(name).drafter}) as own:
         for mode in MODES:
-            with client(own.address, name, mode=mode, timeouts=patient) as connected:
+            with client(own.grpc_address, name, mode=mode, timeouts=patient) as connected:
                 watched, lengths = Watched(connected), list[float]()
                 for prompt in PROMPTS[:4]:
                     answer = watched.complete(prompt, 20)
@@ -68,7 +68,7 @@ def test_every_mode_gives_the_plain_answer(name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> None:
-    with client(server.address, mode=mode) as connected:
+    with client(server.grpc_address, mode=mode) as connected:
         watched = Watched(connected)
         for seed in (1, -5):
             wanted = plain(PROMPTS[1], 24, SAMPLED, seed)
@@ -78,12 +78,12 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
 
 def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
     """The second prompt begins with the first text; its contexts are here."""
-    with client(server.address, mode="client") as connected:
+    with client(server.grpc_address, mode="client") as connected:
         first = connected.complete(PROMPTS[0], max_new_tokens=30)
         longer = [*PROMPTS[0], *first.tokens, 5, 6]
         again = connected.complete(longer, max_new_tokens=4)
         assert list(again.tokens) == plain(longer, 4)
-        with client(server.address, mode="client") as other:
+        with client(server.grpc_address, mode="client") as other:
             assert other.complete(longer, max_new_tokens=4).stats.bytes_down > 1.2 * again.stats.bytes_down
 
 
@@ -92,7 +92,7 @@ def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
 
 def test_writes_offline_and_takes_back(server: Server) -> None:
     """A switch on the client's side: the text goes on at once, within bounds, and is put right on return."""
-    with client(server.address, mode="server", max_offline=10, offline_below=0.0) as connected:
+    with client(server.grpc_address, mode="server", max_offline=10, offline_below=0.0) as connected:
         watched = Watched(connected)
         unverified: list[int] = []
 
@@ -126,13 +126,13 @@ def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, is_complete: bool,
     """Record an exchange, then repeat it with the network cut after every so many bytes of one direction."""
     timeouts = Timeouts(connect_s=120.0, silence_s=0.05, dead_s=0.3)
     wanted, step = plain(PROMPTS[3], 12), 1 if is_complete else 997 if way == "down" else 233
-    with Proxy(server.server.port) as proxy:
+    with Proxy(server.port) as proxy:
         with client(proxy.address, mode=mode) as connected:
             assert list(connected.complete(PROMPTS[3], max_new_tokens=12).tokens) == wanted
         n_bytes = proxy.n_bytes[way]
     assert n_bytes > 300
     for n in range(0, n_bytes + step, step):
-        with Proxy(server.server.port) as proxy, restored(proxy):
+        with Proxy(server.port) as proxy, restored(proxy):
             proxy.cut_after(n, way, reset)
             with client(proxy.address, mode=mode, timeouts=timeouts) as connected:
                 assert list(Watched(connected).complete(PROMPTS[3], 12).tokens) == wanted, n
@@ -141,15 +141,16 @@ def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, is_complete: bool,
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
     """It has lost the session; the client opens it anew with what is committed, and writes offline meanwhile."""
-    first = Server(target(), {"moa": model().drafter}, target_ms=10.0)
-    port, restarted = first.server.port, list[Server]()
+    drafters = {"moa": model().drafter}
+    first = Server(target(), drafters, target_ms=10.0).__enter__()
+    second = Server(target(), drafters, config={"grpc_port": first.port})
 
     def restart() -> None:
-        first.stop()
+        first.__exit__()
         time.sleep(0.2)
-        restarted.append(Server(target(), {"moa": model().drafter}, port=port))
+        second.__enter__()
 
-    with client(f"127.0.0.1:{port}", mode="server") as connected:
+    with client(first.grpc_address, mode="server") as connected:
         watched, thread = Watched(connected), threading.Thread(target=restart)
 
         def note(event: Any) -> None:
@@ -159,10 +160,11 @@ def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
 
         answer = connected.complete(PROMPTS[5], max_new_tokens=60, sampling=sampling, seed=3, on_event=note)
         thread.join()
-        restarted[0].stop()
+        n_opened = second.counts.n_opened
+        second.__exit__()
     assert list(answer.tokens) == plain(PROMPTS[5], 60, sampling, 3)
     assert "offline" in [event.mode for event in watched.events if isinstance(event, ModeChanged)]
-    assert restarted[0].counts.n_opened == 1
+    assert n_opened == 1
 
 
 def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> None:
@@ -176,18 +178,18 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
         if isinstance(event, Tokens) and event.start >= 14:
             raise Killed
 
-    with client(server.address, session_file=file, mode="client") as connected, pytest.raises(Killed):
+    with client(server.grpc_address, session_file=file, mode="client") as connected, pytest.raises(Killed):
         connected.complete(PROMPTS[6], max_new_tokens=40, sampling=SAMPLED, seed=9, on_event=die)
     saved = SavedAnswer.load(file)
     assert not saved.finish
     assert saved.session
     assert len(saved.tokens) > len(PROMPTS[6])
-    with client(server.address, session_file=file, mode="client") as connected:
+    with client(server.grpc_address, session_file=file, mode="client") as connected:
         watched = Watched(connected)
         answer = connected.resume(saved, watched.note)
     assert list(answer.tokens) == plain(PROMPTS[6], 40, SAMPLED, 9) == watched.display.tokens
     assert SavedAnswer.load(file).finish == "length"
-    with client(server.address) as connected:
+    with client(server.grpc_address) as connected:
         assert connected.resume(SavedAnswer.load(file)).tokens == answer.tokens, "what has ended stays as it is"
 
 
@@ -207,7 +209,7 @@ def test_nobody_answers(is_silent: bool) -> None:
 
 
 def test_requests_that_make_no_sense(server: Server) -> None:
-    with client(server.address) as connected:
+    with client(server.grpc_address) as connected:
         for tokens, n_most in (([], 5), ([5], 0), ([99999], 5)):
             with pytest.raises(RequestInvalid):
                 connected.complete(tokens, max_new_tokens=n_most)
@@ -245,14 +247,14 @@ def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     chat = [{"role": "user", "content": "the cat sat"}]
     with (
         Server(live, {"moa": drafter}, identities) as own,
-        DraftingClient(own.address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
+        DraftingClient(own.grpc_address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
     ):
         answer = connected.chat(chat, max_new_tokens=12)
         assert len(answer.tokens) == 12 or answer.finish == "stop"
         assert answer.text == tokenizer.decode(answer.tokens, skip_special_tokens=True)
     with (
         Server(live, {"moa": drafter}, Identities("", "", {"moa": "another"})) as other,
-        DraftingClient(other.address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
+        DraftingClient(other.grpc_address, tmp_path / "drafter", tmp_path / "store", timeouts=HASTY) as connected,
         pytest.raises(ProtocolMismatch),
     ):
         connected.chat(chat)

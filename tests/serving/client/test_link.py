@@ -14,7 +14,7 @@ import pytest
 from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
 from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.link import Link, LinkEvent
-from moa_data.tests.kit.certificates import Authority
+from moa_data.tests.kit.certificates import Authority, make_certificates
 from moa_data.tests.kit.proxy import Proxy
 
 from ..drafting import Server
@@ -67,7 +67,7 @@ def error_of(link: Link) -> ServingError:
 
 def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None:
     """A stream an answer, and one connection for all: no handshake before the second answer."""
-    with Proxy(server.server.port) as proxy:
+    with Proxy(server.port) as proxy:
         link = links(proxy.address)
         for number in (1, 2, 3):
             link.begin()
@@ -81,7 +81,7 @@ def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None
 
 
 def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: Any) -> None:
-    link = links(server.address)
+    link = links(server.grpc_address)
     link.begin()
     first = wait_for(link, "up").stream
     link.send(first, [OPEN])
@@ -118,12 +118,12 @@ def test_a_server_that_is_no_drafting_server(links: Any) -> None:
 
 
 def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
-    authority = Authority()
-    for name, one in {"ca": authority, "other": Authority("other"), "alike": Authority()}.items():
+    ca, config = make_certificates(tmp_path)
+    for name, one in {"other": Authority("other"), "alike": Authority()}.items():
         (tmp_path / f"{name}.pem").write_bytes(one.certificate)
-    with Server(target(), tokens=["t"], credentials=grpc.ssl_server_credentials([authority.server()])) as guarded:
-        address = f"localhost:{guarded.server.port}"
-        link = links(address, "t", tmp_path / "ca.pem")
+    with Server(target(), tokens=["t"], config=config) as guarded:
+        address = f"localhost:{guarded.port}"
+        link = links(address, "t", ca)
         link.begin()
         link.send(wait_for(link, "up").stream, [OPEN])
         opened = wait_for(link, "received").message
@@ -133,10 +133,10 @@ def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
             error = error_of(links(address, "t", tmp_path / f"{name}.pem"))
             assert isinstance(error, ProtocolMismatch)
             assert "--ca" in str(error)
-        assert isinstance(error_of(links(address, "wrong", tmp_path / "ca.pem")), NotAllowed)
+        assert isinstance(error_of(links(address, "wrong", ca)), NotAllowed)
         assert isinstance(error_of(links(address)), Disconnected), "without TLS"
     with Server(target()) as plain:
-        error = error_of(links(f"localhost:{plain.server.port}", "", tmp_path / "ca.pem"))
+        error = error_of(links(f"localhost:{plain.port}", "", ca))
         assert isinstance(error, ProtocolMismatch)
         assert "no TLS" in str(error)
 
