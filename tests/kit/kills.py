@@ -3,8 +3,9 @@
 import errno
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,17 @@ def full_at(n: int, call: str = "write", code: int = errno.ENOSPC) -> AbstractCo
     return failing_at(n, refuse, (call,))
 
 
+def run_apart(function: Callable[..., object], *arguments: object) -> None:
+    """Run a test module's function of texts in a process of its own, which must end well."""
+    code = (
+        f"import sys, torch; torch.set_num_threads(1); from moa_data.{function.__module__} import "
+        f"{function.__name__} as run; run(*sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
 def die() -> None:
     """End this process as kill -9 does."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -107,10 +119,10 @@ def _status_of(*actions: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def kill_at_points(points: dict[str, Callable[[], None]], action: Callable[[str], object]) -> None:
-    """Run an action once for each point, at which it must die."""
-    for name, arm in points.items():
-        status = _status_of(arm, partial(action, name))
+def kill_at_points(points: Mapping[str, tuple[Any, ...]], action: Callable[[str], object]) -> None:
+    """Run an action once for each point, arguments of ``die_at``, at which it must die."""
+    for name, point in points.items():
+        status = _status_of(partial(die_at, *point), partial(action, name))
         assert os.WIFSIGNALED(status), (name, status)
         assert os.WTERMSIG(status) == signal.SIGKILL, (name, status)
 

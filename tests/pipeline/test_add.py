@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +19,13 @@ from moa_data.pipeline.forwards.capture import capture
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write import addition as addition_module
+from moa_data.storage.write import part as part_writer
+from moa_data.storage.write import publish
+from moa_data.storage.write import store as store_writer
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
 
@@ -166,30 +167,18 @@ def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractCon
     assert read_tree(config.out) == fresh(config)
 
 
-KILL_SCRIPT = """
-    import sys
-    import torch
-    from moa_data.pipeline.add import add
-    from moa_data.pipeline.config import AddConfig
-    from moa_data.storage.write import addition, part as part_writer, publish, store as writer
-    from moa_data.tests.kit.kills import die_at, kill_at_points
+KILLS: dict[str, tuple[Any, ...]] = {
+    "bundle": (publish, "name_files", 1, True),
+    "basis": (addition_module, "write_atomic", 1, True),
+    "mid_part": (part_writer.ArrayWriter, "write", 11),
+    "before_seal": (store_writer, "write_manifest_commit", 1),
+    "before_name": (store_writer, "name_next_basis", 2),
+}
 
-    torch.set_num_threads(1)
-    model, out, *names = sys.argv[1:]
 
-    POINTS = {
-        "bundle": lambda: die_at(publish, "name_files", 1, after=True),
-        "basis": lambda: die_at(addition, "write_atomic", 1, after=True),
-        "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 11),
-        "before_commit": lambda: die_at(publish, "replace_file", 2),
-        "before_manifest": lambda: die_at(writer, "replace_file", 1),
-        "before_seal": lambda: die_at(writer, "write_manifest_commit", 1),
-        "before_name": lambda: die_at(writer, "name_next_basis", 2),
-    }
-    points = {name: POINTS[name] for name in names}
-    kill_at_points(points, lambda name: add(AddConfig.of(
-        store=f"{out}-{name}", model=model, activations=("hidden:layer:0",), target_layers=1)))
-"""
+def kill(model: str, out: str, *names: str) -> None:
+    config = AddConfig(store=out, model=model, activations=("hidden:layer:0",), target_layers=1)
+    kill_at_points({name: KILLS[name] for name in names}, lambda name: add(config.replaced(store=f"{out}-{name}")))
 
 
 @pytest.mark.parametrize(
@@ -206,9 +195,7 @@ def test_kill_9_leaves_the_old_store_or_the_new_one_and_the_next_run_ends_in_the
     begun(config)
     for name in names:
         shutil.copytree(config.out, f"{config.out}-{name}")
-    arguments = [sys.executable, "-c", textwrap.dedent(KILL_SCRIPT), config.model, config.out, *names]
-    run = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr
+    run_apart(kill, config.model, config.out, *names)
     expected = fresh(config)
     for name in names:
         killed = f"{config.out}-{name}"

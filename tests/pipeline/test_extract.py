@@ -3,9 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from itertools import count
 from pathlib import Path
@@ -30,7 +27,10 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path
 from moa_data.storage.write import part as part_writer
+from moa_data.storage.write import publish
+from moa_data.storage.write import store as store_writer
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
@@ -206,29 +206,18 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: Extrac
     assert not list((Path(config.out) / "parts").rglob("c.*"))
 
 
-KILL_SCRIPT = """
-    import sys
-    import torch
-    from moa_data.pipeline import extract as extract_module
-    from moa_data.pipeline.forwards import parts as forwards_module
-    from moa_data.pipeline.config import ExtractConfig
-    from moa_data.storage.write import part as part_writer, publish, store as writer
-    from moa_data.tests.kit.kills import die_at, kill_at_points
+KILLS: dict[str, tuple[Any, ...]] = {
+    "manifest": (store_writer, "put_if_absent", 2),
+    "bundle": (forwards_module, "save_target_bundle", 1, True),
+    "mid_part": (part_writer.ArrayWriter, "write", 40),
+    "before_commit": (publish, "put_if_absent", 2),
+    "after_commit": (publish, "put_if_absent", 3, True),
+}
 
-    torch.set_num_threads(1)
-    model, dataset, out, *names = sys.argv[1:]
 
-    POINTS = {
-        "manifest": lambda: die_at(writer, "put_if_absent", 2),
-        "bundle": lambda: die_at(forwards_module, "save_target_bundle", 1, after=True),
-        "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
-        "before_commit": lambda: die_at(publish, "put_if_absent", 2),
-        "after_commit": lambda: die_at(publish, "put_if_absent", 3, after=True),
-    }
-    kill_at_points({name: POINTS[name] for name in names}, lambda name: extract_module.extract(ExtractConfig.of(
-        model=model, dataset=dataset, out=f"{out}-{name}", max_length=128, device="cpu", target_layers=1,
-        part_tokens=512, batch_tokens=256)))
-"""
+def kill(settings: str, *names: str) -> None:
+    config = ExtractConfig.model_validate_json(settings)
+    kill_at_points({name: KILLS[name] for name in names}, lambda name: extract(elsewhere(config, f"store-{name}")))
 
 
 @pytest.mark.parametrize(
@@ -243,9 +232,7 @@ def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_
 ) -> None:
     extract(config)
     expected = read_tree(config.out)
-    arguments = [sys.executable, "-c", textwrap.dedent(KILL_SCRIPT), config.model, config.dataset, config.out, *names]
-    run = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr
+    run_apart(kill, config.model_dump_json(), *names)
     for name in names:
         killed = elsewhere(config, f"store-{name}")
         if (Path(killed.out) / "store.json").exists():

@@ -1,9 +1,7 @@
 """A target answers chats: its own greedy words, the same bytes after any kill, a dataset that extract takes."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from moa_data.pipeline.regenerate import Answers, LossReason, Row, open_answers,
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.kills import kill_at_every_change, run_apart
 from moa_data.tests.kit.models import build_byte_tokenizer, build_text_model
 from moa_data.tests.kit.serving import MODEL, LiveServer
 from moa_data.tests.kit.stores import read_tree
@@ -86,35 +85,24 @@ def config(target_folder: Path, rows: list[Any], tmp_path: Path) -> RegenerateCo
     )  # fmt: skip
 
 
-# Each run is killed at a later change of the disk; the next process ends what it began, in the bytes of a whole run.
-KILLS = """
-import sys
-from pathlib import Path
-import torch
-from moa_data.pipeline import regenerate as local
-from moa_data.pipeline.config import RegenerateConfig
-from moa_data.tests.kit.kills import kill_at_every_change
+def kill(folder: str, drafter: str, settings: str, every: str) -> None:
+    """Kill each run at a later change of the disk; the next process ends what it began, as a whole run would."""
+    config = RegenerateConfig.model_validate_json(settings).replaced(
+        drafter=drafter, batch_size=2, max_rows=5, max_new_tokens=8
+    )
+    loaded = Target.load(str(config.model), device="cpu")
+    _ = loaded.identity
+    setattr(Target, "load", lambda *_: loaded)  # noqa: B010
 
-torch.set_num_threads(1)
-folder, model, drafter, dataset, every = sys.argv[1:]
-config = RegenerateConfig.of(
-    model=model, drafter=drafter, dataset=dataset, out="-", device="cpu", batch_size=2, max_rows=5, max_new_tokens=8,
-    max_rejected_fraction=1,
-)
-target = local.Target.load(model, device="cpu")
-target.identity
-local.Target.load = lambda *args: target
+    def answer(name: str) -> None:
+        regenerate(config.replaced(out=str(Path(folder) / f"{name}.jsonl")))
 
-def answer(name):
-    local.regenerate(config.replaced(out=str(Path(folder) / f"{name}.jsonl")))
+    def begin(n: int, arm: Callable[[], None]) -> None:
+        answer(f"killed-{n - int(every)}" if n > 1 else "whole")
+        arm()
+        answer(f"killed-{n}")
 
-def begin(n, arm):
-    answer(f"killed-{n - int(every)}" if n > 1 else "whole")
-    arm()
-    answer(f"killed-{n}")
-
-kill_at_every_change(begin, int(every))
-"""
+    kill_at_every_change(begin, int(every))
 
 
 def read(config: RegenerateConfig) -> dict[int, list[str]]:
@@ -258,9 +246,7 @@ def test_any_kill_ends_in_the_bytes_of_a_run_that_was_not_interrupted(
 ) -> None:
     folder = tmp_path / "kills"
     folder.mkdir()
-    arguments = [str(folder), str(config.model), str(drafter_folder), config.dataset, str(every)]
-    done = subprocess.run([sys.executable, "-c", KILLS, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_apart(kill, folder, drafter_folder, config.model_dump_json(), every)
     whole = outputs(elsewhere(config.replaced(out=str(folder / "x")), "whole"))
     killed = sorted(folder.glob("killed-*.jsonl"))
     assert len(killed) >= 3
