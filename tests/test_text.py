@@ -13,7 +13,7 @@ from rich.text import Text
 from moa_data.commands.console import StandardOutput
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import build_room, run
-from moa_data.text import add_command, printable
+from moa_data.text import printable
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 ATTACK = "clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\r \x9b2J right \u202eleft\u2066 :smile: [red]x[/red] [/]"
@@ -84,10 +84,3 @@ def test_reports_of_eval_are_escaped(room: Path, tmp_path: Path) -> None:
         assert not CONTROLS.search(text)
     categories = json.loads(report.read_text())["rows"][0]["category"]
     assert categories == SHOWN
-
-
-def test_the_command_that_adds_is_named_in_full() -> None:
-    assert add_command("s", ["kv", "hidden/last", "hidden/layer_12"], 1) == (
-        "`moa-data add s --model MODEL --activations kv,hidden:last,hidden:layer:12 --target-layers 1`"
-    )
-    assert add_command(Path("s"), [], 2) == "`moa-data add s --model MODEL --target-layers 2`"

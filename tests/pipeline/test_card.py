@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from moa_data.errors import StoreNotFound
 from moa_data.pipeline.card import CardOrigin, card_text, public_name, size_category, write_card
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import hidden_field, response_mask_field, to_float32, tokens_field
-from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import make_recipe
 
 ORIGIN = CardOrigin("owner/tiny", "owner/chats")
@@ -88,23 +85,6 @@ def test_every_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dty
     plain: dict[str, Any] = {}
     exec(compile(snippets[1], "README.md", "exec"), plain)
     np.testing.assert_array_equal(plain["values"], expected)
-
-
-def test_reader_verify_and_resume_do_not_mind_the_card(store: Path) -> None:
-    write_card(store, ORIGIN)
-    assert verify_store(store).ok
-    (store / "README.md.partial").write_text("left by a kill")
-    recipe = make_recipe()
-    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
-        assert writer.pending_parts() == []
-    assert (store / "README.md").is_file()
-    assert not (store / "README.md.partial").exists()
-
-
-def test_only_a_store_gets_a_card(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFound):
-        write_card(tmp_path, ORIGIN)
-    assert not list(tmp_path.iterdir())
 
 
 def test_names_that_may_be_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
