@@ -36,7 +36,7 @@ from ..files import (
     write_atomic,
     write_file,
 )
-from .paths import REQUEST_BYTES, RemotePath, Stat, StorePath, requests
+from .paths import REQUEST_BYTES, RemotePath, StorePath, requests
 
 MISSING = (FileNotFoundError, NotADirectoryError)
 """What the system raises where there is no such file. Any other refusal says nothing about the file."""
@@ -177,17 +177,9 @@ def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[
         yield path, partial(read_file, path) if future is None else future.result
 
 
-def sizes_of(store: StorePath) -> Callable[[StorePath], Stat | os.stat_result]:
-    """Return what tells a file's size: of a remote store from one listing, and by asking for what that lacks."""
-    if not isinstance(store, RemotePath):
-        return lambda path: path.stat()
-    listing = store.backend.list_files(store.key)
-
-    def look(path: StorePath) -> Stat | os.stat_result:
-        known = listing.get(path.key) if isinstance(path, RemotePath) else None
-        return path.stat() if known is None else Stat(known.n_bytes)
-
-    return look
+def listed_sizes(folder: StorePath) -> dict[str, int]:
+    """Return the files below a folder of a bucket -> bytes, by one request; none of a local one, to be asked for."""
+    return folder.sizes() if isinstance(folder, RemotePath) else {}
 
 
 def blocks_of(path: StorePath, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes | memoryview]:

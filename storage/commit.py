@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import stat
 import zlib
@@ -21,7 +20,7 @@ from typing import Any
 from ..errors import StoreDamaged
 from ..files import MAX_JSON_BYTES, mapping, parse_object, relative_name, whole_number
 from .backend import MISSING, file_crc32, make_folder, names_in, put, read_file, reads_of
-from .paths import RemotePath, Stat, StorePath, name_below
+from .paths import StorePath, name_below
 from .plan import MAX_PLAN_BYTES
 from .schema import (
     COMMITS_NAME,
@@ -116,20 +115,20 @@ def array_of(file: str) -> str | None:
 
 
 def find_size_damage(
-    folder: StorePath, files: Mapping[str, FileRecord], look: Callable[[StorePath], Stat | os.stat_result] | None = None
+    folder: StorePath, files: Mapping[str, FileRecord], listed: Mapping[str, int] | None = None
 ) -> Damage:
     """Return (path, error) for each committed file that is missing or has another size.
 
     Args:
-        look: tells a file's size (``backend.sizes_of``); what it says against a file is asked for once more.
+        listed: ``backend.listed_sizes``; what a list lacks or says otherwise, which may be older, is asked for.
     """
     damage: Damage = []
     for name, record in files.items():
+        if listed and listed.get(name) == record.bytes:
+            continue
         path = folder / name
         try:
-            found = look(path) if look else path.stat()
-            if found.st_size != record.bytes and isinstance(path, RemotePath):
-                found = path.stat()  # a listing may be older than the file
+            found = path.stat()
         except MISSING:
             damage.append((path, StoreDamaged(f"{path} is missing although it was committed. {_REDO}")))
             continue

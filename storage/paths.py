@@ -109,10 +109,15 @@ class RemotePath:
             return bool(self.backend.list_files(self.key))
         return True
 
-    def names(self) -> list[str]:
-        """Return the names of all files below it, relative to it."""
+    def sizes(self) -> dict[str, int]:
+        """Return the names of all files below it, relative to it and sorted -> bytes."""
         start = f"{self.key}/" if self.key else ""
-        return [name[len(start) :] for name in sorted(self.backend.list_files(self.key)) if name.startswith(start)]
+        found = sorted(self.backend.list_files(self.key).items())
+        return {name[len(start) :]: entry.n_bytes for name, entry in found if name.startswith(start)}
+
+    def names(self) -> list[str]:
+        """Return the names of all files below it, relative to it and sorted."""
+        return list(self.sizes())
 
     def read_bytes(self) -> bytes:
         """Return the file's content."""

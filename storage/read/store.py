@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...errors import SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
-from ..backend import MISSING, download, exists, open_path, read_file, sizes_of
+from ..backend import MISSING, download, exists, listed_sizes, open_path, read_file
 from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
@@ -88,7 +88,7 @@ class ActivationStore:
                 )
         self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
         planned = part_counts(plan, self.manifest.alignment_tokens)
-        look = sizes_of(self.path / PARTS_NAME)  # one listing instead of a request for each file
+        listed = listed_sizes(self.path / PARTS_NAME)  # one listing instead of a request for each file
         for part, commit in self.commits.items():
             # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
             if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
@@ -97,7 +97,7 @@ class ActivationStore:
                     f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
                     "and run extract again: it redoes that part."
                 )
-            for _, error in find_size_damage(self.path / PARTS_NAME, commit.files, look):
+            for _, error in find_size_damage(self.path / PARTS_NAME, commit.files, listed):
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]

@@ -25,11 +25,11 @@ from ..backend import (
     check_incomplete,
     exists,
     file_crc32,
+    listed_sizes,
     names_in,
     open_path,
     reads_of,
     reason,
-    sizes_of,
 )
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
@@ -256,10 +256,10 @@ class _Verification:
         self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
         # The reader refuses files of another size, so it is given the parts without any.
         unsized: dict[int, OSError | MemoryError] = {}
-        readable, look = [], sizes_of(folder)
+        readable, listed = [], listed_sizes(folder)
         for part, commit in commits.items() if self.values else ():
             try:
-                if part not in contradicted and not find_size_damage(folder, commit.files, look):
+                if part not in contradicted and not find_size_damage(folder, commit.files, listed):
                     readable.append(part)
             except (OSError, MemoryError) as error:
                 unsized[part] = error

@@ -45,6 +45,7 @@ from ..backend import (
     blocks_of,
     check_guard,
     exists,
+    listed_sizes,
     make_folder,
     names_in,
     open_path,
@@ -53,7 +54,6 @@ from ..backend import (
     reads_of,
     remove_files,
     replace_file,
-    sizes_of,
     sync_names,
 )
 from ..chunk import EncodePool
@@ -403,7 +403,7 @@ class StoreWriter(StoreFiles):
     def _whole_commits(self) -> dict[int, PartCommit | None]:
         """Return the commits of planned parts; None for one that is damaged, or does not match plan or files."""
         commits: dict[int, PartCommit | None] = {}
-        look = sizes_of(self.path / PARTS_NAME)
+        listed = listed_sizes(self.path / PARTS_NAME)
         for part, (path, read) in enumerate(reads_of(commit_path(self.path, part) for part in range(self.n_parts))):
             try:
                 commit = read_part_commit(path, read)
@@ -413,7 +413,7 @@ class StoreWriter(StoreFiles):
                 commits[part] = None
                 continue
             is_whole = commit.counts == self._counts[part]
-            is_whole = is_whole and not find_size_damage(self.path / PARTS_NAME, commit.files, look)
+            is_whole = is_whole and not find_size_damage(self.path / PARTS_NAME, commit.files, listed)
             commits[part] = commit if is_whole else None
         return commits
 
