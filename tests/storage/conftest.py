@@ -8,8 +8,9 @@ from moa_data.tests.kit.stores import Recipe, make_recipe
 
 
 @pytest.fixture
-def recipe() -> Recipe:
-    return make_recipe()
+def recipe(request: pytest.FixtureRequest) -> Recipe:
+    """The test module's own ``RECIPE``, or the usual one."""
+    return getattr(request.module, "RECIPE", None) or make_recipe()
 
 
 @pytest.fixture

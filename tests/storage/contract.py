@@ -22,6 +22,7 @@ from moa_data.storage.backend import (
     remove_files,
     replace_file,
 )
+from moa_data.storage.commit import FileRecord, find_size_damage
 from moa_data.storage.paths import RemotePath, StorePath
 
 
@@ -41,8 +42,11 @@ class BackendContract:
             read_file(place / "b/c", 6)
         sizes = {"a": 0, "b/c": 7, "b/c.d/e f+ü": 256}
         assert {name: (place / name).stat().st_size for name in names_below(place)} == sizes
-        assert listed_sizes(place) == (sizes if isinstance(place, RemotePath) else {})
-        assert names_in(place) == ["a", "b"]
+        listed = listed_sizes(place)
+        assert listed == (sizes if isinstance(place, RemotePath) else {})
+        put(place / "later", b"12345")  # the list is older
+        assert not find_size_damage(place, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed)
+        assert names_in(place) == ["a", "b", "later"]
         assert names_in(place / "nothing") == []
         assert exists(place / "b")
         assert not exists(place / "b/c.")

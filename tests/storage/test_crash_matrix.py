@@ -21,10 +21,7 @@ from moa_data.storage.write.repair import RepairPlan, drop_damage, plan_repair, 
 from moa_data.tests.kit.kills import killed_everywhere
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
-
-@pytest.fixture
-def recipe() -> Recipe:
-    return make_recipe((70, 3, 130, 64), part_tokens=256)
+RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:

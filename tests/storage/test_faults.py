@@ -29,11 +29,7 @@ from moa_data.tests.kit.stores import Recipe, check_reads_equal, make_recipe, re
 
 _log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
 LENGTHS = (70, 3, 200, 64)
-
-
-@pytest.fixture
-def recipe() -> Recipe:
-    return make_recipe(LENGTHS)
+RECIPE = make_recipe(LENGTHS)
 
 
 def write_together(place: str, recipe: Recipe, n_writers: int) -> None:

@@ -26,9 +26,7 @@ from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
 
 
-@pytest.fixture
-def recipe() -> Recipe:
-    return make_recipe((70, 3, 130, 64), part_tokens=256)
+RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 @pytest.fixture

@@ -20,9 +20,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def recipe() -> Recipe:
-    return make_recipe((70, 3, 130, 64), part_tokens=256)
+RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 @pytest.fixture

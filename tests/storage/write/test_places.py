@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moa_data.errors import OutputOccupied, StorageUnavailable, StoreDamaged, StoreLocked, StoreMismatch
-from moa_data.storage.backend import open_path, put, put_if_absent, remove_files
+from moa_data.storage.backend import names_below, open_path, put, put_if_absent, remove_files
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
@@ -48,10 +48,6 @@ class PlaceContract:
         return make_recipe(LENGTHS)
 
     @pytest.fixture
-    def store(self, tmp_path: Path, recipe: Recipe) -> Path:
-        return recipe.write(tmp_path / "store")
-
-    @pytest.fixture
     def wanted(self, store: Path) -> dict[str, bytes]:
         """The bytes of the store on a disk."""
         return read_tree(store)
@@ -72,11 +68,11 @@ class PlaceContract:
 
     def test_leaving_without_commit_leaves_nothing(self, place: StorePath, recipe: Recipe) -> None:
         with recipe.open(place) as writer:
-            before = set(self.names(place))
+            before = names_below(place)
             with suppress(KeyboardInterrupt), writer.part(0) as out:
                 recipe.fill(out)
                 raise KeyboardInterrupt
-            assert set(self.names(place)) == before
+            assert names_below(place) == before
             recipe.write_part(writer, 0)
 
     def test_of_two_writers_of_a_part_the_first_to_commit_wins(
@@ -108,7 +104,7 @@ class PlaceContract:
         put(place / "notes.txt", b"mine")
         with pytest.raises(OutputOccupied, match=r"it holds notes\.txt"):
             recipe.write(place)
-        assert self.names(place) == ["notes.txt"]
+        assert names_below(place) == ["notes.txt"]
 
     def test_the_bundle_is_committed_whole_and_replaced(self, place: StorePath, recipe: Recipe) -> None:
         recipe.write(place)
@@ -127,13 +123,6 @@ class PlaceContract:
         with ActivationStore(place) as store:
             assert (store.target_path / "sub" / "weights").read_text() == "another"
         assert verify_store(place).ok
-
-    @staticmethod
-    def names(place: StorePath) -> list[str]:
-        if isinstance(place, RemotePath):
-            return place.names()
-        found = (path for path in place.rglob("*") if path.is_file() and path.name != "store.lock")
-        return sorted(path.relative_to(place).as_posix() for path in found)
 
 
 class TestFolder(PlaceContract):
