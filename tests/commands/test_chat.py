@@ -26,6 +26,7 @@ from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.proxy import Proxy
+from moa_data.tests.kit.serving import wait_for
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 from ..serving.drafting import Server
@@ -145,13 +146,6 @@ def read_until(end: int, pattern: str, timeout_s: float = 60.0) -> str:
     return came
 
 
-def wait_for_tokens(file: Path, n_tokens: int) -> None:
-    stop = time.monotonic() + 60
-    while not file.exists() or len(json.loads(file.read_text())["tokens"]) < n_tokens:
-        assert time.monotonic() < stop
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.usefixtures("heeded_signals")
@@ -164,7 +158,7 @@ def test_another_process_goes_on(number: signal.Signals, live: Target, folder: P
             [sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION, "--session", str(file)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        wait_for_tokens(file, 40)
+        wait_for(lambda: file.exists() and len(json.loads(file.read_text())["tokens"]) >= 40)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == (-number if number is signal.SIGKILL else 128 + number)

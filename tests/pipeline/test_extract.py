@@ -16,12 +16,9 @@ from transformers import AutoModelForCausalLM
 from moa_data.errors import Interrupted, StorageUnavailable, StoreMismatch, TargetError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline import extract as extract_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import parts as forwards_module
-from moa_data.pipeline.report import PartProgress, Timings
-from moa_data.pipeline.workers import WorkOrder, run_worker
 from moa_data.storage import chunk as chunk_module
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
@@ -29,7 +26,6 @@ from moa_data.storage.schema import commit_path
 from moa_data.storage.write import part as part_writer
 from moa_data.storage.write import publish
 from moa_data.storage.write import store as store_writer
-from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.stores import flip, read_tree
@@ -258,16 +254,3 @@ def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(c
     timings = extract(config, progress=commit_meanwhile).timings
     assert (timings.n_parts, timings.n_late, timings.n_tokens) == (0, 1, 0)
     assert timings.n_computed_tokens > 0
-
-
-def test_a_lost_worker_is_reported(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_one(orders: list[WorkOrder], store: StoreWriter, progress: PartProgress) -> tuple[Timings, list[str]]:
-        assert len(orders) == 2
-        return run_worker(orders[0].numbered(0, 1)), ["signal SIGKILL"]
-
-    extract(elsewhere(config))
-    monkeypatch.setattr(extract_module, "run_processes", run_one)
-    report = extract(config.replaced(workers=2))
-    assert report.n_parts_done == report.n_parts
-    assert "lost         1 of 2 workers (signal SIGKILL)" in report.describe()
-    assert read_tree(config.out) == read_tree(elsewhere(config).out)

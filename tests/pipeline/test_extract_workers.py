@@ -10,8 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from moa_data.pipeline.extract import extract
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import error_line
 from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.serving import wait_for
 from moa_data.tests.kit.stores import read_tree
 
 pytestmark = [
@@ -96,7 +96,7 @@ class Runs:
             [*self._command, "--workers", str(n_workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **_ENVIRONMENT},
         )  # fmt: skip
-        wait_until(lambda: len(self.commits()) >= n_parts or running.poll() is not None)
+        wait_for(lambda: len(self.commits()) >= n_parts or running.poll() is not None, _WAIT_S)
         assert running.poll() is None, running.communicate()
         return running
 
@@ -123,13 +123,6 @@ class Runs:
         return [json.loads(path.read_text()) for path in sorted((self.out / "runs").glob("*.json"))]
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + _WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def tasks() -> list[int]:
     """Process ids of tasks of Ray that have a store open."""
     found = []
@@ -145,7 +138,7 @@ def tasks() -> list[int]:
 @pytest.fixture
 def ray_runs(machines: Machines, room: Path, tmp_path: Path) -> Runs:
     machines.have(2)
-    wait_until(lambda: not tasks())  # of the test before
+    wait_for(lambda: not tasks(), _WAIT_S)  # of the test before
     return Runs(room, tmp_path / "store", machines)
 
 
@@ -168,15 +161,16 @@ def test_a_worker_is_killed(runs: Runs) -> None:
     running = runs.start(n_parts=5)
     before = runs.commits()
     os.kill(runs.workers(running)[0], signal.SIGKILL)
-    runs.finish(running, before)
+    out, _ = runs.finish(running, before)
     assert len(runs.records()[0]["lost_workers"]) == 1
+    assert "lost         1 of 2 workers (" in out
 
 
 def test_a_machine_is_lost_and_another_one_joins(machines: Machines, ray_runs: Runs) -> None:
     running = ray_runs.start(n_parts=5)
     machines.have(1)
     n_parts = len(ray_runs.commits()) + 5
-    wait_until(lambda: len(ray_runs.commits()) >= n_parts)
+    wait_for(lambda: len(ray_runs.commits()) >= n_parts, _WAIT_S)
     before = ray_runs.commits()
     machines.have(2)
     ray_runs.finish(running, before)
@@ -187,7 +181,7 @@ def test_the_command_is_killed_and_the_same_one_continues(runs: Runs) -> None:
     workers = runs.workers(running)
     running.kill()
     running.communicate()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), _WAIT_S)
     before = runs.commits()
     runs.finish(runs.start(), before)
 

@@ -5,8 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.pipeline.sequences import tokenise_rows
 from moa_data.storage.plan import plan_bytes
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
+from moa_data.tests.kit.serving import wait_for
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -126,13 +126,6 @@ def is_running(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
