@@ -159,7 +159,8 @@ class _Conversation:
 
 def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
     """Show an answer on standard output while it comes."""
-    view = TerminalAnswer() if moves_cursor() else PlainAnswer()
+    can_rewrite = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    view = TerminalAnswer() if can_rewrite else PlainAnswer()
     try:
         stats = answer_to(view.note).stats
     finally:
@@ -216,11 +217,6 @@ def _prompts() -> Iterator[str]:
         yield from (text for text in asked if text.strip())
     if is_asked:
         out.print()
-
-
-def moves_cursor() -> bool:
-    """Whether standard output is a terminal on which text can be rewritten."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 class PlainAnswer:

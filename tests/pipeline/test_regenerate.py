@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, ServingError
-from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.chat_tokens import prompt_tokens
@@ -24,7 +23,7 @@ from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.kills import kill_at_every_change, run_apart
 from moa_data.tests.kit.models import build_byte_tokenizer, build_text_model
-from moa_data.tests.kit.serving import MODEL, LiveServer
+from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text
 from moa_data.tests.kit.stores import read_tree
 
 MAX_POSITIONS = 160
@@ -125,45 +124,38 @@ def elsewhere(config: RegenerateConfig, name: str, **changes: Any) -> Regenerate
     return config.replaced(out=str(Path(config.out).with_name(f"{name}.jsonl")), **changes)
 
 
-def row_of(content: Any, *columns: str) -> Row:
-    return Row.read(7, content, Columns.parse(columns))
-
-
 def user(*texts: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text} for text in texts]
 
 
-def test_questions_of_a_row() -> None:
-    twice = {"messages": [*chat("a", "1")["messages"], *chat("b", "2")["messages"][1:], *user("c")]}
-    for content, turns in (
-        (chat("a", "1", "b", "2"), [user("a"), user("b")]),
-        (chat("a", "1", "b"), [user("a"), user("b")]),
-        (twice, [user("a"), user("c")]),  # two answers in a row are one
-        (chat("a", "1", system="Be brief."), [[{"role": "system", "content": "Be brief."}, *user("a")]]),
-    ):
-        assert row_of(content).turns == turns
-    assert row_of({"instruction": "Add.", "input": "1, 2", "output": "3"}, "alpaca").turns == [user("Add.\n\n1, 2")]
+TWICE = {"messages": [*chat("a", "1")["messages"], *chat("b", "2")["messages"][1:], *user("c")]}
+ALPACA = {"instruction": "Add.", "input": "1, 2", "output": "3"}
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "turns", "reason"),
     [
-        ({"text": "a"}, RejectReason.NO_MESSAGES),
-        ({"messages": [{"role": "assistant", "content": "1"}, *user("a")]}, LossReason.NO_QUESTION),
-        (chat("a", "1", tools=[{"name": "add"}]), LossReason.TOOLS),
-        ({"messages": [*user("a"), {"role": "tool", "content": "3"}]}, LossReason.TOOLS),
-        (chat("\ud800", "1"), RejectReason.NO_UNICODE),
+        (chat("a", "1", "b", "2"), [user("a"), user("b")], ""),
+        (chat("a", "1", "b"), [user("a"), user("b")], ""),
+        (TWICE, [user("a"), user("c")], ""),  # two answers in a row are one
+        (chat("a", "1", system="Be brief."), [[{"role": "system", "content": "Be brief."}, *user("a")]], ""),
+        (ALPACA, [user("Add.\n\n1, 2")], ""),
+        ({"text": "a"}, [], RejectReason.NO_MESSAGES),
+        ({"messages": [{"role": "assistant", "content": "1"}, *user("a")]}, [], LossReason.NO_QUESTION),
+        (chat("a", "1", tools=[{"name": "add"}]), [], LossReason.TOOLS),
+        ({"messages": [*user("a"), {"role": "tool", "content": "3"}]}, [], LossReason.TOOLS),
+        (chat("\ud800", "1"), [], RejectReason.NO_UNICODE),
     ],
 )
-def test_rows_that_ask_nothing_have_a_reason(content: Any, reason: str) -> None:
-    found = row_of(content)
-    assert (found.row, found.turns, found.reason) == (7, [], reason)
-    assert not found.begin_turn()
+def test_a_row_gives_its_questions_or_the_reason_why_it_asks_none(content: Any, turns: list[Any], reason: str) -> None:
+    found = Row.read(7, content, Columns.parse(["alpaca"] if content is ALPACA else []))
+    assert (found.row, found.turns, found.reason) == (7, turns, reason)
+    assert found.begin_turn() == bool(turns)
 
 
 @pytest.mark.parametrize(("text", "reason"), [("B", ""), (" \n", LossReason.EMPTY), ("caf\ufffd", LossReason.NO_TEXT)])
 def test_later_turns_see_the_new_answers_and_one_that_is_none_ends_the_chat(text: str, reason: str) -> None:
-    row = row_of(chat("a", "1", "b", "2"))
+    row = Row.read(7, chat("a", "1", "b", "2"), Columns.parse([]))
     assert row.begin_turn()
     row.take("A", 3)
     assert row.begin_turn()
@@ -197,20 +189,14 @@ def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -
         pass
 
 
-def plain(target: Target, *texts: str) -> str:
-    """What plain greedy decoding answers to a chat of alternating texts."""
-    prompt = prompt_tokens(target.template, chat(*texts)["messages"])
-    tokens = plain_generate(target, prompt, max_new_tokens=36).tokens
-    return str(target.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
 def test_answers_are_those_of_plain_decoding_turn_by_turn(config: RegenerateConfig, target: Target) -> None:
     answers = regenerate(config)
     found, counts = read(config), answers.counts
     n_ended = 0
     for row, texts in found.items():
         for at in range(1, len(texts), 2):
-            assert texts[at] == plain(target, *texts[:at])
+            prompt = prompt_tokens(target.template, chat(*texts[:at])["messages"])
+            assert texts[at] == plain_text(target, prompt, 36)
             n_ended += 1
         assert texts[0] == (f"what is {row}?" if row < 4 else f"tell me of {row - 4}")
     assert (counts.n_answers, counts.n_chats, counts.n_rows) == (n_ended, len(found), 11)
