@@ -38,26 +38,15 @@ ABOVE = {"commands", "cli", "__main__", "__init__"}
 
 # Rooms that name what they may import from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
-    "errors": set(),
-    "text": set(),
-    "machine": set(),
-    "files": set(),
+    **{leaf: set() for leaf in LEAVES},
     "config": {"pydantic", "pydantic_core", "yaml"},
     "storage": {
-        "numpy",
-        "zarr",
-        "numcodecs",
-        "pyarrow",
-        "google_crc32c",
-        "zstandard",
-        "array_api_compat",
-        "safetensors",
-        "obstore",
-        "typing_extensions",
+        "numpy", "zarr", "numcodecs", "pyarrow", "google_crc32c", "zstandard", "array_api_compat", "safetensors",
+        "obstore", "typing_extensions",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2"},
     "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},
-}
+}  # fmt: skip
 
 
 @cache

@@ -4,6 +4,7 @@ Their checksums hold, as those of somebody who means it. Examples are the same i
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from moa_data.pipeline.audit import audit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import target_commit_path
-from moa_data.tests.kit.command import copied
 from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, commit_target, only_own_errors, replaced, try_examples
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule
@@ -37,7 +37,7 @@ def folders(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/, store/, drafter/ and foreign/ (the same in the authors' layout)."""
     folder = tmp_path_factory.mktemp("hostile_bundle")
     for name in ("model", "store", "drafter"):
-        copied(room, name, folder)
+        shutil.copytree(room / name, folder / name)
     drafter = load_drafter(room / "drafter")
     target_config = AutoConfig.from_pretrained(room / "model")
     write_layout(drafter, LAYOUTS["moa"], folder / "foreign", target={"config": target_config})

@@ -1,6 +1,5 @@
 """Runs the command line within the test's process, and checks how it refuses."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +63,3 @@ def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
     done = run("extract", *arguments, "--part-tokens", "256", "--device", "cpu")
     assert done.exit_code == 0, done.output
     return folder
-
-
-def copied(room: Path, name: str, to: Path) -> Path:
-    """Copy what a room holds under a name into another folder."""
-    return Path(shutil.copytree(room / name, to / name))

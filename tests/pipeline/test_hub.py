@@ -12,6 +12,7 @@ from moa_data.pipeline.hub import drafter_card, pull, push
 from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.hub import Hub, serving
+from moa_data.tests.kit.stores import read_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")  # of the client's own calls
 NAME = "me/activations"
@@ -29,10 +30,8 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def same_bytes(one: Path, other: Path) -> bool:
-    left_out = {name for name in names(one) if name.startswith("runs/") or name.endswith(".lock")}
-    shared = names(one) - left_out
-    return shared == names(other) and all((one / n).read_bytes() == (other / n).read_bytes() for n in shared)
+def same_bytes(store: Path, other: Path) -> bool:
+    return {name: data for name, data in read_tree(store).items() if not name.endswith(".lock")} == read_tree(other)
 
 
 def test_a_store_goes_and_comes_back(hub: Hub, room: Path, tmp_path: Path) -> None:

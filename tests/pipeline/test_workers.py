@@ -144,7 +144,10 @@ class FakeRay:
         return references, []
 
     def get(self, reference: Any) -> Any:
-        return reference()
+        result = reference()
+        if isinstance(found := pickle.loads(result), RayError):
+            raise found
+        return result
 
 
 @pytest.fixture(autouse=True)
@@ -161,16 +164,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def crew(tmp_path: Path, recipe: Recipe, ray: None, monkeypatch: pytest.MonkeyPatch) -> Crew:
     return Crew(tmp_path / "store", recipe, monkeypatch)
-
-
-@pytest.fixture
-def raises_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what a worker raises look as if Ray had raised it."""
-
-    def through(error: Exception) -> Exception:
-        raise error
-
-    monkeypatch.setattr(workers, "portable", through)
 
 
 @pytest.mark.parametrize(("n_workers", "on_ray"), [(1, False), (2, False), (20, False), (2, True)])
@@ -283,7 +276,6 @@ def test_an_error_crosses_processes_as_it_was() -> None:
         assert str(error) in str(copied)
 
 
-@pytest.mark.usefixtures("raises_through")
 def test_a_lost_task_is_started_anew(crew: Crew, whole: dict[str, bytes]) -> None:
     def lose(number: int, part: int) -> None:
         if crew.n_commits() == 4 and len(crew.started) == 1:
@@ -296,7 +288,6 @@ def test_a_lost_task_is_started_anew(crew: Crew, whole: dict[str, bytes]) -> Non
     assert not list(crew.path.rglob("*.partial"))
 
 
-@pytest.mark.usefixtures("raises_through")
 def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(crew: Crew, whole: dict[str, bytes]) -> None:
     def lose(number: int, part: int) -> None:
         if part == 4:

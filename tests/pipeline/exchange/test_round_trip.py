@@ -46,11 +46,8 @@ def by_id(store: ActivationStore) -> dict[str, int]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file but the fingerprint that `datasets` draws at random."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("state.json", "dataset_info.json")
-    }
+    drawn = ("state.json", "dataset_info.json")
+    return {name: data for name, data in read_tree(folder).items() if not name.endswith(drawn)}
 
 
 def stop_at(n: int) -> Callable[[int, int, str], None]:
