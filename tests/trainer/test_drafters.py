@@ -19,7 +19,7 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.runs import SIZES, assert_same_weights, last_state, run, settings
+from moa_data.tests.kit.runs import SIZES, assert_same_run, assert_same_weights, last_state, run, settings
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer.config import PRESETS
@@ -62,11 +62,14 @@ def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp
     store = store_path if kind == "glide" else hidden_store
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     changes = {"max_steps": 40, "validate_every": 5} | own(kind)
-    run(store, whole, **changes)
+    at_once = run(store, whole, **changes)
     run(store, parts, stop_after_steps=16, **changes)
+    assert last_state(parts)["global_step"] == 16
     report = run(store, parts, resume=True, **changes)
     assert last_state(whole)["global_step"] == last_state(parts)["global_step"] == 40
-    assert_same_weights(whole, parts)
+    assert report.n_tokens < at_once.n_tokens == at_once.n_tokens_total == report.n_tokens_total
+    assert at_once.n_bytes_read == report.n_bytes_read > at_once.n_tokens
+    assert_same_run(whole, parts)
     metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
     assert metrics["val/kl"][-1] < 0.85 * metrics["val/kl"][0]
     assert ("train/feature_loss" in metrics) == (kind in ("eagle", "glide"))

@@ -1,4 +1,4 @@
-"""Chains that stop where the drafter is unsure, and prompt lookup, which is lossless too."""
+"""Shapes of drafts, the order of candidates, chains that stop where the drafter is unsure, and prompt lookup."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer, PromptLookupProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
-from moa_data.moa.decoding.tree import DraftTree, TreeShape
+from moa_data.moa.decoding.tree import DraftTree, TreeShape, most_likely
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
@@ -57,6 +58,35 @@ def test_a_chain_stops_behind_the_first_draft_that_makes_it_too_unlikely(
             found = first_round(target, drafter, prompts, shape)
             assert found.n_nodes == min(expected, LENGTH)
             assert found.tokens.tolist() == full.tokens[:, : found.n_nodes].tolist()
+
+
+@pytest.mark.parametrize("text", ["5", "10@0.2", "7c0.3", "6x8x62"])
+def test_shapes_are_read_from_text(text: str) -> None:
+    assert str(TreeShape.parse(text)) == text
+    assert TreeShape.parse("2X3X4") == TreeShape(2, 3, 4)
+    assert TreeShape.parse("5@0") == TreeShape(5)
+    assert TreeShape.parse("6@0.2").cut(3) == TreeShape.parse("3@0.2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["six", "6x8", "static:16", "²", "0", "3x-1x5", "6x8x5", "99x99x999", "5@", "5c", "5c0.2@0.3",
+     "5c1", "6x8x62c0.2", "@0.5", "5@often", "5@1", "5@-0.1", "5@nan", "6x8x62@0.2"],
+)  # fmt: skip
+def test_shapes_without_a_meaning_are_refused(text: str) -> None:
+    with pytest.raises(DrafterError):
+        TreeShape.parse(text)
+    with pytest.raises(DrafterError):
+        TreeShape(5, stop_below=0.1, cut_below=0.1)
+
+
+def test_equal_scores_stand_in_the_order_of_their_places() -> None:
+    scores = torch.randint(0, 4, (3, 5, 40), generator=torch.Generator().manual_seed(2)).float()
+    values, places = most_likely(scores, 12)
+    for row, found, at in zip(*(one.flatten(0, 1).tolist() for one in (scores, values, places)), strict=True):
+        assert found == sorted(row, reverse=True)[:12]
+        assert [row[place] for place in at] == found
+        assert all(one < other for one, other, a, b in zip(at, at[1:], found, found[1:], strict=False) if a == b)
 
 
 # Prompt lookup
