@@ -73,7 +73,7 @@ from .step import WHAT_HELPS, DrafterModule
 matplotlib.use("Agg")  # no display is needed; before pyplot is imported
 import matplotlib.pyplot as plt
 
-# Settings that may differ between two invocations of one run; of its length see :func:`_check_length`.
+# Settings that may differ between two invocations of one run; of its length see :func:`_check_resumed`.
 _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
      "checkpoint_every", "devices", "num_nodes", "strategy", "accelerator", "logger", "project", "max_steps", "epochs",
@@ -170,8 +170,8 @@ def _train(
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
             _check_folder(config, out)  # another training may have ended here since it was checked
-            _check_same_store(config, out, store)
-            _check_length(config, out, data)
+            if config.resume:
+                _check_resumed(config, out, store, data)
             remove_leftovers(out)
             _record_run(config, out, store, provenance)
         report = _fit(config, store, data, module, progress, is_first)
@@ -462,26 +462,21 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
     return {"n_sequences": len(store), "n_tokens": int(store.lengths.sum()), "codec": codec, **identities}
 
 
-def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) -> None:
-    if not config.resume or not (out / STORE_FILE).is_file():
-        return
-    try:
-        before = dict(json.loads((out / STORE_FILE).read_text()))
-    except (ValueError, TypeError) as error:
-        raise TrainingError(f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it.") from error
-    # What is newer than the run, such as the codec, was not recorded.
-    if changed := _changes(before, {name: value for name, value in _store_facts(store).items() if name in before}):
-        raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
-
-
-def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None:
-    """Refuse another length of a run where the learning rates of steps already taken depend on it."""
-    if not config.resume or (schedule := _recorded_config(out).schedule) == config.schedule:
-        return
+def _check_resumed(config: TrainConfig, out: Path, store: ActivationStore, data: StoreDataModule) -> None:
+    """Refuse another store, and another length where the learning rates of steps already taken depend on it."""
+    if (out / STORE_FILE).is_file():
+        try:
+            recorded = dict(json.loads((out / STORE_FILE).read_text()))
+        except (ValueError, TypeError) as error:
+            raise TrainingError(f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it.") from error
+        # What is newer than the run, such as the codec, was not recorded.
+        facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
+        if changed := _changes(recorded, facts):
+            raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
     step = read_step(out / LAST)
     if data.max_steps < step:
         raise OutputOccupied(f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now.")
-    before = schedule.decay_end_step(data.steps_per_epoch)
+    before = _recorded_config(out).schedule.decay_end_step(data.steps_per_epoch)
     now = config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
         raise OutputOccupied(

@@ -62,21 +62,27 @@ class Layout:
         return found + [text for is_there, text in self.unfit(sizes) if is_there]
 
 
-def llama_config(sizes: Any) -> dict[str, Any]:
-    """List the keys of config.json that decoder layers of a drafter have in all engines."""
+def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
+    """List the keys of config.json that say what the target is like."""
     return {
         "hidden_act": "silu",
         "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.self_attention_mlp_width,
         "num_attention_heads": sizes.n_heads,
-        "num_key_value_heads": sizes.self_attention_kv_heads,
-        "head_dim": sizes.head_dim,
         "max_position_embeddings": sizes.max_position_embeddings,
         "rms_norm_eps": sizes.norm_eps,
         "vocab_size": sizes.vocab_size,
+    } | rope_keys(sizes)
+
+
+def llama_config(sizes: Any) -> dict[str, Any]:
+    """List the keys of config.json that decoder layers of a drafter have in all engines."""
+    return target_keys(sizes) | {
+        "intermediate_size": sizes.self_attention_mlp_width,
+        "num_key_value_heads": sizes.self_attention_kv_heads,
+        "head_dim": sizes.head_dim,
         "attention_bias": False,
         "tie_word_embeddings": False,
-    } | rope_keys(sizes)
+    }
 
 
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..drafters.mixture import MoASizes
 from ..targets.bundle import parse_target_config
-from .layout import Layout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, unfilled_width
+from .layout import Layout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, target_keys, unfilled_width
 
 # Name of a block in weights and config.json -> in our sizes.
 _BLOCKS = {
@@ -72,14 +72,15 @@ def _moa_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
 
 
 def _moa_notes(sizes: MoASizes) -> list[str]:
-    kv_heads = ", ".join(str(getattr(sizes, f"{own}_kv_heads")) for own in _BLOCKS.values())
-    mlp_widths = ", ".join(str(getattr(sizes, f"{own}_mlp_width")) for own in _BLOCKS.values())
-    names = (
-        f"moa_spec's settings have to name the drafter's sizes: KV heads {kv_heads} and MLP widths {mlp_widths} of "
-        "self-, cross- and layer self-attention"
+    kv_heads, mlp_widths = (
+        ", ".join(str(getattr(sizes, f"{own}_{part}")) for own in _BLOCKS.values())
+        for part in ("kv_heads", "mlp_width")
     )
     n_layers = sizes.target_layer_inference
-    return [names + (f", and target_layer_inference {n_layers}" if n_layers else "")]
+    return [
+        f"moa_spec's settings have to name the drafter's sizes: KV heads {kv_heads} and MLP widths {mlp_widths} of "
+        "self-, cross- and layer self-attention" + (f", and target_layer_inference {n_layers}" if n_layers else "")
+    ]
 
 
 MOA = Layout(
@@ -115,22 +116,16 @@ def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
 
 def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
     """List the keys of ``MOASpecConfig``."""
-    values: dict[str, Any] = {
+    values = target_keys(sizes) | {
         "model_type": _MODEL_TYPE,
         "architectures": ["MOASpecModel"],
-        "hidden_act": "silu",
-        "hidden_size": sizes.hidden_size,
         "kv_hidden_size": sizes.kv_width,
-        "num_attention_heads": sizes.n_heads,
-        "max_position_embeddings": sizes.max_position_embeddings,
-        "rms_norm_eps": sizes.norm_eps,
-        "vocab_size": sizes.vocab_size,
         "disable_LSA": False,
     }
     for block, own in _BLOCKS.items():
         values[f"{block}_num_key_value_heads"] = getattr(sizes, f"{own}_kv_heads")
         values[f"{block}_intermediate_size"] = getattr(sizes, f"{own}_mlp_width")
-    return values | rope_keys(sizes)
+    return values
 
 
 MOA_VLLM = replace(
