@@ -12,7 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from ...errors import CodecUnknown, StoreDamaged
-from ..backend import MISSING, exists, read_file
+from ..backend import MISSING, read_file
 from ..chunk import BYTE_CHAIN
 from ..paths import StorePath
 from ..schema import CODEC_NAME, FLOAT_DTYPES, TOKENS, Array, FieldSpec, StoredArray, StoreManifest
@@ -162,21 +162,16 @@ class StoreCodec:
             self.learned[name].load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
 
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
-        path, following = folder / BASIS_NAME, folder / NEXT_BASIS_NAME
-        try:
-            content = read_basis(path)
-        except MISSING as error:
-            raise StoreDamaged(f"{path} is missing: nothing can be decoded without it. {_RESTORE}") from error
-        got = hashlib.sha256(content).hexdigest()
-        if got != expected_sha256 and exists(following):
-            # Fields were added: a kill came before the new basis was renamed, or it is being renamed meanwhile.
-            for candidate in (following, path):
-                with contextlib.suppress(*MISSING):
-                    content = read_basis(candidate)
+        path, got = folder / BASIS_NAME, ""
+        # Where fields were added, a kill came before the new basis was renamed, or it is being renamed meanwhile.
+        for candidate in (path, folder / NEXT_BASIS_NAME, path):
+            with contextlib.suppress(*MISSING):
+                content = read_basis(candidate)
                 if (got := hashlib.sha256(content).hexdigest()) == expected_sha256:
                     break
-        if got != expected_sha256:
-            raise StoreDamaged(f"{path} has sha256 {got}, store.json says {expected_sha256}. {_RESTORE}")
+        else:
+            what = f"has sha256 {got}, store.json says {expected_sha256}" if got else "is missing"
+            raise StoreDamaged(f"{path} {what}: nothing can be decoded without it. {_RESTORE}")
         try:
             self.load(content)
         except ValueError as error:

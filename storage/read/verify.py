@@ -405,17 +405,9 @@ class FieldSummary:
     description: str
     raw_bytes: int
     n_values: int
+    stored_bytes: int
+    ratio: float
     arrays: tuple[ArraySummary, ...]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all its files."""
-        return sum(array.stored_bytes for array in self.arrays)
-
-    @property
-    def ratio(self) -> float:
-        """Stored over raw."""
-        return _ratio(self.stored_bytes, self.raw_bytes)
 
 
 class LengthHistogram(NamedTuple):
@@ -436,40 +428,20 @@ class StoreSummary:
 
     path: StorePath
     manifest: StoreManifest
+    codec: str
     fields: tuple[FieldSummary, ...]
     n_pending_parts: int
     n_sequences: int
     n_tokens: int
     n_response_tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    ratio: float
+    bytes_per_token: float
     lengths: LengthHistogram
     has_target: bool
     missing: str
     unfinished: Mapping[str, int]
-
-    @property
-    def codec(self) -> str:
-        """The codec's name."""
-        return str(self.manifest.codec["name"])
-
-    @property
-    def raw_bytes(self) -> int:
-        """Raw bytes of all fields."""
-        return sum(item.raw_bytes for item in self.fields)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all committed files of all fields."""
-        return sum(item.stored_bytes for item in self.fields)
-
-    @property
-    def ratio(self) -> float:
-        """Stored over raw."""
-        return _ratio(self.stored_bytes, self.raw_bytes)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Stored bytes per token."""
-        return _ratio(self.stored_bytes, self.n_tokens)
 
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
@@ -489,25 +461,24 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     for commit in commits.values():
         for file, record in commit.files.items():
             n_bytes[array_of(file)] += record.bytes
-    fields = tuple(
-        FieldSummary(
-            name=spec.name,
-            dtype=spec.dtype,
-            token_shape=spec.token_shape,
-            description=spec.description,
-            raw_bytes=spec.token_bytes * n_tokens,
-            n_values=math.prod(spec.token_shape) * n_tokens,
-            arrays=tuple(
-                ArraySummary(stored.name, stored.logical_dtype, n_bytes[stored.name])
-                for stored in codec.fields[spec.name].arrays
-            ),
-        )
-        for spec in manifest.fields
-    )
+    fields = []
+    for spec in manifest.fields:
+        arrays = codec.fields[spec.name].arrays
+        raw, stored = spec.token_bytes * n_tokens, sum(n_bytes[array.name] for array in arrays)
+        n_values = math.prod(spec.token_shape) * n_tokens
+        summaries = tuple(ArraySummary(array.name, array.logical_dtype, n_bytes[array.name]) for array in arrays)
+        sizes = raw, n_values, stored, _ratio(stored, raw)
+        fields.append(FieldSummary(spec.name, spec.dtype, spec.token_shape, spec.description, *sizes, summaries))
+    raw, stored = sum(one.raw_bytes for one in fields), sum(one.stored_bytes for one in fields)
     return StoreSummary(
         path=store,
         manifest=manifest,
-        fields=fields,
+        codec=codec.name,
+        fields=tuple(fields),
+        raw_bytes=raw,
+        stored_bytes=stored,
+        ratio=_ratio(stored, raw),
+        bytes_per_token=_ratio(stored, n_tokens),
         n_pending_parts=n_pending,
         n_sequences=len(lengths),
         n_tokens=n_tokens,

@@ -75,22 +75,15 @@ def run_faults(endpoint: str, recipe: Recipe, local: Path, seed: int) -> Counter
     return faults.counts
 
 
-def test_writers_and_readers_behind_faults(moto_server: str, recipe: Recipe, tmp_path: Path) -> None:
-    counts = run_faults(moto_server, recipe, recipe.write(tmp_path / "local"), seed=1)
-    assert sum(counts.values()) >= 10
-    assert len(counts) >= 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_hundreds_of_random_faults(moto_server: str, recipe: Recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_faults", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_writers_and_readers_behind_faults(moto_server: str, recipe: Recipe, tmp_path: Path, n_faults: int) -> None:
     local, counts = recipe.write(tmp_path / "local"), Counter[str]()
     n_stores = 0
-    while sum(counts.values()) < 200 or n_stores < 6:
-        counts += run_faults(moto_server, recipe, local, seed=100 + n_stores)
+    while sum(counts.values()) < n_faults:
         n_stores += 1
+        counts += run_faults(moto_server, recipe, local, seed=n_stores)
     _log.info("%d faults in %d stores: %s", sum(counts.values()), n_stores, dict(counts))
-    assert set(counts) >= {"reset before", "reset after", "slow down", "conflict", "torn answer", "torn upload", "late"}
+    assert len(counts) >= (4 if n_faults < 200 else 7)
 
 
 WRITER = textwrap.dedent("""

@@ -19,13 +19,11 @@ from hypothesis import strategies as st
 
 from moa_data.errors import StoreDamaged, StoreError
 from moa_data.storage.backend import crc32c
-from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform import Rope
 from moa_data.storage.commit import write_manifest_commit
 from moa_data.storage.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import summarize_store, verify_store
-from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import StoreManifest
 from moa_data.tests.kit.hostile import (
     QUICK_AND_LONG,
     bounded_memory,
@@ -37,7 +35,7 @@ from moa_data.tests.kit.hostile import (
     try_examples,
 )
 from moa_data.tests.kit.stores import make_recipe
-from moa_data.tests.storage.codecs.contract import learn_from
+from moa_data.tests.storage.codecs import contract
 
 
 def use(store: Path) -> None:
@@ -161,16 +159,9 @@ def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small store whose codec has learned a basis, with predictions from tokens."""
-    fields = (tokens_field(), response_mask_field(), kv_field(2, 1, 8), hidden_field("last", 16))
-    recipe = make_recipe((70, 130), fields)
-    codec, rng = StoreCodec("transform:2.0,tokens", fields), np.random.default_rng(0)
-    kv, last = codec.learned["kv"], codec.learned["hidden/last"]
-    kv.rope, kv.embeddings = Rope(np.ones(4), np.array(1)), rng.normal(size=(100, 16)).astype(np.float32)
-    learn_from(kv, [rng.normal(size=(300, 2, 1, 2, 8)).astype(np.float32)], [rng.integers(0, 100, 300)])
-    learn_from(last, [rng.normal(size=(300, 16)).astype(np.float32)])
-    path = tmp_path_factory.mktemp("learned") / "store"
-    return recipe.with_manifest(codec=codec.describe()).write(path, files=codec.files())
+    """A small store whose codec has learned a basis, with predictions from tokens and from other fields."""
+    codec = contract.learned("transform:2,tokens,from-kv")
+    return contract.CodecContract.write(tmp_path_factory.mktemp("learned") / "store", codec)
 
 
 def use_believing(store: Path, basis: bytes) -> None:
