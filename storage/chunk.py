@@ -210,7 +210,6 @@ class EncodePool:
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        self.n_threads = n_threads
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
         self.busy_s = 0.0
         self._counting = threading.Lock()

@@ -143,19 +143,13 @@ class Rope:
         if self.scaling.shape not in ((), (n_layers,)):
             raise ValueError(f"scaling has shape {self.scaling.shape}, there are {n_layers} layers")
 
-    def unrotate(self, keys: Array, first_position: int = 0, layers: Layers = None) -> Array:
-        """Undo the rotation of keys [n_tokens, n_layers, n_kv_heads, head_dim] at consecutive positions.
+    def rotate(self, keys: Array, first_position: int = 0, layers: Layers = None, undo: bool = False) -> Array:
+        """Rotate keys [n_tokens, n_layers, n_kv_heads, head_dim] at consecutive positions, or undo that.
 
         Args:
             layers: the target's layer of each index of axis 1; None for all in order.
         """
-        return self._turn(keys, first_position, layers, -1.0)
-
-    def rotate(self, keys: Array, first_position: int = 0, layers: Layers = None) -> Array:
-        """Rotate keys: the inverse of :meth:`unrotate`."""
-        return self._turn(keys, first_position, layers, 1.0)
-
-    def _turn(self, keys: Array, first_position: int, layers: Layers, sign: float) -> Array:
+        sign = -1.0 if undo else 1.0
         frequencies, scaling = self.inv_freq, self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
@@ -431,7 +425,7 @@ class TransformCodec(FieldCodec):
             return [[values]]
         xp = array_namespace(values)
         keys, others = values[:, :, :, 0, :], values[:, :, :, 1, :]
-        keys = keys if self.rope is None else self.rope.unrotate(keys)
+        keys = keys if self.rope is None else self.rope.rotate(keys, undo=True)
         return [
             [
                 xp.reshape(part[:, layers[0] : layers[-1] + 1, ...], (part.shape[0], len(layers) * self.layer_width))

@@ -102,6 +102,7 @@ class StoreWriter(StoreFiles):
 
     Attributes:
         plan: all sequences (see ``plan.PLAN_SCHEMA``).
+        n_parts: planned parts.
         joined: whether other processes wrote to the store when this one came.
         repaired_parts: parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
     """
@@ -123,6 +124,7 @@ class StoreWriter(StoreFiles):
         self.joined = self._lock is not None and not self._lock.is_alone
         self.repaired_parts: tuple[int, ...] = ()
         self._counts = part_counts(plan, manifest.alignment_tokens)
+        self.n_parts = len(self._counts)
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
@@ -230,11 +232,6 @@ class StoreWriter(StoreFiles):
     def has_target(self) -> bool:
         """Whether the target bundle has been committed."""
         return exists(target_commit_path(self.path))
-
-    @property
-    def n_parts(self) -> int:
-        """Planned parts."""
-        return len(self._counts)
 
     def committed_parts(self) -> list[int]:
         """Return the parts that have a commit, in order, those that others wrote meanwhile included."""

@@ -301,13 +301,13 @@ def test_rotation_is_llamas() -> None:
 )
 def test_unrotating_undoes_rotating_at_any_positions_and_layers(rope: Rope) -> None:
     whole = rope.rotate(KEYS)
-    np.testing.assert_allclose(rope.unrotate(whole), KEYS, atol=1e-5)
+    np.testing.assert_allclose(rope.rotate(whole, undo=True), KEYS, atol=1e-5)
     assert not np.allclose(whole, KEYS, atol=0.1)
     n_turned = 2 * rope.inv_freq.shape[-1]
     np.testing.assert_array_equal(whole[..., n_turned:], KEYS[..., n_turned:])
     np.testing.assert_array_equal(rope.rotate(KEYS[4:, [2, 0]], 4, [2, 0]), whole[4:, [2, 0]])
-    on_torch = rope.unrotate(torch.from_numpy(KEYS), 5)
-    np.testing.assert_allclose(on_torch.numpy(), rope.unrotate(KEYS, 5), rtol=1e-6)
+    on_torch = rope.rotate(torch.from_numpy(KEYS), 5, undo=True)
+    np.testing.assert_allclose(on_torch.numpy(), rope.rotate(KEYS, 5, undo=True), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("inv_freq", "scaling"), [(INV_FREQ, 0), (INV_FREQ * np.nan, 1)])
