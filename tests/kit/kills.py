@@ -21,7 +21,9 @@ class Killed(BaseException):
 
 
 @contextmanager
-def failing_at(n: int, fail: Callable[[], object], calls: Sequence[str] = CHANGING_CALLS) -> Iterator[None]:
+def failing_at(
+    n: int, fail: Callable[[], object], calls: Sequence[str] = CHANGING_CALLS, owner: Any = os
+) -> Iterator[None]:
     """Let the n-th of some calls that change the disk, and all after it, fail; the n-th one, if a write, is torn."""
     left = n
     with pytest.MonkeyPatch.context() as patch:
@@ -39,18 +41,18 @@ def failing_at(n: int, fail: Callable[[], object], calls: Sequence[str] = CHANGI
             return call
 
         for name in calls:
-            patch.setattr(os, name, wrap(name, getattr(os, name)))
+            patch.setattr(owner, name, wrap(name, getattr(owner, name)))
         yield
 
 
 @contextmanager
-def killed_at(n: int) -> Iterator[None]:
+def killed_at(n: int, calls: Sequence[str] = CHANGING_CALLS, owner: Any = os) -> Iterator[None]:
     """End the block at the n-th call that changes the disk, as a kill of the process does."""
 
     def end() -> None:
         raise Killed
 
-    with suppress(Killed), failing_at(n, end):
+    with suppress(Killed), failing_at(n, end, calls, owner):
         yield
 
 

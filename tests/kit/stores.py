@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -156,9 +156,9 @@ def flip(path: Path, at: int | None = None) -> None:
     path.write_bytes(data)
 
 
-def zarr_array(group: Path, name: str, mode: Literal["r", "r+"] = "r") -> zarr.Array[Any]:
+def zarr_array(group: Path, name: str) -> zarr.Array[Any]:
     """Open an array of a group, such as a part, by zarr-python."""
-    array = zarr.open_group(group, mode=mode)[name]
+    array = zarr.open_group(group, mode="r")[name]
     assert isinstance(array, zarr.Array)
     return array
 

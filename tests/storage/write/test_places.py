@@ -26,7 +26,7 @@ from moa_data.storage.schema import commit_path, hidden_field, publication_path,
 from moa_data.storage.write import publish as publish_module
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.publish import Publication, partial_name
-from moa_data.tests.kit.kills import Killed
+from moa_data.tests.kit.kills import killed_at
 from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
 from moa_data.tests.kit.stores import FIELDS, Recipe, check_reads_equal, make_recipe, read_tree
 
@@ -237,22 +237,8 @@ def trees(recipe: Recipe, folder: Path, n: int) -> list[dict[str, bytes]]:
     return [read_tree(recipe.write(folder / str(i), rounded(i))) for i in range(n)]
 
 
-def kill_after(monkeypatch: pytest.MonkeyPatch, n_calls: int) -> None:
-    """End the writer after so many requests that change a bucket."""
-    calls = iter(range(10_000))
-
-    def dies(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            if next(calls) >= n_calls:
-                raise Killed
-            return method(*args)
-
-        return call
-
-    for name in ("put_if_absent", "replace", "put", "copy", "delete"):
-        monkeypatch.setattr(ObjectStore, name, dies(getattr(ObjectStore, name)))
-
-
+CHANGING = ("put_if_absent", "replace", "put", "copy", "delete")
+"""Requests that change a bucket."""
 N_PUTS = 3
 """Uploads of the part of the tests' store, and as many copies."""
 STEPS = {
@@ -263,15 +249,14 @@ FAST = ("the record", "half")
 
 
 @pytest.mark.parametrize("step", [pytest.param(s, marks=() if s in FAST else pytest.mark.slow) for s in STEPS])
-def test_a_kill_before_any_step_of_a_publication(
-    place: RemotePath, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_kill_before_any_step_of_a_publication(place: RemotePath, recipe: Recipe, tmp_path: Path, step: str) -> None:
     """The next writer, on another machine, finishes the whole part of the first or makes all of it anew."""
     n_calls, is_first = STEPS[step]
-    with recipe.open(place) as writer, monkeypatch.context() as patch:
-        kill_after(patch, n_calls)
-        with suppress(Killed) if step == "the end" else pytest.raises(Killed):
-            recipe.write_part(writer, 0, rounded(0))
+    is_over = False
+    with recipe.open(place) as writer, killed_at(n_calls + 1, CHANGING, ObjectStore):
+        recipe.write_part(writer, 0, rounded(0))
+        is_over = True
+    assert is_over is (step == "the end")
     recipe.write(place, rounded(1))
     found = {
         name: data
