@@ -235,13 +235,11 @@ def check_manifest(store: StorePath) -> None:
 def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
     """Write recorded files again where they are damaged and their commit confirms the given bytes.
 
-    A file that holds the given bytes is left alone: then its record is what is damaged.
+    A file that holds the given bytes is left alone: then its record is what is damaged. Raises StoreDamaged where the
+    commit lists other bytes.
 
     Args:
         contents: name inside the store -> bytes that the same inputs give; other recorded files are left alone.
-
-    Raises:
-        StoreDamaged: the commit lists other bytes.
     """
     for path, error in find_manifest_damage(store):
         name = name_below(store, path)

@@ -48,7 +48,7 @@ class FieldCodec:
         raise NotImplementedError
 
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
-        """Encode one whole sequence, position 0 first; ``StoreCodec.encode`` encodes all fields of one.
+        """Encode one whole sequence, position 0 first, of finite values; ``StoreCodec.encode`` encodes all its fields.
 
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
@@ -57,9 +57,6 @@ class FieldCodec:
 
         Returns:
             Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
-
-        Raises:
-            StoreError: a value is NaN or infinite.
         """
         raise NotImplementedError
 

@@ -183,9 +183,6 @@ class TransformCodec(FieldCodec):
         metrics: metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each, e.g.
             ``calibration.logit_metric`` for ``hidden/last``. None for relative error.
         embeddings: the target's input embeddings [vocab_size, width]; learning needs them where ``needs_tokens``.
-
-    Raises:
-        ValueError: another kind of field, or a basis would be too wide.
     """
 
     sources: Sequence[TransformCodec]

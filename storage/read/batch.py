@@ -228,11 +228,7 @@ class _Read:
 
 
 def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int = 1) -> None:
-    """Fill the ``out`` of every range, no two of which may share memory, by so many threads, the caller's included.
-
-    Raises:
-        StoreDamaged: a file is gone, or a checksum or a size is wrong.
-    """
+    """Fill the ``out`` of every range, no two of which may share memory, by so many threads, the caller's included."""
     plans = _plan_shards(shards, ranges)
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
         reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(shards, plan)]

@@ -93,11 +93,7 @@ def _kind(path: str) -> str:
 
 
 def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
-    """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
-
-    Raises:
-        StoreDamaged: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
-    """
+    """Delete what is damaged, if the rest can be read: dropped parts are pending, as if never extracted."""
     _check_droppable(plan)
     with check_guard(plan.store):
         manifest, table = read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)
