@@ -148,25 +148,16 @@ LLAMA_3_8B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def forwards_of(
-    compute_dtype: str = "float32", batch_tokens: int = 2048, device: str = "cpu", n_workers: int = 1
-) -> ForwardPlan:
+def forwards_of(**changes: Any) -> ForwardPlan:
+    """The forwards of Llama-3-8B in float32 on a CPU."""
     spec = parse_activations(("kv", "hidden:last"), 0, 32)
     sizes = {"n_layers": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_size": 4096}
+    codec = StoreCodec("lossless", field_specs(spec, sizes, "bfloat16"))
+    given: dict[str, Any] = {"device": "cpu", "compute_dtype": "float32", "batch_tokens": 2048}
     return ForwardPlan(
-        folder=Path("target"),
-        model_config=parse_target_config(LLAMA_3_8B, "test"),
-        spec=spec,
-        codec=StoreCodec("lossless", field_specs(spec, sizes, "bfloat16")),
-        device=device,
-        dtype="bfloat16",
-        compute_dtype=compute_dtype,
-        batch_tokens=batch_tokens,
-        longest_tokens=2048,
-        uses_cache=True,
-        n_encode_threads=1,
-        n_workers=n_workers,
-    )
+        folder=Path("target"), model_config=parse_target_config(LLAMA_3_8B, "test"), spec=spec, codec=codec,
+        dtype="bfloat16", longest_tokens=2048, uses_cache=True, n_encode_threads=1, **given | changes,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -212,7 +203,7 @@ def test_memory_is_that_of_weights_batches_and_workers() -> None:
     assert forwards_of(n_workers=3).memory_bytes[0] == 3 * one.memory_bytes[0]
     assert forwards_of(batch_tokens=256).memory_bytes == one.memory_bytes  # the longest makes a batch of its own
     kept_bytes = 2 * (32 * 2 * 8 * 128 + 4096) + 4 + 1
-    host_bytes, device_bytes = forwards_of("bfloat16", 16_384, "cuda").memory_bytes
+    host_bytes, device_bytes = forwards_of(compute_dtype="bfloat16", batch_tokens=16_384, device="cuda").memory_bytes
     # Weights of 16.1 GB, and 2.1 GB of kept values in each of five copies, of which one lies in a cache.
     assert 26 * GB < device_bytes < 34 * GB
     assert host_bytes == max(2 * 8_030_261_248, 4 * 16_384 * kept_bytes)

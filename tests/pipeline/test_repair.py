@@ -22,10 +22,14 @@ from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
 
 
-def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Path) -> None:
+def extracted(config: ExtractConfig) -> tuple[Path, dict[str, bytes]]:
+    """Extract to a store; return it and its files."""
     extract(config)
-    store = Path(config.out)
-    whole = read_tree(store)
+    return Path(config.out), read_tree(config.out)
+
+
+def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Path) -> None:
+    store, whole = extracted(config)
     flip(next((store / "parts/kv").glob("c.1.*")))
     flip(store / "target/frozen.safetensors")
     plan = plan_repair(store)
@@ -52,9 +56,7 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
 
 def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged parts stay until their turn, and what is missing is work for the same command."""
-    extract(config)
-    store = Path(config.out)
-    whole = read_tree(store)
+    store, whole = extracted(config)
     n_damaged = 4
     for part in range(n_damaged):
         flip(next((store / "parts/kv").glob(f"c.{part}.*")))
@@ -85,9 +87,7 @@ def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pyt
 
 
 def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
-    extract(config)
-    store = Path(config.out)
-    whole = read_tree(store)
+    store, whole = extracted(config)
     (store / "commits/target.json").unlink()
     refused(run("verify", store), "target bundle", exit_code=3)
     report = repair(plan_repair(store), config.model)
@@ -99,9 +99,7 @@ def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
 
 def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config.replaced(codec="transform:3,tokens")
-    extract(config)
-    store = Path(config.out)
-    whole = read_tree(store)
+    store, whole = extracted(config)
     flip(store / "codec/basis.safetensors")
     before = read_tree(store)
     plan = plan_repair(store)
