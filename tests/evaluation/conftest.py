@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.evaluation.config import EvalConfig
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.chats import chat, write_jsonl
@@ -42,6 +43,14 @@ def drafter_folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
 def chats_file(tmp_path: Path) -> Path:
     texts = ("hello", "what is two and two?", "tell me more", "why", "a much longer question about the weather")
     return write_jsonl(tmp_path / "chats.jsonl", [chat(text, "an answer") for text in texts])
+
+
+@pytest.fixture
+def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> EvalConfig:
+    return EvalConfig.of(
+        model=str(target_folder), drafter=(str(drafter_folder),), method=("plain", "chain"), prompts=str(chats_file),
+        out=str(tmp_path / "out" / "report.json"), max_new_tokens=8, draft_length=3, device="cpu", warmup=0,
+    )  # fmt: skip
 
 
 @pytest.fixture

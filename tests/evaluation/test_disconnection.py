@@ -110,20 +110,17 @@ def test_writing_stops_at_the_end_of_sequence(endless: Target, monkeypatch: pyte
 
 
 @pytest.fixture
-def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> EvalConfig:
-    return EvalConfig.of(
-        model=str(target_folder), drafter=(str(drafter_folder),), prompts=str(chats_file), method=("plain",), warmup=0,
-        out=str(tmp_path / "out" / "report.json"), disconnect=6, cuts=2, max_new_tokens=8, device="cpu",
-    )  # fmt: skip
+def cutting(config: EvalConfig) -> EvalConfig:
+    return config.replaced(method=("plain",), disconnect=6, cuts=2)
 
 
 @pytest.mark.draws
-def test_a_report_has_a_section_with_scores(config: EvalConfig, tmp_path: Path) -> None:
+def test_a_report_has_a_section_with_scores(cutting: EvalConfig, tmp_path: Path) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text("def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n")
     prompts = write_jsonl(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
-    found = evaluate(config.replaced(scorer=f"{scorer}:length", prompts=str(prompts))).disconnection
-    out, name = Path(config.out), Path(config.drafter[0]).name
+    found = evaluate(cutting.replaced(scorer=f"{scorer}:length", prompts=str(prompts))).disconnection
+    out, name = Path(cutting.out), Path(cutting.drafter[0]).name
     assert found is not None
     assert (found.n_cuts, found.n_cut_prompts, found.n_skipped) == (len(found.rows), 2, 1)
     assert [summary["writer"] for summary in json.loads(out.read_text())["disconnection"]["writers"]] == [TARGET, name]
@@ -141,13 +138,13 @@ def test_a_report_has_a_section_with_scores(config: EvalConfig, tmp_path: Path) 
     [("return float('nan')", "nan"), ("return None", "None"), ("raise KeyError('gold')", "gold")],
 )
 def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
-    config: EvalConfig, tmp_path: Path, body: str, named: str
+    cutting: EvalConfig, tmp_path: Path, body: str, named: str
 ) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text(f"def score(prompt, answer):\n    {body}\n")
     with pytest.raises(OptionInvalid, match=f"prompt 1, .*{named}"):
-        evaluate(config.replaced(scorer=f"{scorer}:score"))
-    assert not list(Path(config.out).parent.glob("report*"))
+        evaluate(cutting.replaced(scorer=f"{scorer}:score"))
+    assert not list(Path(cutting.out).parent.glob("report*"))
 
 
 @pytest.mark.parametrize("name", ["{}/broken.py:score", ".scores:score", "scores", "json:score"])

@@ -29,14 +29,12 @@ def as_run(drafter: Path, folder: Path) -> Path:
 
 
 def test_a_report_sets_the_cost_of_training_beside_speed(
-    target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path
+    config: EvalConfig, drafter_folder: Path, tmp_path: Path
 ) -> None:
-    runs = [as_run(drafter_folder, tmp_path / "one"), as_run(drafter_folder, tmp_path / "other")]
-    out = tmp_path / "out" / "report.json"
-    config = EvalConfig(
-        model=str(target_folder), prompts=str(chats_file), drafter=tuple(map(str, runs)), out=str(out), n_prompts=2,
-        method=("plain", "chain", "tree"), max_new_tokens=6, draft_length=2, tree="2x2x3", device="cpu", warmup=0,
-    )  # fmt: skip
+    runs, out = [as_run(drafter_folder, tmp_path / name) for name in ("one", "other")], Path(config.out)
+    config = config.replaced(
+        drafter=tuple(map(str, runs)), n_prompts=2, method=("plain", "chain", "tree"), draft_length=2, tree="2x2x3"
+    )
     assert evaluate(config).warnings == []
     written = json.loads(out.read_text())
     assert [facts["n_tokens"] for facts in written["drafters"].values()] == [5000, 5000]

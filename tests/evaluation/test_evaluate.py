@@ -23,14 +23,6 @@ from moa_data.tests.kit.chats import chat, write_jsonl
 from .conftest import MAX_POSITIONS
 
 
-@pytest.fixture
-def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> EvalConfig:
-    return EvalConfig.of(
-        model=str(target_folder), drafter=(str(drafter_folder),), method=("plain", "chain"), prompts=str(chats_file),
-        out=str(tmp_path / "out" / "report.json"), max_new_tokens=8, draft_length=3, device="cpu", warmup=0,
-    )  # fmt: skip
-
-
 @pytest.mark.draws
 def test_report_files(config: EvalConfig) -> None:
     report = evaluate(config.replaced(warmup=2), provenance={"argv": ["moa-data", "eval"]})

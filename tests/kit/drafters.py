@@ -117,6 +117,19 @@ def assert_loss(drafter: Drafter, frozen: FrozenTarget, step: TrainingStep, expe
     return terms
 
 
+@torch.inference_mode()
+def contexts_of(drafter: Any, target: Target, text: list[int]) -> Tensor:
+    """The contexts [n, W] of all positions of a text, for a drafter away from its target."""
+    cache = target.new_cache()
+    cache.watched_layers = drafter.observed_layers
+    hidden = target.forward(torch.tensor([text]), cache)
+    if drafter.observed_layers:
+        hidden = cache.take_layer_outputs()
+    cache.commit([range(len(text))])
+    found: Tensor = drafter.encode_context(hidden[0], cache.packed([0], len(text))[0], torch.arange(len(text)))
+    return found
+
+
 def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tuple[Tensor, Tensor]:
     """Return the target's answers to some prompts: tokens [B, T], right padded, and which are not a row's first."""
     rows = [prompt + plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts]

@@ -48,6 +48,7 @@ class Server(LiveServer):
 
     @property
     def counts(self) -> Any:
+        assert self.run.drafting is not None
         return self.run.drafting.counts
 
 

@@ -20,7 +20,7 @@ from moa_data.serving.engine.runner import Runner
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import CODECS, STATUSES, decode
 from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
-from moa_data.tests.kit.drafters import build, build_drafter, teach
+from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.serving import wait_for
@@ -150,14 +150,6 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
 # Contexts
 
 
-def expected_contexts(target: Target, drafter: Any, text: list[int]) -> torch.Tensor:
-    cache = target.new_cache()
-    hidden = target.forward(torch.tensor([text]), cache)[0]
-    cache.commit([range(len(text))])
-    contexts: torch.Tensor = drafter.encode_context(hidden, cache.packed([0], len(text))[0], torch.arange(len(text)))
-    return contexts
-
-
 def received(talk: Talk, width: int, start: int = 0) -> torch.Tensor:
     """All contexts that came, which follow each other from a position on."""
     parts: list[torch.Tensor] = []
@@ -185,7 +177,7 @@ def test_contexts_come_behind_the_tokens(
             elif message.WhichOneof("body") == "context":
                 assert message.context.start + message.context.n_positions < known, "only of tokens that were sent"
         found = received(talk, opened.context_width)
-        expected = expected_contexts(target, drafter, answer)[: len(found)]
+        expected = contexts_of(drafter, target, answer)[: len(found)]
         assert len(found) >= len(answer) - 2
         steps = {"bf16": 256, "int8": 127, "int4": 7}
         assert ((found - expected).abs() <= expected.abs().amax(dim=1, keepdim=True) / steps[codec]).all()
@@ -226,7 +218,7 @@ def test_contexts_of_a_session_taken_up_again(
         talk.rest()
         assert len(received(talk, opened.context_width, n_context)) == N + 3 - n_context
         assert server.engine.snapshot().n_read == n_read
-    expected = expected_contexts(target, drafter, answer)[n_context : N + 3]
+    expected = contexts_of(drafter, target, answer)[n_context : N + 3]
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 

@@ -391,6 +391,18 @@ def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> N
             ask(client)
 
 
+def test_idle_connections_do_not_hold_up_a_drain(target: Target) -> None:
+    with LiveServer(target) as server, connect(server.place) as silent, connect(server.place) as idle:
+        idle.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        while not idle.recv(4096).endswith(b'{"status":"ok"}'):
+            pass
+        began = time.monotonic()
+        server.end()
+        assert wait_for_end(silent) == wait_for_end(idle) == b""
+        server.join()
+    assert time.monotonic() - began < 5, "of ten seconds of grace"
+
+
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) -> None:
     config = {"grace_s": 1 if how == "grace" else 60}

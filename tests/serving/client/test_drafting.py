@@ -16,7 +16,7 @@ from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.drafting import DraftingModel, TextDrafter, find_bundle
-from moa_data.tests.kit.drafters import build, frozen_for
+from moa_data.tests.kit.drafters import build, contexts_of, frozen_for
 from moa_data.tests.kit.models import build_model, build_text_model, build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
@@ -48,18 +48,6 @@ class Beside:
         self.frozen = frozen_for(self.drafter, target.model)
         self.model = DraftingModel(self.drafter, self.frozen, None, target.eos_token_ids)
 
-    @torch.inference_mode()
-    def contexts(self, text: list[int]) -> Tensor:
-        """Contexts [n, W] of all positions of a text."""
-        cache = self.target.new_cache()
-        cache.watched_layers = self.drafter.observed_layers
-        hidden = self.target.forward(torch.tensor([text]), cache)[0]
-        if self.drafter.observed_layers:
-            hidden = cache.take_layer_outputs()[0]
-        cache.commit([range(len(text))])
-        found: Tensor = self.drafter.encode_context(hidden, cache.packed([0], len(text))[0], torch.arange(len(text)))
-        return found
-
     def drafter_of(self, text: list[int], n_contexts: int = -1) -> TextDrafter:
         """A client's drafter that has begun a text, and has the contexts of its first positions where it needs any."""
         drafter = TextDrafter(self.model)
@@ -70,7 +58,7 @@ class Beside:
     def give(self, drafter: TextDrafter, stop: int) -> None:
         """Give it the contexts of TEXT up to a position."""
         if drafter.width and stop > drafter.n_context:
-            drafter.receive(self.contexts(TEXT)[drafter.n_context : stop])
+            drafter.receive(contexts_of(self.drafter, self.target, TEXT)[drafter.n_context : stop])
 
     @torch.inference_mode()
     def chain(self, text: list[int], depth: int) -> list[int]:
@@ -146,7 +134,7 @@ def test_a_conversation_keeps_its_contexts(beside: Beside) -> None:
     other = [*TEXT[:3], 40, *TEXT[4:10]]
     assert drafter.begin(other) == 0, "another text"
     if drafter.width:
-        drafter.receive(beside.contexts(other)[:9])
+        drafter.receive(contexts_of(beside.drafter, beside.target, other)[:9])
     assert drafted(drafter, other, 4) == beside.chain(other, 4)
 
 
@@ -157,7 +145,7 @@ def test_a_long_gap_is_fed_in_pieces(target: Target) -> None:
     drafter.begin(text)
     assert drafter.next(text, []) is None, "without any context nothing can be drafted"
     assert not drafter.is_catching_up
-    drafter.receive(beside.contexts(text)[:2])
+    drafter.receive(contexts_of(beside.drafter, target, text)[:2])
     n_calls = 1
     while drafter.next(text, []) is None:
         assert drafter.is_catching_up

@@ -1,13 +1,14 @@
 """The client's web page: what it serves, whom it refuses, and what a browser shows of an answer with a cut."""
 
-import http.client
 import json
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from moa_data.errors import Disconnected, OptionInvalid
@@ -29,6 +30,9 @@ WORDS = SENTENCE.split()
 GUESSED = ["At", "dusk", "the", "light", "goes", "further", "and", "reds", "are", "left"]
 CORRECTED = ["At", "dusk", "its", "path", "is", "longer"]
 TEXT = " ".join(WORDS + CORRECTED) + " <b>&amp;</b>"
+
+
+Numbered = Iterator[tuple[str, dict[str, Any]]]
 
 
 def tokens(start: int, words: list[str], kind: Kind) -> Tokens:
@@ -87,76 +91,49 @@ def page() -> Iterator[ChatPage]:
         yield page
 
 
-def request(
-    page: ChatPage, method: str, path: str, body: Any = None, **headers: str
-) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
-    try:
-        content = {} if body is None else {"Content-Type": "application/json"}
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, None if body is None else json.dumps(body), content | named)
-        response = connection.getresponse()
-        return response.status, response.headers, response.read()
-    finally:
-        connection.close()
+def request(page: ChatPage, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+    return httpx.request(method, f"{page.url}{path}", json=body, headers=headers, timeout=20)
 
 
-class Events:
-    """Reads the stream of server-sent events."""
+@contextmanager
+def events_of(page: ChatPage, last_id: str = "") -> Iterator[Numbered]:
+    """The server-sent events, each with its id."""
+    headers = {"last-event-id": last_id} if last_id else {}
+    with httpx.stream("GET", f"{page.url}events", headers=headers, timeout=20) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.iter_lines()
+        yield ((line.removeprefix("id: "), json.loads(next(lines).removeprefix("data: "))) for line in lines if line)
 
-    def __init__(self, page: ChatPage, last_id: str = "") -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
-        self._connection.request("GET", "/events", headers={"Last-Event-ID": last_id} if last_id else {})
-        self._response = self._connection.getresponse()
-        assert self._response.getheader("Content-Type", "").startswith("text/event-stream")
-        self.last_id = ""
 
-    def __enter__(self) -> "Events":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._response.close()
-        self._connection.close()
-
-    def next(self) -> dict[str, Any]:
-        lines = [self._response.readline().decode() for _ in range(3)]
-        assert lines[0].startswith("id: ")
-        assert lines[2] == "\n"
-        self.last_id = lines[0][4:].strip()
-        found: dict[str, Any] = json.loads(lines[1].removeprefix("data: "))
-        return found
-
-    def until(self, kind: str) -> list[dict[str, Any]]:
-        found = [self.next()]
-        while found[-1]["type"] != kind:
-            found.append(self.next())
-        return found
+def until(events: Numbered, kind: str) -> list[dict[str, Any]]:
+    found = [next(events)[1]]
+    while found[-1]["type"] != kind:
+        found.append(next(events)[1])
+    return found
 
 
 def ask(page: ChatPage, prompt: str = "Why?") -> None:
-    assert request(page, "POST", "/ask", {"prompt": prompt})[0] == 202
+    assert request(page, "POST", "ask", {"prompt": prompt}).status_code == 202
 
 
 def test_the_page_needs_nothing_from_elsewhere(page: ChatPage) -> None:
-    status, headers, content = request(page, "GET", "/")
-    assert status == 200
-    assert headers["Content-Type"] == "text/html; charset=utf-8"
-    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
-    text = content.decode()
-    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert "https://" not in text
+    found = request(page, "GET", "")
+    assert (found.status_code, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert found.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "http://" not in found.text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in found.text
 
 
 def test_events_of_an_answer_come_in_order_and_again_for_a_page_that_reloads(page: ChatPage) -> None:
-    with Events(page) as events:
-        assert [events.next()["type"], events.next()["type"]] == ["Began", "Network"]
+    with events_of(page) as events:
+        assert [event["type"] for event in until(events, "Network")] == ["Began", "Network"]
         ask(page)
-        assert events.next() | {"t": 0} == {"type": "Began", "prompt": "Why?", "t": 0}
-        request(page, "POST", "/network", {"up": False})
-        request(page, "POST", "/network", {"up": True})
-        found = events.until("Ended")
-    with Events(page) as again:
-        replayed = again.until("Ended")
+        assert next(events)[1] | {"t": 0} == {"type": "Began", "prompt": "Why?", "t": 0}
+        for is_up in (False, True):
+            request(page, "POST", "network", {"up": is_up})
+        found = until(events, "Ended")
+    with events_of(page) as again:
+        replayed = until(again, "Ended")
     assert replayed[1:] == found
     assert [event["t"] for event in found] == sorted(event["t"] for event in found)
     assert {"RolledBack": len(WORDS) + 2}.items() <= {event["type"]: event.get("stop") for event in found}.items()
@@ -164,28 +141,27 @@ def test_events_of_an_answer_come_in_order_and_again_for_a_page_that_reloads(pag
 
 def test_a_page_that_lost_its_connection_goes_on_where_it_was(page: ChatPage) -> None:
     ask(page, "fail")
-    with Events(page) as events:
-        assert events.next()["prompt"] == "fail"
-        last = events.last_id
-        rest = events.until("Ended")
+    with events_of(page) as events:
+        last, first = next(events)
+        assert first["prompt"] == "fail"
+        rest = until(events, "Ended")
     assert {"type": "Failed", "message": "The server is gone. Start it again."}.items() <= rest[-2].items()
-    with Events(page, last) as events:
-        assert events.until("Ended") == rest
-    with Events(page, "another-17") as events:  # of a client that ran before on this port
-        assert events.next()["type"] == "Began"
+    with events_of(page, last) as events:
+        assert until(events, "Ended") == rest
+    with events_of(page, "another-17") as events:  # of a client that ran before on this port
+        assert next(events)[1]["type"] == "Began"
 
 
 def test_one_answer_at_a_time_and_another_after_it(page: ChatPage) -> None:
     ask(page)
-    status, _, content = request(page, "POST", "/ask", {"prompt": "And?"})
-    assert status == 409
-    assert b"Wait for its end" in content
+    refused = request(page, "POST", "ask", {"prompt": "And?"})
+    assert (refused.status_code, "Wait for its end" in refused.text) == (409, True)
     for is_up in (False, True):
-        request(page, "POST", "/network", {"up": is_up})
-    with Events(page) as events:
-        events.until("Ended")
+        request(page, "POST", "network", {"up": is_up})
+    with events_of(page) as events:
+        until(events, "Ended")
         ask(page, "fail")
-        assert events.next()["prompt"] == "fail"
+        assert next(events)[1]["prompt"] == "fail"
 
 
 BODIES: tuple[Any, ...] = ({}, {"prompt": ""}, {"prompt": 3}, {"prompt": "x" * 100_001}, [], "text")
@@ -197,25 +173,25 @@ FOREIGN = (
 
 def test_bad_questions_and_other_sites_are_refused(page: ChatPage) -> None:
     for body in BODIES:
-        assert request(page, "POST", "/ask", body)[0] == 422
+        assert request(page, "POST", "ask", body).status_code == 422
     # As forms of other sites send it.
-    assert request(page, "POST", "/ask", {"prompt": "x"}, Content_Type="text/plain")[0] == 422
+    assert request(page, "POST", "ask", {"prompt": "x"}, **{"content-type": "text/plain"}).status_code == 422
     for headers in FOREIGN:
-        for method, path, asked in (("GET", "/", None), ("GET", "/events", None), ("POST", "/ask", {"prompt": "x"})):
-            assert request(page, method, path, asked, **headers)[0] == 403
+        for method, path, asked in (("GET", "", None), ("GET", "events", None), ("POST", "ask", {"prompt": "x"})):
+            assert request(page, method, path, asked, **headers).status_code == 403
     for host in ("127.0.0.1", "localhost"):
         headers = {"Host": f"{host}:{page.port}", "Origin": f"http://{host}:{page.port}"}
-        assert request(page, "POST", "/network", {"up": True}, **headers)[0] == 200
+        assert request(page, "POST", "network", {"up": True}, **headers).status_code == 200
 
 
 def test_closing_ends_the_streams() -> None:
-    with page_of(Scripted()) as page:
-        events = Events(page)
-        events.until("Network")
-        with pytest.raises(OptionInvalid):  # the port is taken
-            page_of(Scripted(), page.port)
-    with events:
-        assert events._response.read() == b""
+    with ExitStack() as stack:
+        with page_of(Scripted()) as page:
+            events = stack.enter_context(events_of(page))
+            until(events, "Network")
+            with pytest.raises(OptionInvalid):  # the port is taken
+                page_of(Scripted(), page.port)
+        assert list(events) == []
     assert not [thread for thread in threading.enumerate() if thread.name == "page"]
 
 

@@ -17,7 +17,7 @@ from moa_data.serving.config import EngineOptions
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.scheduler import held_blocks
 from moa_data.serving.engine.sequence import Commit, Request, Work
-from moa_data.tests.kit.drafters import build, build_drafter, teach
+from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import wait_for
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
@@ -401,15 +401,8 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
             n_known += len(commit.context)
             found.append(commit.context)
     assert n_known >= len(text) - 1 - N_DRAFTS
-    cache = target.new_cache()
-    cache.watched_layers = drafter.observed_layers
-    with torch.inference_mode():
-        hidden = target.forward(torch.tensor([text[:n_known]]), cache)
-        if drafter.observed_layers:
-            hidden = cache.take_layer_outputs()
-        cache.commit([range(n_known)])
-        expected = drafter.encode_context(hidden[0], cache.packed([0], n_known)[0], torch.arange(n_known))
-    torch.testing.assert_close(torch.cat(found), expected[5:n_known], rtol=1e-4, atol=1e-4)
+    expected = contexts_of(drafter, target, text[:n_known])
+    torch.testing.assert_close(torch.cat(found), expected[5:], rtol=1e-4, atol=1e-4)
 
 
 def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch) -> None:
