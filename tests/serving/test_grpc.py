@@ -64,44 +64,48 @@ def server(target: Target, drafter: Any) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture
+def talk(server: Server) -> Iterator[Talk]:
+    with Talk(server.grpc_address) as talk:
+        yield talk
+
+
 # Verify
 
 
-def test_verify_chains(server: Server, answer: list[int]) -> None:
-    with Talk(server.grpc_address) as talk:
-        opened = talk.opened(PROMPT)
-        assert (opened.n_committed, opened.max_drafts, opened.max_positions) == (N, 6, 96)
-        assert not opened.was_rebuilt
-        assert opened.context_width == 0
-        assert len(opened.session) > 40
-        first = talk.verify(N)
-        assert (first.start, list(first.tokens), first.n_accepted) == (N, answer[N : N + 1], 0)
-        assert first.call_us > 0
-        wrong = (answer[N + 3] + 1) % 60
-        second = talk.verify(N + 1, [*answer[N + 1 : N + 3], wrong, 5])
-        assert (list(second.tokens), second.n_accepted) == (answer[N + 1 : N + 4], 2)
-        third = talk.verify(N + 4, answer[N + 4 :])
-        assert (list(third.tokens), third.n_accepted) == (answer[N + 4 : N + 11], 6), "as many as one call takes"
-        last = talk.verify(N + 11)
-        assert (list(last.tokens), last.finish) == (answer[N + 11 :], "length")
-        assert talk.verify(N + len(answer[N:])).finish == "length", "an answer that has ended is told again"
+def test_verify_chains(talk: Talk, answer: list[int]) -> None:
+    opened = talk.opened(PROMPT)
+    assert (opened.n_committed, opened.max_drafts, opened.max_positions) == (N, 6, 96)
+    assert not opened.was_rebuilt
+    assert opened.context_width == 0
+    assert len(opened.session) > 40
+    first = talk.verify(N)
+    assert (first.start, list(first.tokens), first.n_accepted) == (N, answer[N : N + 1], 0)
+    assert first.call_us > 0
+    wrong = (answer[N + 3] + 1) % 60
+    second = talk.verify(N + 1, [*answer[N + 1 : N + 3], wrong, 5])
+    assert (list(second.tokens), second.n_accepted) == (answer[N + 1 : N + 4], 2)
+    third = talk.verify(N + 4, answer[N + 4 :])
+    assert (list(third.tokens), third.n_accepted) == (answer[N + 4 : N + 11], 6), "as many as one call takes"
+    last = talk.verify(N + 11)
+    assert (list(last.tokens), last.finish) == (answer[N + 11 :], "length")
+    assert talk.verify(N + len(answer[N:])).finish == "length", "an answer that has ended is told again"
 
 
-def test_what_is_committed_answers_a_verify_that_is_sent_again(server: Server, answer: list[int]) -> None:
+def test_what_is_committed_answers_a_verify_that_is_sent_again(talk: Talk, server: Server, answer: list[int]) -> None:
     """Where its drafts go on, the rest is verified, as many as one call takes."""
     truth = answer[N:]
-    with Talk(server.grpc_address) as talk:
-        talk.open(PROMPT)
-        talk.verify(N, truth[:2])
-        n_calls = server.engine.snapshot().n_calls
-        for drafts, n_accepted in ((truth[:2], 2), ([7], 0), ([], 0), ([truth[0], (truth[1] + 1) % 60], 1)):
-            found = talk.verify(N, drafts)
-            assert (found.start, list(found.tokens), found.n_accepted) == (N, truth[:3], n_accepted)
-        assert server.engine.snapshot().n_calls == n_calls, "nothing is computed again"
-        found = talk.verify(N, truth[:5])
-        assert (list(found.tokens), found.n_accepted) == (truth[:6], 5)
-        found = talk.verify(N + 5, [*truth[5:8], (truth[8] + 1) % 60, 5, 5])
-        assert (found.start, list(found.tokens), found.n_accepted) == (N + 5, truth[5:9], 3)
+    talk.open(PROMPT)
+    talk.verify(N, truth[:2])
+    n_calls = server.engine.snapshot().n_calls
+    for drafts, n_accepted in ((truth[:2], 2), ([7], 0), ([], 0), ([truth[0], (truth[1] + 1) % 60], 1)):
+        found = talk.verify(N, drafts)
+        assert (found.start, list(found.tokens), found.n_accepted) == (N, truth[:3], n_accepted)
+    assert server.engine.snapshot().n_calls == n_calls, "nothing is computed again"
+    found = talk.verify(N, truth[:5])
+    assert (list(found.tokens), found.n_accepted) == (truth[:6], 5)
+    found = talk.verify(N + 5, [*truth[5:8], (truth[8] + 1) % 60, 5, 5])
+    assert (found.start, list(found.tokens), found.n_accepted) == (N + 5, truth[5:9], 3)
 
 
 # Runs
@@ -163,24 +167,23 @@ def received(talk: Talk, width: int, start: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_contexts_come_behind_the_tokens(
-    server: Server, target: Target, drafter: Any, answer: list[int], codec: str
+    talk: Talk, target: Target, drafter: Any, answer: list[int], codec: str
 ) -> None:
-    with Talk(server.grpc_address) as talk:
-        opened = talk.opened(PROMPT, codec=codec)
-        assert opened.context_width == drafter.context_width
-        talk.verify(N, answer[N : N + 3])
-        talk.run(N + 4, SPECULATE)
-        known = N
-        for message in talk.got:
-            if message.WhichOneof("body") == "committed":
-                known = max(known, message.committed.start + len(message.committed.tokens))
-            elif message.WhichOneof("body") == "context":
-                assert message.context.start + message.context.n_positions < known, "only of tokens that were sent"
-        found = received(talk, opened.context_width)
-        expected = contexts_of(drafter, target, answer)[: len(found)]
-        assert len(found) >= len(answer) - 2
-        steps = {"bf16": 256, "int8": 127, "int4": 7}
-        assert ((found - expected).abs() <= expected.abs().amax(dim=1, keepdim=True) / steps[codec]).all()
+    opened = talk.opened(PROMPT, codec=codec)
+    assert opened.context_width == drafter.context_width
+    talk.verify(N, answer[N : N + 3])
+    talk.run(N + 4, SPECULATE)
+    known = N
+    for message in talk.got:
+        if message.WhichOneof("body") == "committed":
+            known = max(known, message.committed.start + len(message.committed.tokens))
+        elif message.WhichOneof("body") == "context":
+            assert message.context.start + message.context.n_positions < known, "only of tokens that were sent"
+    found = received(talk, opened.context_width)
+    expected = contexts_of(drafter, target, answer)[: len(found)]
+    assert len(found) >= len(answer) - 2
+    steps = {"bf16": 256, "int8": 127, "int4": 7}
+    assert ((found - expected).abs() <= expected.abs().amax(dim=1, keepdim=True) / steps[codec]).all()
 
 
 def test_the_contexts_of_a_prompt_wait_for_the_first_token(
@@ -305,9 +308,16 @@ def failure_of(talk: Talk) -> pb.Failure:
     talk.rest()
     failure = talk.got[-1].failure
     assert failure.ends
-    assert talk.call.details() == failure.message
+    assert (talk.call.code(), talk.call.details()) == (STATUSES[failure.code], failure.message)
     assert "\n" not in failure.message
     return failure
+
+
+def refused(server: Server, *opened: Any, metadata: Any = (), **settings: Any) -> pb.Failure:
+    """The failure with which a stream ends that opens a session so."""
+    with Talk(server.grpc_address, metadata) as talk:
+        talk.open(*opened, **settings)
+        return failure_of(talk)
 
 
 # The handshake
@@ -330,10 +340,7 @@ def failure_of(talk: Talk) -> pb.Failure:
     ],
 )
 def test_an_open_that_does_not_fit_is_refused(server: Server, changes: dict[str, Any], code: str) -> None:
-    with Talk(server.grpc_address) as talk:
-        talk.open(**{"tokens": PROMPT} | changes)
-        assert failure_of(talk).code == code
-        assert talk.call.code() == STATUSES[code]
+    assert refused(server, **{"tokens": PROMPT} | changes).code == code
 
 
 def test_what_fits_or_is_not_said_is_taken(target: Target, drafter: Any) -> None:
@@ -356,8 +363,7 @@ def test_drafters_without_contexts(target: Target, kind: str | None, word: str) 
     drafters = {kind: build(kind, target.model)} if kind else {}
     with Server(target, drafters) as server, Talk(server.grpc_address) as talk:
         if word:
-            talk.open(PROMPT, codec="bf16")
-            assert word in failure_of(talk).message
+            assert word in refused(server, PROMPT, codec="bf16").message
         else:  # it needs none
             assert talk.opened(PROMPT, codec="bf16").context_width == 0
             assert talk.verify(N).tokens
@@ -386,9 +392,7 @@ def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int
     with Talk(server.grpc_address) as talk:
         session = talk.opened(PROMPT).session
         talk.verify(N)
-    with Talk(server.grpc_address) as talk:
-        talk.open([*answer[: N + 1], 67], N, session=session)
-        assert failure_of(talk).code == "invalid"
+    assert refused(server, [*answer[: N + 1], 67], N, session=session).code == "invalid"
     with Talk(server.grpc_address) as talk:
         opened = talk.opened(answer[: N + 1], N, session=session)
         assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, False, N + 1)
@@ -405,12 +409,9 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
     with Server(target, tokens=["secret", "other"]) as server:
         right, wrong = (("authorization", f"Bearer {token}") for token in ("secret", "wrong"))
         for metadata in ((), (wrong,), (right, wrong), (wrong, right)):
-            with Talk(server.grpc_address, metadata) as talk:
-                talk.open(PROMPT)
-                assert failure_of(talk).code == "not_allowed"
-                assert talk.call.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert refused(server, PROMPT, metadata=metadata).code == "not_allowed"
         assert server.counts.n_sessions == 0
-        with Talk(server.grpc_address, (("authorization", "Bearer secret"),)) as talk:
+        with Talk(server.grpc_address, (right,)) as talk:
             session = talk.opened(PROMPT).session
             assert list(talk.verify(N).tokens) == answer[N : N + 1]
         for token, is_new in (("other", True), ("secret", False)):
@@ -436,33 +437,31 @@ def test_bearer_tokens(target: Target, answer: list[int]) -> None:
     ],
     ids=str,
 )
-def test_a_message_that_makes_no_sense_harms_nobody(server: Server, answer: list[int], body: dict[str, Any]) -> None:
-    with Talk(server.grpc_address) as talk:
-        talk.open(PROMPT)
-        sequence = talk.send(**body)
-        failure = talk.read("failure").failure
-        assert (failure.code, failure.answers, failure.ends) == ("invalid", sequence, False)
-        found = talk.verify(N, answer[N : N + 3])
-        assert (list(found.tokens), found.n_accepted) == (answer[N : N + 4], 3), "the session continues"
+def test_a_message_that_makes_no_sense_harms_nobody(talk: Talk, answer: list[int], body: dict[str, Any]) -> None:
+    talk.open(PROMPT)
+    sequence = talk.send(**body)
+    failure = talk.read("failure").failure
+    assert (failure.code, failure.answers, failure.ends) == ("invalid", sequence, False)
+    found = talk.verify(N, answer[N : N + 3])
+    assert (list(found.tokens), found.n_accepted) == (answer[N : N + 4], 3), "the session continues"
 
 
-def test_messages_that_were_sent_before_are_ignored(server: Server, answer: list[int]) -> None:
+def test_messages_that_were_sent_before_are_ignored(talk: Talk, answer: list[int]) -> None:
     """Repeated, replayed, or overtaken by later ones."""
-    with Talk(server.grpc_address) as talk:
-        talk.open(PROMPT)
-        talk.verify(N)
-        for sequence in (0, 1, 2):
-            talk.send(sequence, run=pb.Run(start=N, mode=PLAIN))
-            talk.send(sequence, open=pb.Open(protocol=1, tokens=PROMPT))
-        talk.send(9, verify=pb.Verify(start=N + 1, tokens=answer[N + 1 : N + 3]))
-        talk.send(8, close=pb.Close())
-        talk.send(9, verify=pb.Verify(start=N + 1, tokens=[1]))
-        talk.send(1 << 63, verify=pb.Verify(start=N, tokens=answer[N : N + 3]))
-        talk.hang_up()
-        talk.rest()
-        assert talk.failure is None
-        assert [one.answers for one in talk.committed()] == [2, 9, 1 << 63]
-        assert talk.text == dict(enumerate(answer[N : N + 4], N))
+    talk.open(PROMPT)
+    talk.verify(N)
+    for sequence in (0, 1, 2):
+        talk.send(sequence, run=pb.Run(start=N, mode=PLAIN))
+        talk.send(sequence, open=pb.Open(protocol=1, tokens=PROMPT))
+    talk.send(9, verify=pb.Verify(start=N + 1, tokens=answer[N + 1 : N + 3]))
+    talk.send(8, close=pb.Close())
+    talk.send(9, verify=pb.Verify(start=N + 1, tokens=[1]))
+    talk.send(1 << 63, verify=pb.Verify(start=N, tokens=answer[N : N + 3]))
+    talk.hang_up()
+    talk.rest()
+    assert talk.failure is None
+    assert [one.answers for one in talk.committed()] == [2, 9, 1 << 63]
+    assert talk.text == dict(enumerate(answer[N : N + 4], N))
 
 
 def test_garbage_ends_its_own_stream(server: Server, answer: list[int]) -> None:
@@ -539,10 +538,7 @@ def test_sessions_of_a_client_and_of_all(target: Target) -> None:
         with Talk(server.grpc_address, one) as first, Talk(server.grpc_address, one) as second:
             name = first.opened(PROMPT).session
             second.opened(PROMPT)
-            with Talk(server.grpc_address, one) as third:
-                third.open(PROMPT)
-                assert failure_of(third).code == "overloaded"
-                assert third.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refused(server, PROMPT, metadata=one).code == "overloaded"
             with Talk(server.grpc_address, other) as third:
                 third.opened(PROMPT)
         wait_for(lambda: server.counts.n_streams == 0)
@@ -708,10 +704,7 @@ def test_the_server_drains(target: Target, answer: list[int]) -> None:
         running.read("committed")
         server.end()
         assert failure_of(idle).code == "unavailable"
-        assert idle.call.code() == grpc.StatusCode.UNAVAILABLE
-        with Talk(server.grpc_address) as late:
-            late.open(PROMPT)
-            assert failure_of(late).code == "unavailable"
+        assert refused(server, PROMPT).code == "unavailable"
         assert failure_of(running).code == "unavailable"
         assert running.answer == answer[N:]
         assert failure_of(endless).code == "unavailable"
@@ -741,7 +734,6 @@ def test_a_text_that_fails_is_opened_again(
             talk.send(verify=pb.Verify(start=N + 1))
             failure = failure_of(talk)
             assert failure.code == "internal"
-            assert talk.call.code() == grpc.StatusCode.INTERNAL
             assert "/secret/path.cu" not in failure.message
             assert "/secret/path.cu" in caplog.text
         is_broken.clear()
@@ -753,9 +745,8 @@ def test_a_text_that_fails_is_opened_again(
 def test_a_fault_of_the_server_ends_one_stream(
     server: Server, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with monkeypatch.context() as patch, Talk(server.grpc_address) as talk:
+    with monkeypatch.context() as patch:
         patch.setattr("moa_data.serving.grpc.DraftingServer._request", lambda *_: 1 / 0)
-        talk.open(PROMPT)
-        assert failure_of(talk).code == "internal"
+        assert refused(server, PROMPT).code == "internal"
     assert "ZeroDivisionError" in caplog.text
     check_health(server, answer)
