@@ -23,13 +23,16 @@ from .templates import LLAMA3_TEMPLATE
 MODEL = "tiny"
 
 
-def text_target(never_ends: bool = True) -> Target:
-    """A random target with a tokenizer of 400 entries, whose text is whatever comes."""
-    tokenizer = build_tokenizer(LLAMA3_TEMPLATE)
-    target = Target(build_text_model(), tokenizer)
-    if never_ends:
-        target.eos_token_ids = frozenset()
+def never_ending(*parts: Any) -> Target:
+    """A target of a model and perhaps a tokenizer that ends no answer by itself."""
+    target = Target(*parts)
+    target.eos_token_ids = frozenset()
     return target
+
+
+def text_target() -> Target:
+    """A random target with a tokenizer of 400 entries, whose text is whatever comes."""
+    return never_ending(build_text_model(), build_tokenizer(LLAMA3_TEMPLATE))
 
 
 def plain_text(target: Target, prompt: str | list[int], n_new: int) -> str:

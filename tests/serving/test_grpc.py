@@ -23,7 +23,7 @@ from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.proxy import Proxy
-from moa_data.tests.kit.serving import wait_for
+from moa_data.tests.kit.serving import never_ending, wait_for
 
 from .drafting import PLAIN, SPECULATE, Server, Talk
 
@@ -34,15 +34,9 @@ N_NEW = 12
 IDENTITIES = Identities("aa" * 32, "bb" * 32, {"moa": "cc" * 32})
 
 
-def never_ending(**sizes: Any) -> Target:
-    target = Target(build_model(num_hidden_layers=2, **sizes))
-    target.eos_token_ids = frozenset()
-    return target
-
-
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return never_ending()
+    return never_ending(build_model(num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module")
@@ -597,7 +591,7 @@ def test_messages_beyond_the_rate_wait(target: Target) -> None:
 
 def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
     """Nothing piles up: the engine waits for it, and others go on."""
-    target = never_ending(max_position_embeddings=600)
+    target = never_ending(build_model(num_hidden_layers=2, max_position_embeddings=600))
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     with Server(target, {"moa": drafter}, kv_tokens=1000) as server, Talk(server.grpc_address, options=window) as talk:
         talk.open(PROMPT, codec="bf16", max_new_tokens=400)
@@ -618,7 +612,7 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
 
 @pytest.mark.parametrize("n_new", [400, 20], ids=["running", "done"])
 def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
-    target = never_ending(max_position_embeddings=600)
+    target = never_ending(build_model(num_hidden_layers=2, max_position_embeddings=600))
     window, limits = [("grpc.http2.lookahead_bytes", 1024)], LimitOptions(write_s=1.0)
     with (
         Server(target, {"moa": drafter}, settings=DraftingOptions(idle_s=1.0), limits=limits) as server,

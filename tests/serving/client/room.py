@@ -17,6 +17,7 @@ from moa_data.serving.client.session import Event
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.proxy import Proxy
+from moa_data.tests.kit.serving import never_ending
 
 from .world import Display
 
@@ -32,9 +33,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 @cache
 def target() -> Target:
     """A target that never ends an answer."""
-    found = Target(build_model(num_hidden_layers=4))
-    found.eos_token_ids = frozenset()
-    return found
+    return never_ending(build_model(num_hidden_layers=4))
 
 
 @cache

@@ -19,7 +19,7 @@ from moa_data.serving.engine.scheduler import held_blocks
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
 from moa_data.tests.kit.models import build_model, random_prompts
-from moa_data.tests.kit.serving import wait_for
+from moa_data.tests.kit.serving import never_ending, wait_for
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
 
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, top_k=20, repetition_penalty=1.2)
@@ -48,15 +48,9 @@ class Reader:
         return self.commits[-1].finish if self.commits else ""
 
 
-def never_ending(family: str = "llama") -> Target:
-    target = Target(build_model(family, num_hidden_layers=3))
-    target.eos_token_ids = frozenset()
-    return target
-
-
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return never_ending()
+    return never_ending(build_model(num_hidden_layers=3))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +128,7 @@ SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
     "name", quick(SPECULATING, ["moa", "eagle", "independent", "dspark", "memory", "moa with 2 layers"])
 )
 def test_every_drafter_speculates_for_several_texts(name: str) -> None:
-    target, (kind, sizes) = never_ending(), SPECULATING[name]
+    target, (kind, sizes) = never_ending(build_model(num_hidden_layers=3)), SPECULATING[name]
     drafter = build(kind, target.model, **sizes)
     drafter = teach(drafter, target, PROMPTS[:4], 40)
     engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS))
@@ -379,7 +373,7 @@ def test_a_drafter_that_fails_costs_speed_alone(
 )
 def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None:
     """In order and without gaps, through chunks, drafts, eviction and rebuilding; known ones are not sent again."""
-    target = never_ending()
+    target = never_ending(build_model(num_hidden_layers=3))
     drafter = build(kind, target.model, **({"target_layer_inference": n_layers} if n_layers else {}))
     engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16, kv_tokens=96, max_drafts=8)
     reader = add(engine, PROMPTS[0] * 2, 20, drafter="it", wants_context=True, n_context=5)
