@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,15 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(parts=st.sets(st.integers(0, N_PARTS - 1)))
     def begin(self, parts: set[int]) -> None:
         """Write some of the parts."""
-        with self.opened() as writer:
+        with RECIPE.open(self.store) as writer:
             for part in sorted(parts):
                 RECIPE.write_part(writer, part)
         self.committed = parts
 
-    def opened(self, shares: bool = False) -> StoreWriter:
-        return RECIPE.open(self.store, shares=shares)
-
     @rule(shares=st.booleans(), chosen=st.integers(0, 99))
     def write_a_part(self, shares: bool, chosen: int) -> None:
         """Opening repairs what can be told by sizes, so that damage may make parts pending here."""
-        with self.opened(shares) as writer:
+        with RECIPE.open(self.store, shares) as writer:
             pending = writer.pending_parts()
             self.look(set(range(N_PARTS)) - set(pending))
             if pending:
@@ -87,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chosen=st.integers(0, 99))
     def leave_a_part_unfinished(self, chosen: int) -> None:
         """A writer that gives a part up leaves it pending."""
-        with self.opened() as writer:
+        with RECIPE.open(self.store) as writer:
             self.look(set(writer.committed_parts()))
             if pending := writer.pending_parts():
                 with writer.part(pending[chosen % len(pending)]) as out:
@@ -99,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A kill at any operation leaves each part whole or pending."""
         writer: StoreWriter | None = None
         with killed_at(at):
-            writer = self.opened(shares)
+            writer = RECIPE.open(self.store, shares)
             for part in writer.pending_parts():
                 RECIPE.write_part(writer, part)
         if writer is not None:
@@ -126,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
                 drop_damage(plan)
             plan = plan_repair(self.store)
         if not plan.is_droppable or how == "run again":
-            self.opened().close()
+            RECIPE.open(self.store).close()
             plan = plan_repair(self.store)
         if plan.damages:
             drop_damage(plan)
@@ -206,15 +204,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert read_tree(self.store) == whole()
 
 
-_whole: dict[str, bytes] = {}
-
-
+@cache
 def whole() -> dict[str, bytes]:
     """The bytes of an undisturbed store."""
-    if not _whole:
-        with tempfile.TemporaryDirectory() as folder:
-            _whole.update(read_tree(RECIPE.write(Path(folder) / "store")))
-    return _whole
+    with tempfile.TemporaryDirectory() as folder:
+        return read_tree(RECIPE.write(Path(folder) / "store"))
 
 
 _ANY_TIME = settings(

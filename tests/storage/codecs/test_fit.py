@@ -1,12 +1,67 @@
-"""Bits to components: against an exact search, the rate-distortion bound, and the codes themselves."""
+"""What a transform codec learns: means, axes and metric, bits to components; and how its codes lie in bytes."""
 
 import itertools
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moa_data.storage.codecs.coding import quantise
+from moa_data.storage.codecs import calibration
+from moa_data.storage.codecs.calibration import early_means, logit_metric, principal_axes
+from moa_data.storage.codecs.coding import (
+    CODES_PER_BYTE,
+    EARLY_POSITIONS,
+    WIDE_LEVELS,
+    Pieces,
+    mean_rows,
+    pack,
+    piece_bytes,
+    quantise,
+    split_wide,
+    unpack_table,
+)
 from moa_data.storage.codecs.fit import Quantisers, allocate, measure_options, split_by_statistics, water_level
+from moa_data.storage.schema import StoredArray
+
+
+def test_subspace_iteration_finds_the_exact_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    axes = np.linalg.qr(rng.standard_normal((60, 5)))[0]
+    rows = rng.standard_normal((300, 5)) * np.arange(5, 0, -1) @ axes.T + 0.01 * rng.standard_normal((300, 60))
+    rows = rows.astype(np.float32)
+    exact = principal_axes(rows)[:, :5]
+    monkeypatch.setattr(calibration, "EXACT_WIDTH", 10)
+    monkeypatch.setattr(calibration, "MAX_COMPONENTS", 5)
+    np.testing.assert_allclose(principal_axes(rows), exact, atol=1e-4)
+
+
+def test_early_positions_have_their_own_mean() -> None:
+    sequences = [np.arange(n * 3, dtype=np.float32).reshape(n, 3) for n in (2, 20, 20)]
+    means = early_means(sequences)
+    np.testing.assert_allclose(means[:EARLY_POSITIONS], sequences[1][:EARLY_POSITIONS])
+    np.testing.assert_allclose(means[-1], sequences[1][EARLY_POSITIONS:].mean(0))
+    assert mean_rows(6, 5).tolist() == [6, 7, 8, 8, 8]
+    unreached = early_means([np.ones((2, 3), np.float32), 3 * np.ones((2, 3), np.float32)])
+    np.testing.assert_allclose(unreached, 2.0)
+
+
+def test_logit_metric_predicts_the_divergence_of_small_errors() -> None:
+    rng = np.random.default_rng(4)
+    head = rng.standard_normal((40, 6)).astype(np.float32)
+    hidden = rng.standard_normal((500, 6)).astype(np.float32)
+    error = (0.02 * rng.standard_normal(hidden.shape)).astype(np.float32)
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        logits: np.ndarray = (x @ head.T).astype(np.float64)
+        logits -= np.log(np.exp(logits).sum(1, keepdims=True))
+        return logits
+
+    p, q = log_softmax(hidden), log_softmax(hidden + error)
+    divergence = (np.exp(p) * (p - q)).sum(1).mean()
+    metric = logit_metric(hidden, head, batch_tokens=64)
+    assert np.einsum("ni,ij,nj->n", error, metric, error).mean() / 2 == pytest.approx(divergence, rel=0.1)
 
 
 @pytest.mark.parametrize("bits", [0.3, 2.0, 9.0, 40.0])
@@ -82,3 +137,59 @@ def test_a_component_far_above_the_others_is_not_clipped() -> None:
     chosen = options.chosen(allocate(options, 18.0))
     assert chosen.step[0] * (chosen.levels[0] // 2) > np.abs(sample[:, 0]).max()
     assert options.error[0].min() < 1e-6 * (sample[:, 0] ** 2).mean()
+
+
+# Codes in bytes, and runs of bytes in pieces
+
+
+@given(levels=st.sampled_from(sorted(CODES_PER_BYTE)), n_codes=st.integers(1, 17), seed=st.integers(0, 99))
+def test_packing_round_trips_on_both_libraries(levels: int, n_codes: int, seed: int) -> None:
+    top = levels // 2
+    codes = np.random.default_rng(seed).integers(-top, top + 1, (5, n_codes)).astype(np.int16)
+    packed = pack(codes, levels)
+    assert packed.dtype == np.uint8
+    assert packed.shape == (5, -(-n_codes // CODES_PER_BYTE[levels]))
+    np.testing.assert_array_equal(unpack_table(levels)[packed].reshape(5, -1)[:, :n_codes], codes)
+    np.testing.assert_array_equal(pack(torch.from_numpy(codes), levels).numpy(), packed)
+    assert not pack(np.zeros_like(codes), levels).any(), "as the padding between sequences"
+    assert np.abs(unpack_table(levels)).max() == top, "every byte decodes in range"
+
+
+def test_wide_codes_are_two_digits() -> None:
+    top = WIDE_LEVELS // 2
+    codes = np.arange(-top, top + 1)
+    low, high = split_wide(codes)
+    np.testing.assert_array_equal(low + 255 * high, codes)
+    assert (np.abs(low).max(), np.abs(high).max()) == (127, 7)
+
+
+WIDTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(widths=WIDTHS, n_bytes=st.integers(1, 50), seed=st.integers(0, 99), data=st.data())
+def test_runs_come_back_from_the_pieces_of_their_groups(
+    widths: list[list[int]], n_bytes: int, seed: int, data: st.DataObject
+) -> None:
+    runs = [
+        [StoredArray(f"kv/codes_{g:02d}_{r:02d}", "uint8", (width,), ("token", "byte")) for r, width in enumerate(own)]
+        for g, own in enumerate(widths)
+    ]
+    pieces = Pieces("kv/codes", runs, n_bytes)
+    rng = np.random.default_rng(seed)
+    codes = {run.name: rng.integers(0, 256, (3, run.row_bytes), np.uint8) for group in runs for run in group}
+    joined = pieces.join(codes)
+    assert joined.shape == (3, *pieces.array.row_shape)
+    on_torch = pieces.join({name: torch.from_numpy(rows) for name, rows in codes.items()})
+    np.testing.assert_array_equal(on_torch.numpy(), joined)
+    groups = data.draw(st.lists(st.sampled_from(range(len(widths))), unique=True, min_size=1))
+    rows = joined[:, pieces.of_groups(groups)]
+    expected = {run.name: codes[run.name] for group in groups for run in runs[group]}
+    for split in (pieces.split(rows, groups), pieces.split(torch.from_numpy(rows), groups)):
+        assert list(split) == list(expected)
+        for name, part in split.items():
+            np.testing.assert_array_equal(np.asarray(part), expected[name])
+
+
+def test_narrow_groups_keep_their_runs_apart() -> None:
+    assert piece_bytes([1100, 900]) == piece_bytes([1000, 1047])
+    assert [piece_bytes([width]) for width in (1, 1023, 1024, 2047, 2048, 9000)] == [0, 0, 96, 96, 192, 192]
