@@ -50,6 +50,7 @@ class ActivationStore:
         require_complete: refuse a store of which planned parts have no commit.
         parts: see only these parts; the others may be damaged. None for all.
         cache: keeps on a local disk what is read of a remote store; default: what ``MOA_DATA_CACHE_DIR`` names.
+        checks_sizes: compare the size of every file with its commit when the store is opened.
 
     Attributes:
         sequences: the committed sequences in plan order (columns of ``plan.PLAN_SCHEMA``).
@@ -72,6 +73,7 @@ class ActivationStore:
         require_complete: bool = False,
         parts: Collection[int] | None = None,
         cache: ReadCache | Literal["environment"] | None = "environment",
+        checks_sizes: bool = True,
     ) -> None:
         self.path = open_path(path)
         self._selected = parts
@@ -88,7 +90,8 @@ class ActivationStore:
                 )
         self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
         planned = part_counts(plan, self.manifest.alignment_tokens)
-        listed = listed_sizes(self.path / PARTS_NAME)  # one listing instead of a request for each file
+        # One listing instead of a request for each file.
+        listed = listed_sizes(self.path / PARTS_NAME) if checks_sizes else {}
         for part, commit in self.commits.items():
             # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
             if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
@@ -97,7 +100,7 @@ class ActivationStore:
                     f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
                     "and run extract again: it redoes that part."
                 )
-            for _, error in find_size_damage(self.path / PARTS_NAME, commit.files, listed):
+            for _, error in find_size_damage(self.path / PARTS_NAME, commit.files if checks_sizes else {}, listed):
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]

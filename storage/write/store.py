@@ -42,7 +42,6 @@ from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreErr
 from ...files import disk_full_guard
 from ..backend import (
     MISSING,
-    blocks_of,
     check_guard,
     exists,
     listed_sizes,
@@ -57,7 +56,7 @@ from ..backend import (
     sync_names,
 )
 from ..chunk import EncodePool
-from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
+from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import (
     FileRecord,
     PartCommit,
@@ -525,16 +524,15 @@ def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_file
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
     """Rename the basis that was learned for added fields, once store.json names these fields."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
-    if not exists(path):
+    try:
+        content = read_basis(path)
+    except MISSING:
         return
-    digest = hashlib.sha256()
-    for block in blocks_of(path):
-        digest.update(block)
-    if digest.hexdigest() != manifest.codec.get("basis_sha256"):
+    if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
     if isinstance(path, Path):
         os.replace(path, path.with_name(BASIS_NAME))
         sync_names(path.parent)
     else:  # readers that find another basis look at the next one too
-        put(path.parent / BASIS_NAME, path.read_bytes())
+        put(path.parent / BASIS_NAME, content)
         remove_files(path)
