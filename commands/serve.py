@@ -94,7 +94,4 @@ def _service(config: ServeConfig) -> "Service":
     arguments = choose_template_arguments(config.template_kwargs, recorded)
     target.template = ChatTemplate(target.tokenizer, arguments, config.model)
     engine = Engine(target, drafters, config.engine)
-    return Service(
-        engine, target, config.name or Path(config.model).name, next(iter(drafters), None),
-        f"fp_{target.identity.get('weights_sha256', '')[:12]}", tokens, config.limits,
-    )  # fmt: skip
+    return Service(engine, config.name or Path(config.model).name, tokens, config.limits)

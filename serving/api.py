@@ -258,12 +258,12 @@ class AnswerText:
 class AnswerForm:
     """Writes the answer to a request as JSON, whole or as server-sent events."""
 
-    def __init__(self, asked: AnswerRequest, fingerprint: str, n_prompt: int) -> None:
+    def __init__(self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int) -> None:
         self._is_chat, self._n_prompt = isinstance(asked, ChatRequest), n_prompt
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
-            "model": asked.model, "system_fingerprint": fingerprint or None,
+            "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
 
     def whole(self, text: str, answer: AnswerText) -> dict[str, Any]:

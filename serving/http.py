@@ -31,7 +31,6 @@ from ..errors import Overloaded, PromptUnusable, ServingError, TemplateError
 from ..moa.decoding.sampling import SamplingConfig
 from ..moa.targets.chat import Rejection, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens
-from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Connection, Guard, Rate
 from .api import AnswerForm, AnswerRequest, AnswerText, ApiError, ChatRequest, CompletionRequest, event
@@ -39,6 +38,7 @@ from .config import LimitOptions
 from .engine.engine import Engine
 from .engine.sequence import Request, Work
 from .metrics import Facts, Metrics, RequestLog
+from .wire import target_identity
 
 _T = TypeVar("_T")
 # Stands for a top_p of 0: only the most likely token.
@@ -56,30 +56,22 @@ _MAX_WAITING = (1024, 16)
 
 
 class Service:
-    """The routes, and what they work with.
-
-    Requests that name no drafter use ``drafter``, or plain decoding; ``fingerprint`` stands for the weights in answers.
-    """
+    """The routes, and what they work with. Requests that name no drafter use the engine's first one."""
 
     def __init__(
-        self,
-        engine: Engine,
-        target: Target,
-        model_name: str,
-        drafter: str | None = None,
-        fingerprint: str = "",
-        tokens: BearerTokens | None = None,
-        limits: LimitOptions | None = None,
+        self, engine: Engine, model_name: str, tokens: BearerTokens | None = None, limits: LimitOptions | None = None
     ) -> None:
-        self.engine, self.target, self.model_name, self.drafter = engine, target, model_name, drafter
-        self.fingerprint, self.tokens, self.limits = fingerprint, tokens or BearerTokens(), limits or LimitOptions()
+        self.engine, self.model_name, self.tokens = engine, model_name, tokens or BearerTokens()
+        self.target, self.limits = engine.target, limits or LimitOptions()
+        weights = target_identity(self.target.identity)
+        self._fingerprint = f"fp_{weights[:12]}" if weights else None  # stands for the weights in answers
         self.is_draining, self._created = False, int(time.time())  # draining: the server ends, requests are refused
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once
         self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: Rate(*rate))
-        self._max_chars = engine.max_positions * max(len(token) for token in target.tokenizer.get_vocab())
+        self._max_chars = engine.max_positions * max(len(token) for token in self.target.tokenizer.get_vocab())
         # Long prompts have a thread of their own, so that short ones never wait for them.
-        self._tokenizers = [_Tokenizer(target.template, max_waiting) for max_waiting in _MAX_WAITING]
+        self._tokenizers = [_Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING]
 
     def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
         """Make the application; ``access.Guard`` explains the arguments."""
@@ -192,7 +184,7 @@ class Service:
         answer = await self._begin(asked, tokens, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
         facts.answer, facts.n_prompt = answer, len(tokens)
-        form = AnswerForm(asked, self.fingerprint, len(tokens))
+        form = AnswerForm(asked, self._fingerprint, len(tokens))
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(_events(request, answer, form), 200, headers, "text/event-stream")
@@ -216,7 +208,7 @@ class Service:
                 return answer
 
     def _request(self, asked: AnswerRequest, tokens: list[int]) -> tuple[Request, Work]:
-        engine, drafter = self.engine, self.drafter
+        engine, drafter = self.engine, next(iter(self.engine.drafters), None)
         if asked.drafter is not None:
             drafter = None if asked.drafter == "none" else asked.drafter
         if drafter is not None and drafter not in engine.drafters:

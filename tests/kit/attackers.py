@@ -12,9 +12,9 @@ Address = tuple[str, int]
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
-def head_of(path: str, n_bytes: int, *more: str, host: str = "127.0.0.1", kind: str = "application/json") -> bytes:
+def head_of(path: str, n_bytes: int, *more: str) -> bytes:
     """The head of a POST with a body of so many bytes."""
-    lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-type: {kind}", *more]
+    lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", *more]
     return "\r\n".join([*lines, f"content-length: {n_bytes}", "", ""]).encode()
 
 

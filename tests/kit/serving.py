@@ -69,8 +69,7 @@ class LiveServer:
         **service: Any,
     ) -> None:
         self.engine = Engine(target, drafters, engine)
-        service.setdefault("drafter", next(iter(drafters or {}), None))
-        self.service = Service(self.engine, target, MODEL, **service)
+        self.service = Service(self.engine, MODEL, **service)
         settings: dict[str, Any] = {"model": MODEL, "port": 0, "grace_s": 10} | (config or {})
         self._config, self._identities = ServeConfig(**settings), identities
         self._is_ready, self._thread = threading.Event(), threading.Thread(target=self._main, daemon=True)

@@ -55,19 +55,14 @@ class Server(LiveServer):
 class Talk:
     """One stream; what arrives is kept in order."""
 
-    def __init__(
-        self, address: str, metadata: Any = (), credentials: Any = None, options: Any = (), waits: bool = True
-    ) -> None:
+    def __init__(self, address: str, metadata: Any = (), options: Any = ()) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), *options, *CLIENT_OPTIONS]
-        if credentials is None:
-            self.channel = grpc.insecure_channel(address, options)
-        else:
-            self.channel = grpc.secure_channel(address, credentials, options)
+        self.channel = grpc.insecure_channel(address, options)
         self._requests: queue.Queue[bytes | None] = queue.Queue()
         self.sequence, self.failure = 0, None
         self.got: list[pb.ServerMessage] = []
         call = self.channel.stream_stream(METHOD, response_deserializer=pb.ServerMessage.FromString)
-        self.call: Any = call(iter(self._requests.get, None), metadata=metadata, timeout=WAIT_S, wait_for_ready=waits)
+        self.call: Any = call(iter(self._requests.get, None), metadata=metadata, timeout=WAIT_S, wait_for_ready=True)
 
     def send_bytes(self, data: bytes) -> None:
         self._requests.put(data)

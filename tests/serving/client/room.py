@@ -37,9 +37,9 @@ def target() -> Target:
 
 
 @cache
-def model(name: str = "moa", n_steps: int = 60) -> DraftingModel:
+def model(name: str = "moa") -> DraftingModel:
     """A taught drafter, as a client loads it."""
-    drafter = teach(build(name.split()[0], target().model, **DRAFTERS[name]), target(), PROMPTS, n_steps)
+    drafter = teach(build(name.split()[0], target().model, **DRAFTERS[name]), target(), PROMPTS, 60)
     return DraftingModel(drafter, frozen_for(drafter, target().model), None, frozenset())
 
 
@@ -77,14 +77,14 @@ class Watched:
 
 
 @contextmanager
-def restored(proxy: Proxy, after_s: float = 0.02) -> Iterator[None]:
+def restored(proxy: Proxy) -> Iterator[None]:
     """Restore the network a moment after each cut, from another thread."""
     is_over = threading.Event()
 
     def restore() -> None:
         while not is_over.is_set():
             if proxy.is_cut.wait(0.02):
-                time.sleep(after_s)
+                time.sleep(0.02)
                 proxy.restore()
 
     thread = threading.Thread(target=restore)

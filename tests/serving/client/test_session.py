@@ -47,14 +47,10 @@ def opened(mode: ChosenMode = "client", **changes: object) -> Session:
     return session
 
 
-def commit(session: Session, start: int, tokens: Sequence[int], n_accepted: int = 0, finish: str = "") -> None:
+def commit(session: Session, start: int, tokens: Sequence[int], n_accepted: int = 0) -> None:
     """Answer the last request."""
-    answers = session._awaited
-    session.receive(
-        pb.ServerMessage(
-            committed=pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=answers, finish=finish)
-        )
-    )
+    found = pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=session._awaited)
+    session.receive(pb.ServerMessage(committed=found))
 
 
 def asked(session: Session) -> list[pb.Verify]:
