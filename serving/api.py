@@ -10,8 +10,9 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Self
 
 from fastapi.responses import JSONResponse
@@ -182,25 +183,18 @@ def _invalid(error: ValidationError) -> ApiError:
 class AnswerText:
     """The text of one request on its way from the engine's thread to a reader in the event loop."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        request: Request,
-        work: Work,
-        stops: Sequence[str],
-        decode: Callable[[Sequence[int]], str],
-        ends_s: float,
-    ) -> None:
+    def __init__(self, engine: Engine, request: Request, stops: Sequence[str], ends_s: float) -> None:
         self._engine, hand_over = engine, asyncio.get_running_loop().call_soon_threadsafe
         self._ends_s = ends_s  # time.monotonic() at which the answer ends, complete or not
         self._commits: deque[Commit] = deque()
         self._has_come, self._is_held = asyncio.Event(), False
+        decode = partial(engine.target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._text, self._stops = Detokenizer(decode), StopStrings(stops)
         self._began = time.perf_counter()
         self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
         self.first_s: float | None = None  # seconds from the request to its first token
         self._id: int | None = engine.add(request, lambda commit: hand_over(self._arrive, commit))
-        engine.set_work(self._id, work)
+        engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
     async def pieces(self) -> AsyncIterator[str]:
         """Yield the text as it comes, each piece not empty; ServingError or ApiError where it does not end well."""

@@ -16,7 +16,7 @@ import copy
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from .access import BearerTokens, Connection, Guard, Rate
 from .api import AnswerForm, AnswerRequest, AnswerText, ApiError, ChatRequest, CompletionRequest, event
 from .config import LimitOptions
 from .engine.engine import Engine
-from .engine.sequence import Request, Work
+from .engine.sequence import Request
 from .metrics import Facts, Metrics, RequestLog
 from .wire import target_identity
 
@@ -192,12 +192,12 @@ class Service:
 
     async def _begin(self, asked: AnswerRequest, tokens: list[int], connection: Connection) -> AnswerText:
         """Start an answer; where the engine is full, one whose reader takes nothing gives way."""
-        start, work = self._request(asked, tokens)
+        start = self._request(asked, tokens)
         now, has_room = time.monotonic(), False
         ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
         while True:
             try:
-                answer = AnswerText(self.engine, start, work, asked.stops, self._decode, ends_s)
+                answer = AnswerText(self.engine, start, asked.stops, ends_s)
             except Overloaded:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
@@ -207,7 +207,7 @@ class Service:
                 connection.ends_s = ends_s
                 return answer
 
-    def _request(self, asked: AnswerRequest, tokens: list[int]) -> tuple[Request, Work]:
+    def _request(self, asked: AnswerRequest, tokens: list[int]) -> Request:
         engine, drafter = self.engine, next(iter(self.engine.drafters), None)
         if asked.drafter is not None:
             drafter = None if asked.drafter == "none" else asked.drafter
@@ -221,11 +221,10 @@ class Service:
             top_k=asked.top_k or 0,
             repetition_penalty=asked.repetition_penalty or 1.0,
         )
-        request = Request(
+        return Request(
             tuple(tokens), len(tokens), self._max_new_tokens(asked, len(tokens)), sampling,
             secrets.randbits(63) if asked.seed is None else asked.seed, drafter,
         )  # fmt: skip
-        return request, Work.PLAIN if drafter is None else Work.SPECULATE
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
         context, most, limit = self.engine.max_positions, asked.max_tokens, self.limits.max_new_tokens
@@ -244,12 +243,6 @@ class Service:
             message = f"at most {limit} tokens an answer; {most} are asked for."
             raise ApiError(400, message, "max_tokens", "invalid_value")
         return most
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.target.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
 
 
 class _Tokenizer:

@@ -87,9 +87,7 @@ class Engine:
         n_slots = blocks_for(options.kv_tokens) * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self._max_open = options.max_sequences + options.max_waiting
-        self._scheduler = Scheduler(
-            target, options.kv_tokens, options.max_sequences, options.prefill_chunk, n_own_drafts
-        )
+        self._scheduler = Scheduler(target, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
         self._speculations = {name: Speculation(target, drafter, shape) for name, drafter in self.drafters.items()}
         self._sequences: dict[int, Sequence] = {}

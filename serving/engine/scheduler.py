@@ -22,6 +22,7 @@ import torch
 
 from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
+from ..config import EngineOptions
 from .runner import Output
 from .sequence import Commit, Sequence, Work
 
@@ -56,19 +57,16 @@ class Scheduled:
 
 
 class Scheduler:
-    """Plans target calls, and bounds the KV of all sequences together, counted in blocks of tokens.
-
-    ``max_drafts`` bounds the server's own drafts; the other arguments are those of ``EngineOptions``.
-    """
+    """Plans target calls, and bounds the KV of all sequences together, counted in blocks of tokens."""
 
     # Each sequence has a buffer of its own, so that attention reads it as it lies: gathering blocks that are scattered
     # over one large buffer costs as much again as attending to them (8 sequences of 250 tokens, one CPU core).
 
-    def __init__(self, target: Target, kv_tokens: int, max_sequences: int, prefill_chunk: int, max_drafts: int) -> None:
-        self.n_blocks, self.n_used, sizes = blocks_for(kv_tokens), 0, target.sizes
+    def __init__(self, target: Target, options: EngineOptions, max_drafts: int) -> None:
+        self.n_blocks, self.n_used, sizes = blocks_for(options.kv_tokens), 0, target.sizes
         shape = 1, sizes["n_kv_heads"], 0, sizes["head_dim"]
         self._like = torch.empty(shape, dtype=target.model.dtype, device=target.device)
-        self._max_sequences, self._prefill_chunk, self._max_drafts = max_sequences, prefill_chunk, max_drafts
+        self._options, self._max_drafts = options, max_drafts  # the latter of the server's own drafts
         self._n_served = 0
 
     def evict(self, kv: KVBuffer) -> None:
@@ -82,12 +80,12 @@ class Scheduler:
         chosen: list[Sequence] = []
         evicted: list[Sequence] = []
         for sequence in runnable:
-            if len(chosen) == self._max_sequences:
+            if len(chosen) == self._options.max_sequences:
                 break
             if self._make_room(sequence, sequences, chosen, evicted):
                 chosen.append(sequence)
         n_reading = sum(s.n_missing > 0 for s in chosen)
-        chunk = max(_MIN_CHUNK, self._prefill_chunk // max(1, n_reading))
+        chunk = max(_MIN_CHUNK, self._options.prefill_chunk // max(1, n_reading))
         scheduled = []
         for sequence in chosen:
             self._n_served += 1
