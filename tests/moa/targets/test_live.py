@@ -8,14 +8,13 @@ from unittest.mock import MagicMock
 import huggingface_hub
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from moa_data.errors import MoaDataError, TargetError
 from moa_data.moa.targets import live as target_module
 from moa_data.moa.targets import model_files
 from moa_data.moa.targets.live import DeviceClock, Target, load_target_model, resolve_model_folder
+from moa_data.tests.kit.memory import LiveBytes
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
@@ -52,21 +51,6 @@ def test_causal_runs_equal_one_call_with_the_mask(
             torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
 
 
-class LargestBytes(TorchDispatchMode):
-    """Records the bytes of the largest tensor that an operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.n_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.n_bytes = max(self.n_bytes, leaf.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("n_rows", [1, 2])
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
@@ -77,12 +61,12 @@ def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
     model = build_model(family, max_position_embeddings=n_tokens)
     target, tokens = Target(model), torch.randint(0, 67, (n_rows, n_tokens))
     cache = target.new_cache(n_rows)
-    with LargestBytes() as made:
+    with LiveBytes() as made:
         target.forward(tokens, cache)
     cache_bytes = cache.layer_view(0, n_tokens)[0].untyped_storage().nbytes()
     piece_bytes = piece * n_tokens * 8  # distances in int64
-    assert made.n_bytes <= max(cache_bytes, piece_bytes)
-    assert made.n_bytes < n_tokens * n_tokens
+    assert made.largest <= max(cache_bytes, piece_bytes)
+    assert made.largest < n_tokens * n_tokens
 
 
 def refuse(error: Exception) -> Callable[..., NoReturn]:
