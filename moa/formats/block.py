@@ -20,24 +20,13 @@ from typing import Any
 
 from ...errors import DrafterError
 from ..drafters.block import BlockDrafterSizes, DFlashSizes, DSparkSizes
-from .layout import (
-    EMBEDDINGS,
-    LM_HEAD,
-    ForeignConfig,
-    Layout,
-    Weights,
-    count_layers,
-    drafter_facts,
-    layer_facts,
-    llama_config,
-    nested,
-    read_layer_ids,
-)
+from . import layout
+from .layout import ForeignConfig, Layout, Weights
 
 
 def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
     """Describe a Qwen3 of the drafter's layers, the block and the layers that are read."""
-    return llama_config(sizes) | {
+    return layout.llama_config(sizes) | {
         "model_type": "qwen3",
         "num_hidden_layers": sizes.block_layers,
         "layer_types": ["full_attention"] * sizes.block_layers,
@@ -60,7 +49,7 @@ def _reads_embedding(sizes: BlockDrafterSizes) -> list[tuple[bool, str]]:
 
 def _is_dspark(config: ForeignConfig) -> bool:
     """Whether a config.json describes a drafter of DeepSpec's form, also one without heads."""
-    heads = dict(config) | nested(config, "dflash_config")
+    heads = dict(config) | layout.nested(config, "dflash_config")
     return "DSpark" in str(config.get("architectures")) or "markov_rank" in heads
 
 
@@ -71,23 +60,23 @@ def _is_block(names: set[str]) -> bool:
 
 def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     """Read the sizes that DFlash and DSpark share, from config.json and the shapes."""
-    own, facts = dict(config) | nested(config, "dflash_config"), drafter_facts(config)
+    own, facts = dict(config) | layout.nested(config, "dflash_config"), layout.drafter_facts(config)
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise DrafterError("its layers have a sliding window, which these drafters lack.")
     block, mask = own.get("block_size"), own.get("mask_token_id")
     if type(block) is not int or type(mask) is not int:
         raise DrafterError("config.json lacks block_size or mask_token_id; restore the checkpoint's own.")
-    fused_layers = read_layer_ids(
+    fused_layers = layout.read_layer_ids(
         (config.get("eagle_aux_hidden_state_layer_ids"), 1),
         (config.get("aux_hidden_state_layer_ids"), 1),
         (own.get("target_layer_ids"), 0),
     )
     return (
         facts
-        | layer_facts(weights, facts["head_dim"], "layers.0")
+        | layout.layer_facts(weights, facts["head_dim"], "layers.0")
         | {
             "n_layers": own.get("num_target_layers") or 0,
-            "block_layers": count_layers(weights),
+            "block_layers": layout.count_layers(weights),
             "block_size": block,
             "mask_token": mask,
             "fused_layers": fused_layers,
@@ -130,7 +119,7 @@ def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
 
 def _read_dspark_sizes(weights: Weights, config: ForeignConfig) -> DSparkSizes:
     found = _read_backbone(weights, config)
-    heads = dict(config) | nested(config, "dflash_config")
+    heads = dict(config) | layout.nested(config, "dflash_config")
     if rank := heads.get("markov_rank"):
         found |= {"markov_rank": rank, "markov_head": heads.get("markov_head_type", "vanilla")}
     else:
@@ -155,7 +144,7 @@ DSPARK = Layout(
     name="dspark",  # such as deepseek-ai/dspark_qwen3_4b_block7; SGLang loads those with vanilla heads
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",
-    needs=(EMBEDDINGS, LM_HEAD),
+    needs=(layout.EMBEDDINGS, layout.LM_HEAD),
     requires=_DSPARK,
     unfit=_reads_embedding,
     notes=_dspark_notes,

@@ -35,22 +35,8 @@ from ...errors import DrafterError
 from ..drafters.eagle import EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
 from ..targets.bundle import parse_target_config
-from .layout import (
-    EMBEDDINGS,
-    ForeignConfig,
-    Layout,
-    Weights,
-    count_layers,
-    drafter_facts,
-    is_rope_scaled,
-    layer_facts,
-    llama_config,
-    nested,
-    read_layer_ids,
-    rope_keys,
-    rows,
-    unfilled_width,
-)
+from . import layout
+from .layout import ForeignConfig, Layout, Weights
 
 
 def _renumbered(name: str, shift: int) -> str:
@@ -82,7 +68,7 @@ def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
 
 
 def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any]:
-    return llama_config(sizes) | {
+    return layout.llama_config(sizes) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": int(sizes.eagle_input_norm) + sizes.eagle_layers,
@@ -108,9 +94,9 @@ def _eagle_notes(sizes: EagleSizes) -> list[str]:
 def _read_sizes(weights: Weights, facts: dict[str, Any]) -> EagleSizes:
     return EagleSizes.from_dict(
         facts
-        | layer_facts(weights, facts["head_dim"], "layers.0")
+        | layout.layer_facts(weights, facts["head_dim"], "layers.0")
         | {
-            "eagle_layers": count_layers(weights),
+            "eagle_layers": layout.count_layers(weights),
             "eagle_input_norm": "layers.0.input_layernorm.weight" in weights,
             "eagle_fc_bias": "fc.bias" in weights,
             "qkv_bias": "layers.0.self_attn.q_proj.bias" in weights,
@@ -120,18 +106,18 @@ def _read_sizes(weights: Weights, facts: dict[str, Any]) -> EagleSizes:
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     # A first norm in the file is an unexpected tensor, for the program would not run it.
-    return replace(_read_sizes(weights, drafter_facts(config)), eagle_input_norm=False)
+    return replace(_read_sizes(weights, layout.drafter_facts(config)), eagle_input_norm=False)
 
 
 EAGLE = Layout(
     name="eagle",  # such as yuhuili/EAGLE-LLaMA3-Instruct-8B
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
-    needs=(EMBEDDINGS,),
+    needs=(layout.EMBEDDINGS,),
     # Their linear scaling ignores rope_theta.
     unfit=lambda sizes: [
-        unfilled_width(sizes),
-        (is_rope_scaled(sizes), "the target's RoPE is scaled, and theirs is not"),
+        layout.unfilled_width(sizes),
+        (layout.is_rope_scaled(sizes), "the target's RoPE is scaled, and theirs is not"),
     ],
     notes=_eagle_notes,
     config=lambda sizes, target_config: _config(sizes, target_config, bias=sizes.eagle_fc_bias, pad_token_id=0),
@@ -183,7 +169,7 @@ MOA_EAGLE = Layout(
         f"moa_spec's settings have to name the drafter's sizes: {sizes.eagle_layers} layers, "
         f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"
     ],
-    config=lambda sizes, target_config: {**target_config.to_dict(), **rope_keys(sizes)},
+    config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,
@@ -208,25 +194,27 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
     }
     # What EAGLE-3.1 adds, both false where they are absent (vllm pull request 42764).
     flags = {name: True for name in ("fc_norm", "norm_output") if getattr(sizes, name)}
-    return llama_config(sizes) | own | flags
+    return layout.llama_config(sizes) | own | flags
 
 
 def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
-    facts, key = drafter_facts(config), "eagle_aux_hidden_state_layer_ids"
+    facts, key = layout.drafter_facts(config), "eagle_aux_hidden_state_layer_ids"
     read = {
-        "draft_vocabulary": rows(weights, "lm_head.weight"),
-        "fused_layers": read_layer_ids((nested(config, "eagle_config").get(key), 0), (config.get(key), 1)),
+        "draft_vocabulary": layout.rows(weights, "lm_head.weight"),
+        "fused_layers": layout.read_layer_ids(
+            (layout.nested(config, "eagle_config").get(key), 0), (config.get(key), 1)
+        ),
         "fc_norm": "fc_norm.0.weight" in weights,
         "norm_output": bool(config.get("norm_output", False)),
     }
-    return Eagle3Sizes.from_dict(facts | layer_facts(weights, facts["head_dim"], "midlayer") | read)
+    return Eagle3Sizes.from_dict(facts | layout.layer_facts(weights, facts["head_dim"], "midlayer") | read)
 
 
 EAGLE3 = Layout(
     name="eagle3",  # loaded with "method": "eagle3", and with --speculative-algorithm EAGLE3
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",
-    ignored=(EMBEDDINGS,),
+    ignored=(layout.EMBEDDINGS,),
     requires={"qkv_bias": (False,)},
     unfit=lambda sizes: [(len(sizes.fused_layers) != 3, "the engines join 3 layers: give three fused_layers")],
     config=_eagle3_config,

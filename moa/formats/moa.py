@@ -12,7 +12,8 @@ from typing import Any
 
 from ..drafters.mixture import MoASizes
 from ..targets.bundle import parse_target_config
-from .layout import Layout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, target_keys, unfilled_width
+from . import layout
+from .layout import Layout, Weights
 
 # Name of a block in weights and config.json -> in our sizes.
 _BLOCKS = {
@@ -34,12 +35,12 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
     # Layer self-attention has the target's query heads, and the head dim that its q_proj implies also where the heads
     # do not divide the KV width: the official code rounds down.
     n_heads, head_dim = facts["n_heads"], facts["head_dim"]
-    layer_head_dim = max(1, rows(weights, _KEY) // n_heads)
+    layer_head_dim = max(1, layout.rows(weights, _KEY) // n_heads)
     values = facts | {"layer_attention_heads": n_heads, "layer_attention_head_dim": layer_head_dim}
     for block, own in _BLOCKS.items():
         dim = layer_head_dim if own == "layer_attention" else head_dim
-        values[f"{own}_kv_heads"] = rows(weights, f"{block}.self_attn.k_proj.weight") // dim
-        values[f"{own}_mlp_width"] = rows(weights, f"{block}.mlp.gate_proj.weight")
+        values[f"{own}_kv_heads"] = layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
+        values[f"{own}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
     values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}  # the paper's form
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     return MoASizes.from_dict(values)
@@ -57,14 +58,14 @@ _PAPER: dict[str, tuple[Any, ...]] = {  # sizes with which a drafter is that of 
 def _moa_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
     heads, head_dim, n_heads = sizes.layer_attention_heads, sizes.layer_attention_head_dim, sizes.n_heads
     return [
-        unfilled_width(sizes),
+        layout.unfilled_width(sizes),
         (
             (heads, head_dim) != (n_heads, sizes.kv_width // n_heads),
             f"layer self-attention has {heads} heads of {head_dim}, and theirs the target's {n_heads} of "
             f"{sizes.kv_width // n_heads}: layer_attention_heads={n_heads}",
         ),
         (
-            is_rope_scaled(sizes),
+            layout.is_rope_scaled(sizes),
             "the target's RoPE is scaled, and theirs leaves cross- and layer self-attention unscaled (moa-vllm scales "
             "them as they were trained)",
         ),
@@ -92,7 +93,7 @@ MOA = Layout(
     unfit=_moa_unfit,
     notes=_moa_notes,
     # The official code gets the drafter's sizes from its own settings.
-    config=lambda sizes, target_config: {**target_config.to_dict(), **rope_keys(sizes)},
+    config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
     own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),
     recognises=lambda names, config: _KEY in names and config.get("model_type") != _MODEL_TYPE,
@@ -104,7 +105,7 @@ def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
     heads, n_heads = sizes.layer_attention_heads, sizes.n_heads
     own, cross = sizes.self_attention_kv_heads, sizes.cross_attention_kv_heads
     return [
-        unfilled_width(sizes),
+        layout.unfilled_width(sizes),
         (own != cross, f"self- and cross-attention have {own} and {cross} KV heads, and the fork one cache for both"),
         (
             heads != n_heads or sizes.kv_width % n_heads != 0,
@@ -116,7 +117,7 @@ def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
 
 def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
     """List the keys of ``MOASpecConfig``."""
-    values = target_keys(sizes) | {
+    values = layout.target_keys(sizes) | {
         "model_type": _MODEL_TYPE,
         "architectures": ["MOASpecModel"],
         "kv_hidden_size": sizes.kv_width,
@@ -140,6 +141,8 @@ MOA_VLLM = replace(
     config=_vllm_config,
     recognises=lambda names, config: _KEY in names and config.get("model_type") == _MODEL_TYPE,
     read_sizes=lambda weights, config: _sizes(
-        weights, drafter_facts(config) | {"kv_width": rows(weights, "layer_self_attention.input_layernorm.weight")}
+        weights,
+        layout.drafter_facts(config)
+        | {"kv_width": layout.rows(weights, "layer_self_attention.input_layernorm.weight")},
     ),
 )
