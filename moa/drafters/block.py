@@ -43,24 +43,12 @@ from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource, check_arrived
+from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, concatenated, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
-from .training import (
-    Draws,
-    LossTerms,
-    Reads,
-    TrainingInputs,
-    TrainingStep,
-    at_queries,
-    block_mask,
-    draft_positions,
-    draft_rounds,
-    draft_weights,
-    draw_anchors,
-    loss_queries,
-)
+from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 CONTEXTS = ("hidden", "kv", "memory")
 """What a drafter can know of verified positions."""
@@ -251,9 +239,9 @@ class BlockDrafter(KVEncoder, Drafter):
     @classmethod
     @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        anchors, valid = draw_anchors(response_mask, draws)
-        weights = draft_weights(response_mask, anchors, valid, draws.blocks)
-        places = draft_positions(anchors, draws.blocks.n_drafts).clamp(max=response_mask.shape[1] - 1)
+        anchors, valid = training.draw_anchors(response_mask, draws)
+        weights = training.draft_weights(response_mask, anchors, valid, draws.blocks)
+        places = training.draft_positions(anchors, draws.blocks.n_drafts).clamp(max=response_mask.shape[1] - 1)
         found = torch.zeros(response_mask.shape, device=weights.device)
         return found.scatter_add_(1, places.flatten(1), weights.flatten(1))
 
@@ -340,8 +328,8 @@ class BlockDrafter(KVEncoder, Drafter):
         size, n_tokens = self.config.block_size, inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
         appends = [partial(concatenated, seen) for seen in self._text_context(frozen, inputs, x.dtype)]
-        mask = block_mask(anchors, valid, size, n_tokens)
-        return self.drafting(self.run_layers(x, draft_positions(anchors, size).flatten(1), appends, mask))
+        mask = training.block_mask(anchors, valid, size, n_tokens)
+        return self.drafting(self.run_layers(x, training.draft_positions(anchors, size).flatten(1), appends, mask))
 
     def _text_context(self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype) -> list[KeysValues]:
         """Make keys and values of the context for each layer, of all positions of texts: each [B, H_kv, T, d]."""
@@ -359,7 +347,7 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
         """Pick the token before each draft of blocks [B, N] from texts [B, T], past their ends the last: [B, N, K]."""
-        before = draft_positions(anchors, self.config.n_drafts).clamp(max=tokens.shape[1] - 1)
+        before = training.draft_positions(anchors, self.config.n_drafts).clamp(max=tokens.shape[1] - 1)
         return tokens.gather(1, before.flatten(1)).view_as(before)
 
     @override
@@ -371,10 +359,10 @@ class BlockDrafter(KVEncoder, Drafter):
         inputs, weights = step.inputs, step.weights
         chosen = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
         draws = replace(step.draws, blocks=chosen)
-        anchors, valid = draw_anchors(inputs.response_mask, draws)
-        shares = draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
+        anchors, valid = training.draw_anchors(inputs.response_mask, draws)
+        shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
         at = shares > 0
-        places = draft_positions(anchors, self.config.n_drafts)
+        places = training.draft_positions(anchors, self.config.n_drafts)
         hidden = self.text_hidden(frozen, inputs, anchors, valid)
         features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]  # [P, F]
         rows = torch.arange(len(at), device=at.device)[:, None, None].expand_as(at)[at]
@@ -414,18 +402,18 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Run a block at the root of each round."""
-        drafted, context = draft_rounds(inputs.response_mask, draws)
+        drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = torch.arange(drafted.shape[1], device=drafted.device)
-        queries, valid = loss_queries(drafted)
+        queries, valid = training.loss_queries(drafted)
         root = context + 1  # of each position's round
         place = torch.where(valid, queries - root.gather(1, queries), 0)
         self.config.check_depth(1 + int(place.max()))
         begins = drafted & (index == root)
-        anchors, is_block = loss_queries(begins)
+        anchors, is_block = training.loss_queries(begins)
         hidden = self.text_hidden(frozen, inputs, anchors, is_block)
         features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors)).flatten(1, 2)
         block = (begins.cumsum(dim=1) - 1).gather(1, queries).clamp(min=0)
-        return DraftedFeatures(queries, valid, at_queries(features, block * self.config.n_drafts + place))
+        return DraftedFeatures(queries, valid, training.at_queries(features, block * self.config.n_drafts + place))
 
     # Decoding
 

@@ -27,19 +27,11 @@ from ...errors import DrafterError
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
+from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, padded
 from .sizes import DrafterSizes, LayerSizes
-from .training import (
-    Draws,
-    LossTerms,
-    TrainingInputs,
-    TrainingStep,
-    at_queries,
-    distillation,
-    draft_rounds,
-    loss_queries,
-)
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
 class FeatureState(LayerState):
@@ -88,7 +80,7 @@ class FeatureDrafter(Drafter):
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         # All rounds at once, step by step: each step is fed with the features of the one before.
-        drafted, context = draft_rounds(inputs.response_mask, draws)
+        drafted, context = training.draft_rounds(inputs.response_mask, draws)
         context = context[:, 1:]  # [B, S]: the last slot of the target's that a query sees
         slots = torch.arange(context.shape[1], device=context.device)
         step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
@@ -103,10 +95,12 @@ class FeatureDrafter(Drafter):
         own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
         rows = torch.arange(len(step), device=step.device)[:, None]
         for index in range(1, int(step.max()) + 1):
-            queries, valid = loss_queries(step == index)
+            queries, valid = training.loss_queries(step == index)
             limit = context.gather(1, queries)[..., None]
             seen = torch.cat((slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1)  # [B, Q, 2S]
-            x = self.join(at_queries(embeddings, queries), at_queries(features, (queries - 1).clamp(min=0)))
+            x = self.join(
+                training.at_queries(embeddings, queries), training.at_queries(features, (queries - 1).clamp(min=0))
+            )
             at = rows.expand_as(queries)[valid], queries[valid]
             rotation = self.rotary(queries)
             for block, true, own in zip(self.blocks, true_keys_values, own_keys_values, strict=True):
@@ -115,8 +109,8 @@ class FeatureDrafter(Drafter):
                 keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
                 x = block(x, rotation, keys, values, seen)
             features[at] = self.fed_back(x)[valid].to(features.dtype)
-        queries, valid = loss_queries(drafted)
-        return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
+        queries, valid = training.loss_queries(drafted)
+        return DraftedFeatures(queries, valid, training.at_queries(features, (queries - 1).clamp(min=0)))
 
     @override
     def new_state(self, n_rows: int) -> FeatureState:
@@ -203,10 +197,10 @@ class EagleDrafter(FeatureDrafter):
         hidden = inputs.hidden.to(embeddings.dtype)
         noise = _draw_noise(step.draws, inputs.hidden)
         seen = hidden if noise is None else hidden + noise
-        queries, valid = loss_queries(inputs.response_mask[:, 1:].bool())
+        queries, valid = training.loss_queries(inputs.response_mask[:, 1:].bool())
         features = self(self.join(embeddings, seen[:, :-1]), queries)[valid]  # [P, E]
-        goal = at_queries(hidden[:, 1:], queries)[valid]
-        kl, feature = distillation(frozen, features, goal, step.scale(len(features)), weights.divergence)
+        goal = training.at_queries(hidden[:, 1:], queries)[valid]
+        kl, feature = training.distillation(frozen, features, goal, step.scale(len(features)), weights.divergence)
         return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, len(features))
 
 

@@ -33,20 +33,11 @@ from ..nn.kv import unpack_kv
 from ..nn.layers import Attention, DecoderBlock, Rotation
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
+from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, lengths_mask
 from .sizes import DrafterSizes, LayerSizes
-from .training import (
-    Draws,
-    LossTerms,
-    Reads,
-    TrainingInputs,
-    TrainingStep,
-    at_queries,
-    distillation,
-    loss_queries,
-    round_queries,
-)
+from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +83,17 @@ class GlideDrafter(Drafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the forward KL; the feature loss is only reported."""
         inputs, draws = step.inputs, step.draws
-        queries, valid = loss_queries(self.loss_positions(inputs.response_mask, draws))
+        queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
         features = self._features(frozen, inputs, last_seen, queries)[valid]  # [P, E]
-        goal = at_queries(inputs.hidden, queries)[valid]
-        kl, feature = distillation(frozen, features, goal, step.scale(len(features)), step.weights.divergence)
+        goal = training.at_queries(inputs.hidden, queries)[valid]
+        kl, feature = training.distillation(frozen, features, goal, step.scale(len(features)), step.weights.divergence)
         return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), len(features))
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         # Only tokens are fed back, so the training forward will do, with the rounds of the draws in place of blocks.
-        queries, valid, context = round_queries(inputs.response_mask, draws)
+        queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
     def _features(self, frozen: FrozenTarget, inputs: TrainingInputs, last_seen: Tensor, queries: Tensor) -> Tensor:
@@ -124,7 +115,7 @@ class GlideDrafter(Drafter):
         own = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])
         target = unpack_kv(kv[:, :, -1], self.config.target_kv_heads)
-        x = at_queries(embeddings, queries)
+        x = training.at_queries(embeddings, queries)
         return self._layer(target, seen, x, self.rotary(queries), *own, causal)
 
     def _layer(
