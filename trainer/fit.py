@@ -42,16 +42,7 @@ from ..storage.commit import check_target_bundle
 from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
 from ..text import Progress, first_line
-from . import callbacks
-from .checkpoints import (
-    FULL_DISK_ADVICE,
-    CheckpointFiles,
-    damaged_checkpoint,
-    initial_drafter,
-    read_step,
-    remove_leftovers,
-    write_drafter,
-)
+from . import callbacks, checkpoints
 from .config import (
     CURVES_FILE,
     DRAFTER,
@@ -128,7 +119,7 @@ def train(
     keep_freed_memory()
     out, is_first = Path(config.out), is_first_process()  # launchers start this very command once a device
     try:
-        with disk_full_guard(out, FULL_DISK_ADVICE):
+        with disk_full_guard(out, checkpoints.FULL_DISK_ADVICE):
             return _train(config, out, progress, provenance, is_first)
     except torch.OutOfMemoryError as error:
         raise TrainingError(f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}") from error
@@ -145,7 +136,7 @@ def train(
 
 def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
     try:
-        step = read_step(out / LAST)
+        step = checkpoints.read_step(out / LAST)
     except (DrafterError, OSError):
         return "stopped before the first checkpoint; run the same command again."
     if isinstance(interrupt, callbacks.StoppedAtOnce):
@@ -166,13 +157,13 @@ def _train(
     if is_first:
         # The next checkpoint with at least one moment of the weights, and the drafter.
         n_bytes = 3 * sum(weights.nbytes for weights in module.drafter.parameters())
-        check_room(out, n_bytes, FULL_DISK_ADVICE)
+        check_room(out, n_bytes, checkpoints.FULL_DISK_ADVICE)
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
             _check_folder(config, out)  # another training may have ended here since it was checked
             if config.resume:
                 _check_resumed(config, out, store, data)
-            remove_leftovers(out)
+            checkpoints.remove_leftovers(out)
             _record_run(config, out, store, provenance)
         report = _fit(config, store, data, module, progress, is_first)
     store.close()
@@ -222,7 +213,7 @@ def _fit(
     weights = callbacks.drafter_weights(trainer) if report.best_expected_acceptance_length is None else None
     if is_first:
         if weights is not None:  # no validation has chosen a drafter
-            write_drafter(module.drafter, out / DRAFTER, weights)
+            checkpoints.write_drafter(module.drafter, out / DRAFTER, weights)
         plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
     return report
@@ -251,7 +242,7 @@ def _run_steps(
         is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
         if isinstance(error, MoaDataError) or is_other or guard.has_started or not config.resume:
             raise
-        raise damaged_checkpoint(last, f"{type(error).__name__} {first_line(error)}") from error
+        raise checkpoints.damaged_checkpoint(last, f"{type(error).__name__} {first_line(error)}") from error
 
 
 def _write_report(file: Path, report: TrainReport) -> None:
@@ -290,7 +281,7 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
     drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
     if config.init_from and not config.resume:
-        drafter = initial_drafter(config.init_from, drafter, config.drafter, target_sizes(frozen.config))
+        drafter = checkpoints.initial_drafter(config.init_from, drafter, config.drafter, target_sizes(frozen.config))
     return DrafterModule(drafter, frozen, config, config.schedule.decay_end_step(data.steps_per_epoch))
 
 
@@ -315,7 +306,7 @@ def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Cal
             num_sanity_val_steps=0,  # they would be logged as a validation of step 0
             logger=_loggers(config),
             callbacks=extra,
-            plugins=[CheckpointFiles()],
+            plugins=[checkpoints.CheckpointFiles()],
             enable_checkpointing=False,  # callbacks write them, atomically
             enable_model_summary=False,
             enable_progress_bar=False,
@@ -413,7 +404,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
     if config.resume:
         if not last.exists():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
-        read_step(last)
+        checkpoints.read_step(last)
         now = {name: value for name, value in config.named().items() if name not in _FREE_TO_CHANGE}
         if changed := _changes(_recorded_config(out).named(), now):
             raise OutputOccupied(f"cannot resume {out} with other settings: {changed}.")
@@ -473,7 +464,7 @@ def _check_resumed(config: TrainConfig, out: Path, store: ActivationStore, data:
         facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
         if changed := _changes(recorded, facts):
             raise OutputOccupied(f"cannot resume {out} on another store: {changed}.")
-    step = read_step(out / LAST)
+    step = checkpoints.read_step(out / LAST)
     if data.max_steps < step:
         raise OutputOccupied(f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now.")
     before = _recorded_config(out).schedule.decay_end_step(data.steps_per_epoch)

@@ -14,22 +14,9 @@ from moa_data.moa.drafters.training import Draws, TrainingInputs
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import run
 from moa_data.tests.kit.training import build_store
-from moa_data.trainer import data as data_module
+from moa_data.trainer import data
 from moa_data.trainer.config import PRESETS, TrainConfig
-from moa_data.trainer.data import (
-    Batch,
-    BatchReader,
-    BufferPool,
-    SideCopies,
-    TrainingStream,
-    ValidationBatches,
-    await_copy,
-    draw,
-    epoch_order,
-    needed_fields,
-    split_sequences,
-    sum_loss_weights,
-)
+from moa_data.trainer.data import Batch, BatchReader, BufferPool, SideCopies, TrainingStream, draw
 
 
 def config(**changes: Any) -> Any:
@@ -79,7 +66,7 @@ def test_who_decodes(int8_path: Path, device: str) -> None:
     store, rows = ActivationStore(int8_path), np.arange(8)
     reader = BatchReader(store, config(), torch.device(device))
     lengths = store.lengths[rows].astype(np.int64)
-    for batches in (TrainingStream(reader, rows, lengths, 10, 0, 1), ValidationBatches(reader, rows, lengths, 4)):
+    for batches in (TrainingStream(reader, rows, lengths, 10, 0, 1), data.ValidationBatches(reader, rows, lengths, 4)):
         batch: Any = next(iter(batches))
         assert bool(batch.encoded) == (device != "cpu")
         assert batch.decode().inputs.kv.numel() > 0
@@ -112,7 +99,7 @@ def test_micro_batches_of_all_devices_make_up_the_batch(store_path: Path, n_rank
         iterator = iter(stream_of(store, config(micro_batch_size=1), rank=rank, n_ranks=n_ranks))
         parts += [next(iterator) for _ in range(4 // n_ranks)]
     assert sum(part.n_tokens for part in parts) == whole.n_tokens
-    n_positions = [sum_loss_weights(part.inputs.response_mask, part.draws, config()) for part in parts]
+    n_positions = [data.sum_loss_weights(part.inputs.response_mask, part.draws, config()) for part in parts]
     assert sum(n_positions) == whole.denominator
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 
@@ -120,12 +107,12 @@ def test_micro_batches_of_all_devices_make_up_the_batch(store_path: Path, n_rank
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_devices_read_their_own_sequences_alone(store_path: Path, n_ranks: int) -> None:
     """Bytes are those of the chunks that hold them, and of the response masks of the whole batch."""
-    fields = ["tokens", *needed_fields(ActivationStore(store_path), config()).values()]
+    fields = ["tokens", *data.needed_fields(ActivationStore(store_path), config()).values()]
     for rank in range(n_ranks):
         store = ActivationStore(store_path)
         stream = stream_of(store, config(batch_size=8, prefetch_batches=1), rank=rank, n_ranks=n_ranks)
         for step, batch in zip(range(3), stream, strict=False):
-            order = epoch_order(store.lengths.astype(np.int64), 8, 0, 0)[step]
+            order = data.epoch_order(store.lengths.astype(np.int64), 8, 0, 0)[step]
             alone = ActivationStore(store_path)
             alone.read_batch(order, "response_mask")
             alone.read_batch(order[rank::n_ranks], fields)
@@ -136,23 +123,23 @@ def test_devices_read_their_own_sequences_alone(store_path: Path, n_ranks: int) 
 
 def test_an_epoch_visits_every_sequence_about_once() -> None:
     lengths = np.random.default_rng(0).integers(10, 500, 1003)
-    order = epoch_order(lengths, 8, seed=3, epoch=0)
+    order = data.epoch_order(lengths, 8, seed=3, epoch=0)
     assert order.shape == (125, 8)
     assert len(np.unique(order)) == 1000
     spread = np.mean([np.ptp(lengths[batch]) for batch in order])
     assert spread < 0.3 * np.ptp(lengths), "batches are grouped by length"
-    assert not np.array_equal(order, epoch_order(lengths, 8, seed=3, epoch=1))
-    assert not np.array_equal(order, epoch_order(lengths, 8, seed=4, epoch=0))
-    assert np.array_equal(order, epoch_order(lengths, 8, seed=3, epoch=0))
+    assert not np.array_equal(order, data.epoch_order(lengths, 8, seed=3, epoch=1))
+    assert not np.array_equal(order, data.epoch_order(lengths, 8, seed=4, epoch=0))
+    assert np.array_equal(order, data.epoch_order(lengths, 8, seed=3, epoch=0))
 
 
 def test_the_split_follows_content_not_order() -> None:
     ids = [f"{value:08x}" for value in np.random.default_rng(0).integers(0, 2**32, 4000)]
-    train, held_out = split_sequences(ids, 0.1)
+    train, held_out = data.split_sequences(ids, 0.1)
     assert 300 < len(held_out) < 500
     assert not set(train) & set(held_out)
     shuffled = ids[::-1]
-    assert {ids[i] for i in held_out} == {shuffled[i] for i in split_sequences(shuffled, 0.1)[1]}
+    assert {ids[i] for i in held_out} == {shuffled[i] for i in data.split_sequences(shuffled, 0.1)[1]}
 
 
 def test_draws_cover_their_range_and_the_curriculum() -> None:
@@ -178,13 +165,13 @@ def test_draws_of_each_variant() -> None:
     assert not forced.staircase_rows.any()
     for changes in ({"step_bound": False, "teacher_forced_weight": 0.0}, {"on_policy": False}):
         own = config(batch_size=8, **changes)
-        assert sum_loss_weights(response, draw(own, 0, 10), own) == 8 * 25
+        assert data.sum_loss_weights(response, draw(own, 0, 10), own) == 8 * 25
     paper = config(batch_size=8, **PRESETS["paper"]["drafter"])
-    on_policy = sum_loss_weights(response, draw(paper, 0, 10), paper)
+    on_policy = data.sum_loss_weights(response, draw(paper, 0, 10), paper)
     assert on_policy < 8 * 25
-    assert sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
+    assert data.sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
     both = config(batch_size=8, teacher_forced_weight=0.5)
-    assert sum_loss_weights(response, draw(both, 0, 10), both) == on_policy + 0.5 * 8 * 25
+    assert data.sum_loss_weights(response, draw(both, 0, 10), both) == on_policy + 0.5 * 8 * 25
 
 
 def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
@@ -195,7 +182,7 @@ def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
             running.append(i)
             yield n_bytes, partial(int, i)
 
-    iterator: Any = data_module._read_ahead(reads(), max_batches=3, max_bytes=100)
+    iterator: Any = data._read_ahead(reads(), max_batches=3, max_bytes=100)
     assert next(iterator) == 0
     assert len(running) == 3, "40 + 40 fit, the third waits"
     assert [next(iterator), next(iterator)] == [1, 2]
@@ -208,7 +195,7 @@ def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
 def test_errors_of_the_reading_thread_arrive() -> None:
     broken: Any = iter([(1, lambda: 1 // 0)])
     with pytest.raises(ZeroDivisionError):
-        next(data_module._read_ahead(broken, 2, 10))
+        next(data._read_ahead(broken, 2, 10))
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
@@ -219,7 +206,7 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
 
     def batches(rank: int = 0, n_ranks: int = 1) -> list[Any]:
         reader = BatchReader(store, config(), torch.device("cpu"))
-        return list(ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks))
+        return list(data.ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks))
 
     whole, shares = batches(), [batches(rank, n_ranks) for rank in range(n_ranks)]
     assert [(batch.index, len(batch.inputs.tokens)) for batch in whole] == [(0, 4), (1, 4), (2, 4), (3, 3)]
@@ -288,11 +275,11 @@ def test_the_stream_of_the_step_waits_for_the_copy(device: torch.device, monkeyp
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.shape))
     moved = SideCopies(device).start(batch_on(BufferPool(1 << 20)))
-    arrived = await_copy(moved)
+    arrived = data.await_copy(moved)
     assert waited == [moved.copied]
     assert arrived.copied is None
     assert sorted(recorded) == [(2,), (2, 5), (2, 5), (2, 5, 8)], "each tensor, or its memory is used again too early"
-    assert await_copy(arrived) is arrived
+    assert data.await_copy(arrived) is arrived
 
 
 def test_memory_is_used_again_only_when_nothing_shares_it() -> None:

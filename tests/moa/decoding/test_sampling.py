@@ -19,16 +19,7 @@ from moa_data.errors import DrafterError
 from moa_data.moa.decoding import sampling
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.sampling import (
-    GREEDY,
-    SamplingConfig,
-    accept_sampled,
-    choose,
-    distribution,
-    draw,
-    draw_rows,
-    noise,
-)
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, accept_sampled, choose, distribution
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
@@ -119,12 +110,12 @@ def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
     """Chi-square of unnormalised rows; a row alone draws what it draws among others."""
     weights = torch.tensor([[0.0, 3.0, 1.0, 0.0, 4.0], [5.0, 0.0, 0.0, 0.0, 0.1]], dtype=torch.float64)
     generators, n_draws = [torch.Generator().manual_seed(seed) for seed in (1, 2)], 4000
-    drawn = torch.stack([draw_rows(weights, generators) for _ in range(n_draws)])
+    drawn = torch.stack([sampling.draw_rows(weights, generators) for _ in range(n_draws)])
     for row, weight in enumerate(weights):
         counts = torch.bincount(drawn[:, row], minlength=5)
         assert chi_square(counts, weight / weight.sum()) < 20  # at most two degrees of freedom: p = 5e-5
         again = torch.Generator().manual_seed(row + 1)
-        assert [draw(weight, again) for _ in range(9)] == drawn[:9, row].tolist()
+        assert [sampling.draw(weight, again) for _ in range(9)] == drawn[:9, row].tolist()
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 2), (1 - 2**-53, 2)])
@@ -133,7 +124,7 @@ def test_the_ends_of_the_unit_interval_give_tokens_with_mass(
 ) -> None:
     monkeypatch.setattr(torch, "rand", lambda *_args, **_kwargs: torch.tensor([uniform], dtype=torch.float64))
     for total in (1.0, 1.7, 1 / 3):
-        assert draw(torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64) * total, None) == token
+        assert sampling.draw(torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64) * total, None) == token
 
 
 @pytest.mark.parametrize(
@@ -219,11 +210,13 @@ def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
 def test_noise_is_a_function_of_seed_and_position() -> None:
     # Client and server may be of different versions of this package: the numbers must stay.
     first = [-0.15990158959464357, -0.02969674489144777, -1.1937469859707905]
-    assert noise(1, 2, 3).tolist() == pytest.approx(first, rel=1e-12)
-    kinds = [noise(*key, 12) for key in ((3, 5), (3, 6), (4, 5), (-3, 5), (5, 3), (-(2**63), 5))]
+    assert sampling.noise(1, 2, 3).tolist() == pytest.approx(first, rel=1e-12)
+    kinds = [sampling.noise(*key, 12) for key in ((3, 5), (3, 6), (4, 5), (-3, 5), (5, 3), (-(2**63), 5))]
     assert len({float(one[0]) for one in kinds}) == len(kinds)
-    assert torch.equal(noise(3, 5, 24)[:12], noise(3, 5, 12)), "a larger vocabulary changes nothing for the others"
-    many = noise(0, 0, 200_000)
+    assert torch.equal(sampling.noise(3, 5, 24)[:12], sampling.noise(3, 5, 12)), (
+        "a larger vocabulary changes nothing for the others"
+    )
+    many = sampling.noise(0, 0, 200_000)
     assert many.isfinite().all()
     assert abs(float(many.mean()) - 0.5772) < 0.01, "Euler's constant, the mean of Gumbel noise"
     assert abs(float(many.var()) - 1.6449) < 0.03, "pi^2 / 6, its variance"

@@ -9,14 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_data.moa.nn import losses
-from moa_data.moa.nn.losses import (
-    Divergence,
-    chunk_rows,
-    chunked_cross_entropy,
-    chunked_losses,
-    d_pace_weights,
-    logits_of,
-)
+from moa_data.moa.nn.losses import Divergence, chunked_losses
 from moa_data.tests.kit.drafters import forward_kl
 from moa_data.tests.kit.memory import LiveBytes
 
@@ -85,7 +78,7 @@ def test_chunked_losses_equal_the_plain_ones(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     if has_labels:
         code, correction = options.get("code"), options.get("correction")
-        alone = chunked_cross_entropy(
+        alone = losses.chunked_cross_entropy(
             features[:, 0], options["labels"][:, 0], head, None if code is None else code[:, 0], correction
         )
         torch.testing.assert_close(alone, plain[:, 0, 2].detach())
@@ -167,7 +160,7 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch: pytes
     assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, "the measure must see the plain loss's logits"
     # Of Llama 3's vocabulary 64 MiB hold 130 positions, and 2,048 positions would read 1 GB of head 16 times.
     monkeypatch.undo()
-    assert [chunk_rows(n, 128_256) for n in (2048, 1_000, 0)] == [256, 130, 130]
+    assert [losses.chunk_rows(n, 128_256) for n in (2048, 1_000, 0)] == [256, 130, 130]
 
 
 @pytest.mark.parametrize("trains_head", [False, True])
@@ -192,7 +185,7 @@ def test_a_head_in_bfloat16_is_cast_in_blocks(
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert trains_head or live.peak < 3.2 * stored.numel()
-    torch.testing.assert_close(logits_of(hidden, stored), hidden @ stored.float().T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses.logits_of(hidden, stored), hidden @ stored.float().T, rtol=1e-4, atol=1e-5)
 
 
 def test_drafts_that_are_never_accepted_have_finite_losses() -> None:
@@ -206,7 +199,9 @@ def test_weights_of_d_pace_by_hand() -> None:
     wrong = -torch.tensor([0.8, 0.4, 0.1]).log()
     every = torch.ones(3, dtype=torch.bool)
     # Smoothed 0.9, 0.7, 0.55; reached 0.9, 0.63, 0.3465.
-    assert d_pace_weights(wrong, every, 0.5).tolist() == pytest.approx([1.8765, 0.9765, 0.3465])
-    assert d_pace_weights(wrong, torch.tensor([True, True, False]), 0.5).tolist() == pytest.approx([1.53, 0.63, 0])
-    assert d_pace_weights(wrong, every, 1.0).tolist() == [3, 2, 1]
-    assert d_pace_weights(wrong, every, 0.0).tolist() == pytest.approx([0.8 + 0.32 + 0.032, 0.352, 0.032])
+    assert losses.d_pace_weights(wrong, every, 0.5).tolist() == pytest.approx([1.8765, 0.9765, 0.3465])
+    assert losses.d_pace_weights(wrong, torch.tensor([True, True, False]), 0.5).tolist() == pytest.approx(
+        [1.53, 0.63, 0]
+    )
+    assert losses.d_pace_weights(wrong, every, 1.0).tolist() == [3, 2, 1]
+    assert losses.d_pace_weights(wrong, every, 0.0).tolist() == pytest.approx([0.8 + 0.32 + 0.032, 0.352, 0.032])
