@@ -20,15 +20,7 @@ from ...files import parsing
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 from ..nn import masks
-from .bundle import (
-    find_eos_token_ids,
-    hash_target,
-    layer_kinds,
-    layer_windows,
-    load_target_config,
-    target_sizes,
-    weight_files,
-)
+from . import bundle
 from .cache import Buffers, TargetCache
 from .model_files import check_model_folder, read_header, read_json
 from .template import ChatTemplate
@@ -69,7 +61,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
     check_model_folder(folder)
     if (folder / "config.json").is_file():
-        load_target_config(folder)  # the class of a tokenizer depends on it
+        bundle.load_target_config(folder)  # the class of a tokenizer depends on it
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
@@ -80,7 +72,7 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Load the causal LM in evaluation mode; raises TargetError if it does not fit in the free memory."""
-    config = load_target_config(folder)
+    config = bundle.load_target_config(folder)
     _check_memory(folder, _check_weights(folder, config), dtype, device)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -96,7 +88,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 def _check_weights(folder: Path, config: Any) -> int:
     """Count the weights; refuse those that are damaged, outside the folder or fewer than the config requires."""
-    weights = weight_files(folder)
+    weights = bundle.weight_files(folder)
     headers = [header for file in weights for header in read_header(file, TargetError).values()]
     index = folder / "model.safetensors.index.json"
     places = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
@@ -109,7 +101,7 @@ def _check_weights(folder: Path, config: Any) -> int:
             "folder. Download it again."
         )
     # transformers would allocate what the config asks for before it misses the weights.
-    sizes, held = target_sizes(config), sum(math.prod(header.shape) for header in headers)
+    sizes, held = bundle.target_sizes(config), sum(math.prod(header.shape) for header in headers)
     heads = sizes["n_heads"] + sizes["n_kv_heads"]
     layer_values = sizes["hidden_size"] * (2 * heads * sizes["head_dim"] + 3 * config.intermediate_size)
     expected = sizes["vocab_size"] * sizes["hidden_size"] + sizes["n_layers"] * layer_values
@@ -159,13 +151,13 @@ class Target:
         self.tokenizer = tokenizer
         self.folder = folder
         self.config = model.config
-        self.sizes = target_sizes(model.config)
+        self.sizes = bundle.target_sizes(model.config)
         self.max_positions: int = model.config.max_position_embeddings  # tokens of the longest text
-        self.eos_token_ids = find_eos_token_ids(
+        self.eos_token_ids = bundle.find_eos_token_ids(
             getattr(source, "eos_token_id", None) for source in (model.generation_config, model.config)
         )
         # Each kind of layer -> its sliding window in tokens; None for full attention.
-        self._windows = dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
+        self._windows = dict(zip(bundle.layer_kinds(self.config), bundle.layer_windows(self.config), strict=True))
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
 
@@ -185,8 +177,8 @@ class Target:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Content hashes of the target's files (:func:`hash_target`); empty for a bare model. Computed once."""
-        return hash_target(self.folder) if self.folder else {}
+        """Content hashes of the target's files (:func:`.bundle.hash_target`); empty for a bare model. Computed once."""
+        return bundle.hash_target(self.folder) if self.folder else {}
 
     @cached_property
     def template(self) -> ChatTemplate:
