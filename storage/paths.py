@@ -135,12 +135,17 @@ def name_below(folder: StorePath, path: StorePath) -> str:
     return PurePosixPath(str(path)).relative_to(str(folder)).as_posix()
 
 
-_pool: tuple[int, ThreadPoolExecutor] | None = None
-
-
 def requests() -> ThreadPoolExecutor:
     """Return this process's threads that wait for servers."""
-    global _pool
-    if _pool is None or _pool[0] != os.getpid():
-        _pool = (os.getpid(), ThreadPoolExecutor(MAX_REQUESTS, "object-store"))
-    return _pool[1]
+    return threads("object-store", MAX_REQUESTS)
+
+
+def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
+    """Return this process's threads of that name; they start on first use, and anew after a fork."""
+    # Two threads that meet here make two pools; the threads of the one that loses end with their work.
+    if (key := (name, os.getpid())) not in _pools:
+        _pools[key] = ThreadPoolExecutor(n_threads, name)
+    return _pools[key]
+
+
+_pools: dict[tuple[str, int], ThreadPoolExecutor] = {}

@@ -10,10 +10,9 @@ there contiguously. Reading and decoding run outside Python's interpreter lock.
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -26,7 +25,7 @@ from ..backend import MISSING, LocalFile, crc32c, scratch_bytes
 from ..chunk import CRC_BYTES, decode_chunk
 from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid, read_grid
-from ..paths import RemotePath, StorePath
+from ..paths import RemotePath, StorePath, threads
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
@@ -258,7 +257,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
                 queue.clear()
                 raise
 
-    helpers = [_helpers().submit(take_turns) for _ in range(min(n_threads, len(queue)) - 1)]
+    pool = threads("store-reader", _MAX_HELPERS)
+    helpers = [pool.submit(take_turns) for _ in range(min(n_threads, len(queue)) - 1)]
     try:
         take_turns()
     finally:
@@ -267,18 +267,6 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
         wait(begun)
     for helper in begun:
         helper.result()
-
-
-_pool: tuple[int, ThreadPoolExecutor] | None = None
-
-
-def _helpers() -> ThreadPoolExecutor:
-    """Return this process's helper threads; they start on first use, and anew after a fork."""
-    global _pool
-    if _pool is None or _pool[0] != os.getpid():
-        # Two threads that meet here make two pools; the threads of the one that loses end with their work.
-        _pool = (os.getpid(), ThreadPoolExecutor(_MAX_HELPERS, thread_name_prefix="store-reader"))
-    return _pool[1]
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardPlan]:
