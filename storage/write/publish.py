@@ -169,7 +169,7 @@ class PartFiles:
     def __init__(self, store: StoreFiles, part: int, existing: Mapping[str, FileRecord]) -> None:
         self._store, self._part, self.existing = store, part, existing
         self.commit_path = commit_path(store.path, part)
-        self._folder = store.path / PARTS_NAME if isinstance(store.path, Path) else store.scratch_path
+        self._folder = store.scratch_path / PARTS_NAME
         # The uploads of a part that was given up may still be published, so that a second try needs other names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
