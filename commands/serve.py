@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -67,7 +66,7 @@ def serve(config: ServeConfig) -> None:
         out.print(f"serving {service.model_name} on {http}/v1{other} (drafters: {names})")
         sys.stdout.flush()
 
-    run = ServerRun(service, config, on_ready, identities)
+    run = ServerRun(service, on_ready, identities)
     asyncio.run(run.serve())
     n_broken_off = service.metrics.n_broken_off
     rest = f"{n_broken_off} answers were broken off" if n_broken_off else "all answers had ended"
@@ -94,4 +93,4 @@ def _service(config: ServeConfig) -> "Service":
     arguments = choose_template_arguments(config.template_kwargs, recorded)
     target.template = ChatTemplate(target.tokenizer, arguments, config.model)
     engine = Engine(target, drafters, config.engine)
-    return Service(engine, config.name or Path(config.model).name, tokens, config.limits)
+    return Service(engine, config, tokens)

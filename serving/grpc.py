@@ -22,7 +22,7 @@ from ..moa.decoding.sampling import SamplingConfig
 from ..text import first_line
 from . import moa_v1_pb2 as pb
 from .access import BearerTokens, Rate
-from .config import DraftingOptions, LimitOptions
+from .config import ServeConfig
 from .engine.engine import Engine, count
 from .engine.sequence import Request
 from .sessions import DraftingSession, Stream
@@ -93,13 +93,10 @@ class DraftingCounts:
 class DraftingServer:
     """Serves streams, and keeps the sessions."""
 
-    def __init__(
-        self, engine: Engine, identities: Identities, settings: DraftingOptions, limits: LimitOptions,
-        tokens: BearerTokens,
-    ) -> None:  # fmt: skip
+    def __init__(self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens) -> None:
         self.port, self.counts = 0, DraftingCounts()
         self._engine, self._identities, self._tokens = engine, identities, tokens
-        self._settings, self._limits = settings, limits
+        self._settings, self._limits = config.drafting, config.limits
         self._sessions: dict[str, DraftingSession] = {}
         self._streams: set[Stream] = set()
         self._is_draining = False

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -34,7 +35,7 @@ from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Connection, Guard, Rate
 from .api import AnswerForm, AnswerRequest, AnswerText, ApiError, ChatRequest, CompletionRequest, event
-from .config import LimitOptions
+from .config import ServeConfig
 from .engine.engine import Engine
 from .engine.sequence import Request
 from .metrics import Facts, Metrics, RequestLog
@@ -58,11 +59,9 @@ _MAX_WAITING = (1024, 16)
 class Service:
     """The routes, and what they work with. Requests that name no drafter use the engine's first one."""
 
-    def __init__(
-        self, engine: Engine, model_name: str, tokens: BearerTokens | None = None, limits: LimitOptions | None = None
-    ) -> None:
-        self.engine, self.model_name, self.tokens = engine, model_name, tokens or BearerTokens()
-        self.target, self.limits = engine.target, limits or LimitOptions()
+    def __init__(self, engine: Engine, config: ServeConfig, tokens: BearerTokens) -> None:
+        self.engine, self.target, self.config, self.tokens = engine, engine.target, config, tokens
+        self.model_name, self.limits = config.name or Path(config.model).name, config.limits
         weights = target_identity(self.target.identity)
         self._fingerprint = f"fp_{weights[:12]}" if weights else None  # stands for the weights in answers
         self.is_draining, self._created = False, int(time.time())  # draining: the server ends, requests are refused

@@ -23,7 +23,6 @@ import uvicorn
 
 from ..errors import RequestInvalid
 from .access import HttpServer
-from .config import ServeConfig
 from .grpc import DraftingServer, Identities
 from .http import Service
 
@@ -37,16 +36,15 @@ _SEND_BUFFER_BYTES = 1 << 16
 
 
 class ServerRun:
-    """One run of a server. Neither model nor drafters are loaded from the settings.
+    """One run of a server.
 
     ``on_ready`` is called with the addresses of HTTP and gRPC once requests are taken. Without identities, which
     drafting clients compare, there is no gRPC, and its address is None.
     """
 
-    def __init__(
-        self, service: Service, config: ServeConfig, on_ready: OnReady, identities: Identities | None = None
-    ) -> None:
-        self._service, self._config, self._on_ready, self._identities = service, config, on_ready, identities
+    def __init__(self, service: Service, on_ready: OnReady, identities: Identities | None = None) -> None:
+        self._service, self._config = service, service.config
+        self._on_ready, self._identities = on_ready, identities
         self.signum: int | None = None  # the signal that ended it; None where :meth:`end` was called without one
         self.drafting: DraftingServer | None = None  # that of gRPC
         self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
@@ -104,7 +102,7 @@ class ServerRun:
         if config.tls is not None:
             cert, key = (file.read_bytes() for file in config.tls)
             credentials = grpc.ssl_server_credentials([(key, cert)])
-        server = DraftingServer(service.engine, self._identities, config.drafting, service.limits, service.tokens)
+        server = DraftingServer(service.engine, self._identities, config, service.tokens)
         await server.start(config.host, config.grpc_port, credentials)
         self.drafting = server
         service.metrics.counts.append(lambda: server.counts)

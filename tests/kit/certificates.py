@@ -3,6 +3,7 @@
 import datetime
 import ipaddress
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -35,7 +36,7 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def make_certificates(folder: Path) -> tuple[Path, dict[str, str]]:
+def make_certificates(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Write an authority's certificate, and chain and key of a server; returns its file, and the server's settings."""
     authority = Authority()
     key, chain = authority.server()

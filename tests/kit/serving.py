@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.serving.config import EngineOptions, ServeConfig
+from moa_data.serving.access import BearerTokens
+from moa_data.serving.config import ServeConfig
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.grpc import Identities
 from moa_data.serving.http import Service
@@ -54,7 +55,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 class LiveServer:
-    """A server in a thread of this process, whose ``address`` is such as ``http://127.0.0.1:41234``."""
+    """A server in a thread of this process, whose ``address`` is such as ``http://127.0.0.1:41234``.
+
+    Settings are those of the command, by their names.
+    """
 
     address: str
     grpc_address: str  # of a server with identities
@@ -63,22 +67,20 @@ class LiveServer:
         self,
         target: Target,
         drafters: dict[str, Any] | None = None,
-        engine: EngineOptions | None = None,
-        config: dict[str, Any] | None = None,
         identities: Identities | None = None,
-        **service: Any,
+        tokens: Sequence[str] = (),
+        **settings: Any,
     ) -> None:
-        self.engine = Engine(target, drafters, engine)
-        self.service = Service(self.engine, MODEL, **service)
-        settings: dict[str, Any] = {"model": MODEL, "port": 0, "grace_s": 10} | (config or {})
-        self._config, self._identities = ServeConfig(**settings), identities
+        config = ServeConfig.of(**{"model": MODEL, "port": 0, "grace_s": 10} | settings)
+        self.engine, self._identities = Engine(target, drafters, config.engine), identities
+        self.service = Service(self.engine, config, BearerTokens(tokens))
         self._is_ready, self._thread = threading.Event(), threading.Thread(target=self._main, daemon=True)
         self._call: Callable[[Callable[[], None]], Any]
 
     def _main(self) -> None:
         async def serve() -> None:
             loop = asyncio.get_running_loop()
-            self.run = ServerRun(self.service, self._config, self._ready, self._identities)
+            self.run = ServerRun(self.service, self._ready, self._identities)
             self._call = loop.call_soon_threadsafe
             await self.run.serve()
 

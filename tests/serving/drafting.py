@@ -8,8 +8,6 @@ import grpc
 
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.access import BearerTokens
-from moa_data.serving.config import DraftingOptions, EngineOptions, LimitOptions
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import CLIENT_OPTIONS
 from moa_data.tests.kit.models import build_tokenizer
@@ -26,21 +24,11 @@ class Server(LiveServer):
     """A server whose gRPC port is of interest; its target needs no tokenizer, and it waits for nobody in the end."""
 
     def __init__(
-        self,
-        target: Target,
-        drafters: Any = None,
-        identities: Identities | None = None,
-        settings: DraftingOptions | None = None,
-        limits: LimitOptions | None = None,
-        tokens: Sequence[str] = (),
-        config: dict[str, Any] | None = None,
-        **engine: Any,
+        self, target: Target, drafters: Any = None, identities: Identities | None = None, **settings: Any
     ) -> None:
         target.tokenizer = target.tokenizer or build_tokenizer(LLAMA3_TEMPLATE)
-        own = {"grpc_port": 0, "grace_s": 0, "drafting": settings or DraftingOptions()} | (config or {})
         names = identities or Identities(drafters=dict.fromkeys(drafters or {}, ""))
-        access = {"limits": limits, "tokens": BearerTokens(tokens)}
-        super().__init__(target, drafters, EngineOptions(**engine), own, names, **access)
+        super().__init__(target, drafters, names, **{"grpc_port": 0, "grace_s": 0} | settings)
 
     @property
     def port(self) -> int:

@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from moa_data.moa.targets.live import Target
 from moa_data.serving import api as api_module
 from moa_data.serving import http as http_module
-from moa_data.serving.access import BearerTokens
-from moa_data.serving.config import DraftingOptions, EngineOptions, LimitOptions
 from moa_data.serving.metrics import LOG
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
@@ -43,7 +41,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON_TYPE = {"content-type": "application/json"}
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "the cat sat", "temperature": 0, "max_tokens": 8}
 STREAM = BODY | {"stream": True, "max_tokens": 60}
-ONE_TEXT = EngineOptions(max_sequences=1, max_waiting=1)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +60,9 @@ def _large_events() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server(target: Target, _large_events: None) -> Iterator[LiveServer]:
-    engine = EngineOptions(kv_tokens=4096, max_sequences=2, max_waiting=1, tree="3")
-    limits = LimitOptions(max_connections=8, max_connections_each=6, head_s=60)
-    with LiveServer(target, {"moa": build_drafter(target.model)}, engine, limits=limits) as live:
+    engine: dict[str, Any] = {"kv_tokens": 4096, "max_sequences": 2, "max_waiting": 1, "tree": "3"}
+    limits: dict[str, Any] = {"max_connections": 8, "max_connections_each": 6, "head_s": 60}
+    with LiveServer(target, {"moa": build_drafter(target.model)}, **engine, **limits) as live:
         yield live
 
 
@@ -157,8 +154,8 @@ def test_silent_connections_of_any_age_give_way(
 @pytest.mark.usefixtures("_large_events")
 @pytest.mark.parametrize(("answer_s", "write_s"), [(0.8, 30.0), (0, 0.3)], ids=["answer", "write"])
 def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: float, write_s: float) -> None:
-    limits = LimitOptions(answer_s=answer_s, write_s=write_s)
-    with LiveServer(target, engine=ONE_TEXT, limits=limits) as server, ExitStack() as held:
+    limits: dict[str, Any] = {"answer_s": answer_s, "write_s": write_s}
+    with LiveServer(target, max_sequences=1, max_waiting=1, **limits) as server, ExitStack() as held:
         for _ in range(2):
             held.enter_context(never_read(server.place, post(COMPLETIONS, STREAM)))
         wait_for(lambda: server.engine.snapshot().n_open == 2)
@@ -167,8 +164,7 @@ def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: floa
 
 
 def test_where_all_connections_work_others_are_told(target: Target) -> None:
-    limits = LimitOptions(max_connections_each=2)
-    with LiveServer(target, engine=EngineOptions(target_ms=50), limits=limits) as server:
+    with LiveServer(target, target_ms=50, max_connections_each=2) as server:
         with ExitStack() as held:
             for _ in range(2):
                 held.enter_context(connect(server.place)).sendall(post(COMPLETIONS, STREAM))
@@ -182,8 +178,7 @@ def test_where_all_connections_work_others_are_told(target: Target) -> None:
 
 
 def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
-    limits = LimitOptions(head_s=0.3, body_s=0.2)
-    with LiveServer(target, engine=EngineOptions(target_ms=20), limits=limits) as server, ExitStack() as held:
+    with LiveServer(target, target_ms=20, head_s=0.3, body_s=0.2) as server, ExitStack() as held:
         long = httpx.Client(timeout=30)
         with long, long.stream("POST", f"{server.address}{COMPLETIONS}", json=STREAM) as stream:
             late = [*stay_silent(server.place, 1), *stay_silent(server.place, 1, b"GET /health HTT")]
@@ -199,7 +194,7 @@ def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
 
 
 def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:
-    with LiveServer(target, config={"allowed_host": ("LLM.example.org",)}) as server:
+    with LiveServer(target, allowed_host=("LLM.example.org",)) as server:
         for host, status in (
             ("llm.example.org", 200), ("llm.example.org.evil.example", 403), ("rebound.example", 403),
             ("localhost:1", 200), ("[::1]:8000", 200), ("10.0.0.7", 200), ("[", 403),
@@ -209,7 +204,7 @@ def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:
             assert httpx.get(f"{server.address}/v1/models", headers={"origin": origin}).status_code == status
         own = {"host": "10.0.0.7", "origin": "http://10.0.0.7"}
         assert httpx.get(f"{server.address}/v1/models", headers=own).status_code == 200
-    with LiveServer(target, tokens=BearerTokens(["secret"])) as server:
+    with LiveServer(target, tokens=["secret"]) as server:
         headers = {"authorization": "Bearer secret", "host": "llm.example.org", "origin": "https://other.example"}
         assert httpx.get(f"{server.address}/v1/models", headers=headers).status_code == 200
         both = [("authorization", "Bearer secret"), ("authorization", "Bearer other")]
@@ -325,7 +320,7 @@ def test_fuzz_left_the_server_well(server: LiveServer, target: Target) -> None:
 
 
 def test_silent_connections_of_grpc_end(target: Target) -> None:
-    with Server(target, settings=DraftingOptions(idle_s=1.0), limits=LimitOptions(head_s=0.5)) as server:
+    with Server(target, idle_s=1.0, head_s=0.5) as server:
         for said in (b"", HTTP2_PREFACE):
             silent = stay_silent(("127.0.0.1", server.port), 20, said)
             with Talk(server.grpc_address) as talk:
@@ -337,7 +332,7 @@ def test_silent_connections_of_grpc_end(target: Target) -> None:
 
 def test_silent_sessions_give_way(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moa_data.serving.grpc._SILENT_S", 0.2)
-    with Server(target, settings=DraftingOptions(max_sessions_each=2)) as server, ExitStack() as held:
+    with Server(target, max_sessions_each=2) as server, ExitStack() as held:
         silent = [held.enter_context(Talk(server.grpc_address)) for _ in range(2)]
         for talk in silent:
             talk.opened([5, 9, 33])

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving import moa_v1_pb2 as pb
-from moa_data.serving.config import DraftingOptions, LimitOptions
 from moa_data.serving.engine.runner import Runner
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import CODECS, STATUSES, decode
@@ -53,8 +52,8 @@ def answer(target: Target) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server(target: Target, drafter: Any) -> Iterator[Server]:
-    settings, limits = DraftingOptions(messages_per_s=1e6), LimitOptions(max_body_bytes=4096)
-    with Server(target, {"moa": drafter}, IDENTITIES, settings, limits, max_drafts=6, tree="4") as server:
+    limits: dict[str, Any] = {"messages_per_s": 1e6, "max_body_bytes": 4096, "max_drafts": 6}
+    with Server(target, {"moa": drafter}, IDENTITIES, tree="4", **limits) as server:
         yield server
 
 
@@ -526,9 +525,8 @@ def test_fuzzed_messages(server: Server, answer: list[int], caplog: pytest.LogCa
 
 def test_sessions_of_a_client_and_of_all(target: Target) -> None:
     """Those without a stream give way, the longest unused first."""
-    limits = DraftingOptions(max_sessions=4, max_sessions_each=2)
     one, other = ((("authorization", f"Bearer {name}"),) for name in ("one", "other"))
-    with Server(target, tokens=["one", "other"], settings=limits) as server:
+    with Server(target, tokens=["one", "other"], max_sessions=4, max_sessions_each=2) as server:
         with Talk(server.grpc_address, one) as first, Talk(server.grpc_address, one) as second:
             name = first.opened(PROMPT).session
             second.opened(PROMPT)
@@ -578,8 +576,7 @@ def test_too_many_messages_in_flight(target: Target, answer: list[int]) -> None:
 
 
 def test_messages_beyond_the_rate_wait(target: Target) -> None:
-    limits = DraftingOptions(messages_per_s=20)
-    with Server(target, settings=limits) as server, Talk(server.grpc_address) as talk:
+    with Server(target, messages_per_s=20) as server, Talk(server.grpc_address) as talk:
         talk.opened(PROMPT)
         began = time.monotonic()
         for number in range(30):
@@ -613,9 +610,9 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
 @pytest.mark.parametrize("n_new", [400, 20], ids=["running", "done"])
 def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
     target = never_ending(build_model(num_hidden_layers=2, max_position_embeddings=600))
-    window, limits = [("grpc.http2.lookahead_bytes", 1024)], LimitOptions(write_s=1.0)
+    window = [("grpc.http2.lookahead_bytes", 1024)]
     with (
-        Server(target, {"moa": drafter}, settings=DraftingOptions(idle_s=1.0), limits=limits) as server,
+        Server(target, {"moa": drafter}, idle_s=1.0, write_s=1.0) as server,
         Talk(server.grpc_address, options=window) as talk,
     ):
         talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
@@ -631,7 +628,7 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
 
 
 def test_who_opens_nothing_is_sent_away(target: Target) -> None:
-    with Server(target, limits=LimitOptions(head_s=0.3)) as server:
+    with Server(target, head_s=0.3) as server:
         with Talk(server.grpc_address) as talk:
             assert failure_of(talk).code == "idle"
         with Talk(server.grpc_address) as talk:
@@ -642,7 +639,7 @@ def test_who_opens_nothing_is_sent_away(target: Target) -> None:
 
 
 def test_idle_sessions_are_forgotten(target: Target) -> None:
-    with Server(target, settings=DraftingOptions(idle_s=0.6)) as server:
+    with Server(target, idle_s=0.6) as server:
         with Talk(server.grpc_address) as idle, Talk(server.grpc_address) as busy:
             session = idle.opened(PROMPT).session
             busy.opened(PROMPT)
@@ -663,9 +660,8 @@ def test_idle_sessions_are_forgotten(target: Target) -> None:
 @pytest.mark.parametrize("is_silent", [True, False], ids=["half-open", "reset"])
 def test_connections_that_are_gone_end(target: Target, answer: list[int], is_silent: bool) -> None:
     """A client that vanished without a word is found by keepalive, and its session waits for it."""
-    limits = DraftingOptions(keepalive_s=0.5)
     with (
-        Server(target, settings=limits, target_ms=5.0) as server,
+        Server(target, keepalive_s=0.5, target_ms=5.0) as server,
         Proxy(server.port) as proxy,
         Talk(proxy.address) as talk,
     ):
@@ -686,7 +682,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
 def test_the_server_drains(target: Target, answer: list[int]) -> None:
     """What runs ends; what is idle, and what comes, is sent away."""
     with (
-        Server(target, target_ms=30.0, config={"grace_s": 1}) as server,
+        Server(target, target_ms=30.0, grace_s=1) as server,
         Talk(server.grpc_address) as running,
         Talk(server.grpc_address) as idle,
         Talk(server.grpc_address) as endless,

@@ -18,16 +18,13 @@ import pytest
 from openai import OpenAI
 
 from moa_data.moa.targets.live import Target
-from moa_data.serving.access import BearerTokens
 from moa_data.serving.api import AnswerText
-from moa_data.serving.config import EngineOptions, LimitOptions
 from moa_data.serving.metrics import LOG, JsonLines
 from moa_data.tests.kit.attackers import connect, post, stay_silent, wait_for_end
 from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target, wait_for
 
-ENGINE = EngineOptions(tree="3")
 HELLO = [{"role": "user", "content": "Hello there"}]
 JSON = {"content-type": "application/json"}
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "temperature": 0}
@@ -40,9 +37,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def server(target: Target) -> Iterator[LiveServer]:
-    with LiveServer(
-        target, {"moa": build_drafter(target.model)}, ENGINE, limits=LimitOptions(max_new_tokens=200)
-    ) as live:
+    with LiveServer(target, {"moa": build_drafter(target.model)}, tree="3", max_new_tokens=200) as live:
         yield live
 
 
@@ -147,8 +142,11 @@ def test_seed_and_temperature(client: OpenAI) -> None:
 def test_each_of_many_at_once_gets_what_it_gets_alone(target: Target, n: int) -> None:
     """More than share a call, with less memory than they want."""
     asked = [(f"the cat {k} sat", 8 + k % 40) for k in range(n)]
-    settings = EngineOptions(tree="3", kv_tokens=2048, max_sequences=16)
-    with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server, client_of(server) as client:
+    drafters = {"moa": build_drafter(target.model)}
+    with (
+        LiveServer(target, drafters, tree="3", kv_tokens=2048, max_sequences=16) as server,
+        client_of(server) as client,
+    ):
 
         def answer(index: int) -> str:
             content, n_new = asked[index]
@@ -243,7 +241,7 @@ def test_garbage_is_refused(server: LiveServer) -> None:
 
 
 def test_tokens_let_their_owners_in(target: Target) -> None:
-    with LiveServer(target, tokens=BearerTokens(["secret-1", "secret-2"])) as server:
+    with LiveServer(target, tokens=["secret-1", "secret-2"]) as server:
         with client_of(server, "secret-1") as client:
             assert ask(client, max_tokens=2).usage.completion_tokens == 2
         with client_of(server, "secret-3") as client, pytest.raises(openai.AuthenticationError) as caught:
@@ -258,8 +256,7 @@ def test_tokens_let_their_owners_in(target: Target) -> None:
 
 
 def test_rates_are_bounded(target: Target) -> None:
-    limits = LimitOptions(requests_per_s=0.5, requests_at_once=2)
-    with LiveServer(target, limits=limits, tokens=BearerTokens(["one", "two"])) as server:
+    with LiveServer(target, tokens=["one", "two"], requests_per_s=0.5, requests_at_once=2) as server:
         with client_of(server, "one") as client:
             for _ in range(2):
                 client.models.list()
@@ -272,8 +269,10 @@ def test_rates_are_bounded(target: Target) -> None:
 
 
 def test_a_full_server_says_so(target: Target) -> None:
-    settings = EngineOptions(max_sequences=1, max_waiting=1, target_ms=20)
-    with LiveServer(target, engine=settings) as server, client_of(server) as client:
+    with (
+        LiveServer(target, max_sequences=1, max_waiting=1, target_ms=20) as server,
+        client_of(server) as client,
+    ):
         first, second = (ask(client, stream=True, max_tokens=100) for _ in range(2))
         next(first), next(second)
         with pytest.raises(openai.InternalServerError) as caught:
@@ -286,8 +285,7 @@ def test_a_full_server_says_so(target: Target) -> None:
 
 
 def test_answers_that_take_too_long_end(target: Target) -> None:
-    settings = EngineOptions(target_ms=30)
-    with LiveServer(target, engine=settings, limits=LimitOptions(answer_s=0.3)) as server, client_of(server) as client:
+    with LiveServer(target, target_ms=30, answer_s=0.3) as server, client_of(server) as client:
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, max_tokens=100)
         assert caught.value.status_code == 408
@@ -300,7 +298,7 @@ def test_answers_that_take_too_long_end(target: Target) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) -> None:
-    with LiveServer(target, engine=EngineOptions(target_ms=10)) as server:
+    with LiveServer(target, target_ms=10) as server:
         for n_read in (0, 1):
             with connect(server.place) as connection:
                 connection.sendall(post("/v1/chat/completions", BODY | {"max_tokens": 200, "stream": stream}))
@@ -339,7 +337,7 @@ def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: py
 
 
 def test_metrics_count_what_happened(target: Target) -> None:
-    with LiveServer(target, {"moa": build_drafter(target.model)}, ENGINE) as server, client_of(server) as client:
+    with LiveServer(target, {"moa": build_drafter(target.model)}, tree="3") as server, client_of(server) as client:
         ask(client)
         with pytest.raises(openai.BadRequestError):
             ask(client, n=2)
@@ -377,8 +375,8 @@ def test_each_request_is_one_json_line(server: LiveServer, caplog: pytest.LogCap
 
 def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> None:
     """Handshakes have to end in time, and give way."""
-    (authority, config), limits = make_certificates(tmp_path), LimitOptions(max_connections_each=4, head_s=0.3)
-    with LiveServer(target, config=config, limits=limits) as server:
+    authority, tls = make_certificates(tmp_path)
+    with LiveServer(target, max_connections_each=4, head_s=0.3, **tls) as server:
         assert server.address.startswith("https://")
         silent = stay_silent(server.place, 6)
         context = ssl.create_default_context(cafile=str(authority))
@@ -405,8 +403,7 @@ def test_idle_connections_do_not_hold_up_a_drain(target: Target) -> None:
 
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) -> None:
-    config = {"grace_s": 1 if how == "grace" else 60}
-    with LiveServer(target, engine=EngineOptions(target_ms=100), config=config) as server:
+    with LiveServer(target, target_ms=100, grace_s=1 if how == "grace" else 60) as server:
         with client_of(server) as client:
             stream = ask(client, stream=True, max_tokens=200)
             next(stream)

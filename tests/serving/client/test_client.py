@@ -143,7 +143,7 @@ def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
     """It has lost the session; the client opens it anew with what is committed, and writes offline meanwhile."""
     drafters = {"moa": model().drafter}
     first = Server(target(), drafters, target_ms=10.0).__enter__()
-    second = Server(target(), drafters, config={"grpc_port": first.port})
+    second = Server(target(), drafters, grpc_port=first.port)
 
     def restart() -> None:
         first.__exit__()

@@ -118,10 +118,10 @@ def test_a_server_that_is_no_drafting_server(links: Any) -> None:
 
 
 def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
-    ca, config = make_certificates(tmp_path)
+    ca, tls = make_certificates(tmp_path)
     for name, one in {"other": Authority("other"), "alike": Authority()}.items():
         (tmp_path / f"{name}.pem").write_bytes(one.certificate)
-    with Server(target(), tokens=["t"], config=config) as guarded:
+    with Server(target(), tokens=["t"], **tls) as guarded:
         address = f"localhost:{guarded.port}"
         link = links(address, "t", ca)
         link.begin()
