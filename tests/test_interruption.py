@@ -1,4 +1,4 @@
-"""Signals on the real process: one line and the signal's exit code, and the same command ends what was begun."""
+"""The real process: a signal ends it in one line and with its exit code, and closed or full streams do not hide one."""
 
 import os
 import re
@@ -8,20 +8,43 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.command import DEMO_OPTIONS, error_line
 from moa_data.tests.kit.runs import assert_same_run
-from moa_data.tests.test_exit_codes import COMMANDS as EVERY_COMMAND
-from moa_data.tests.test_exit_codes import PREPARE
+from moa_data.tests.kit.variants import quick
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("heeded_signals")
 ]  # fmt: skip
+
+MOA_DATA = f"exec {sys.executable} -m moa_data"
+ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
+# Every command, in a folder with model/, chats.jsonl, store/, exported/ and a run/.
+EVERY_COMMAND: dict[str, Any] = {
+    "plan": "plan --model model --dataset chats.jsonl --out OUT --device cpu",
+    "extract": "extract --model model --dataset chats.jsonl --out OUT --device cpu",
+    "inspect": "inspect store",
+    "inspect --sample": "inspect store --sample 1",
+    "verify": "verify store",
+    "repair": "repair store",
+    "audit": "audit store --model model --device cpu --samples 2",
+    "recode": "recode store --codec int8 --out OUT",
+    "add": "add store --model model --activations hidden:layer:0 --device cpu",
+    "train": "train store --out OUT --preset paper --max-steps 2 --batch-size 2 --accelerator cpu",
+    "generate": "generate --model model --drafter run --prompt Hi --max-new-tokens 4 --device cpu",
+    "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 --max-new-tokens 4",
+    "export": "export store --format eagle --out OUT",
+    "import": "import exported --format eagle --model model --out OUT",
+    "export-drafter": "export-drafter run --format moa --model model --out OUT",
+    "demo": f"demo --out OUT {DEMO_OPTIONS}",
+}  # fmt: skip
 
 # Stands in for the command line, whose imports take a second.
 FAKE_CLI = """
@@ -189,7 +212,7 @@ def data_files(out: Path) -> dict[str, bytes]:
 
 def run_until(arguments: list[str], cwd: Path, moment_s: float | None, number: int) -> tuple[int, str, float]:
     """Run the command line and send it a signal at a moment; return exit code, what it said, and its seconds."""
-    environment: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the moment, as a test sets variables
     command = [sys.executable, "-m", "moa_data", *arguments]
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
@@ -221,12 +244,10 @@ def test_signals_at_random_moments_of_verify(room: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SWEPT)
 def test_signals_at_any_moment_of_any_command(
-    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    full_room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """From the very first moment on, in an environment with all extras; what resumes is struck thrice, then ended."""
-    work = Path(shutil.copytree(room, tmp_path / "room"))
-    for prepare in PREPARE:
-        assert run_until(prepare.split(), work, None, 0)[0] == 0
+    work = Path(shutil.copytree(full_room, tmp_path / "room"))
 
     def words(out: str) -> list[str]:
         if command == "add" and not (work / out).exists():
@@ -265,3 +286,70 @@ def test_signals_at_any_moment_of_any_command(
             if command == "train":
                 assert_same_run(work / "whole", work / "out")
             shutil.rmtree(work / "out", ignore_errors=True)
+
+
+def shell(line: str, cwd: Path, env: Mapping[str, str] = ENVIRONMENT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, errors="replace"
+    )
+
+
+@pytest.mark.parametrize("streams", quick([">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full"], [">&-", ">/dev/full"]))
+def test_a_stream_that_cannot_be_written(room: Path, streams: str) -> None:
+    done = shell(f"{MOA_DATA} verify {room / 'store'} {streams}", room)
+    assert done.returncode == (2 if "full" in streams else 0), done.stderr
+    assert ("Error: standard output can't be written: No space left" in done.stderr) == ("full" in streams)
+
+
+def test_damage_is_reported_by_the_code_where_nobody_can_read_it(room: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(room / "store", tmp_path / "store"))
+    (store / "parts" / "tokens" / "zarr.json").write_bytes(b"")
+    assert shell(f"{MOA_DATA} verify {store} >&- 2>/dev/full", room).returncode == 1
+    assert shell(f"{MOA_DATA} nonsense >&- 2>/dev/full", room).returncode == 2
+
+
+@pytest.mark.parametrize("command", ["--help", "inspect STORE", "verify STORE"])
+def test_a_reader_that_goes_away_ends_the_command_silently(room: Path, command: str) -> None:
+    line = command.replace("STORE", str(room / "store"))
+    done = shell(f"{sys.executable} -m moa_data {line} 2>error.txt | true; exit ${{PIPESTATUS[0]}}", room)
+    assert done.returncode == 141
+    assert "Error" not in (room / "error.txt").read_text()
+
+
+def test_what_a_library_prints_does_not_land_in_a_file_of_the_store(tmp_path: Path) -> None:
+    """With standard output closed, the next file to be opened would get its number."""
+    code = (
+        "import os, sys, types\nfrom pathlib import Path\nfrom moa_data.__main__ import main\n"
+        "import moa_data.storage.write.part as shard\nfrom moa_data.tests.kit.stores import make_recipe\n"
+        "real = shard.write_all\n"
+        "def write_all(fd, data):\n    assert fd > 2\n    os.write(1, b'noise')\n    return real(fd, data)\n"
+        "shard.write_all = write_all\nfake = types.ModuleType('moa_data.cli')\nsys.modules['moa_data.cli'] = fake\n"
+        "fake.main = lambda: make_recipe().write(Path('store'))\nmain()\n"
+    )
+    script = tmp_path / "noisy.py"
+    script.write_text(code)
+    assert shell(f"{sys.executable} {script} >&-", tmp_path).returncode == 0
+    assert verify_store(tmp_path / "store").ok
+
+
+@pytest.fixture(scope="module")
+def full_room(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The room with a trained drafter in run/, and the store as files of EAGLE in exported/."""
+    folder = Path(shutil.copytree(room, tmp_path_factory.mktemp("full") / "room"))
+    for command, out in (("train", "run"), ("export", "exported")):
+        done = shell(f"{MOA_DATA} {EVERY_COMMAND[command].replace('OUT', out)}", folder)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full"])
+@pytest.mark.parametrize("command", EVERY_COMMAND)
+def test_every_command_without_its_streams(full_room: Path, tmp_path: Path, command: str, streams: str) -> None:
+    folder = Path(shutil.copytree(full_room, tmp_path / "room"))
+    usual = shell(f"{MOA_DATA} {EVERY_COMMAND[command].replace('OUT', 'usual')}", folder).returncode
+    done = shell(f"{MOA_DATA} {EVERY_COMMAND[command].replace('OUT', 'out')} {streams}", folder)
+    if streams == ">/dev/full":
+        usual = 2
+    assert done.returncode == usual, done.stderr
+    assert "Traceback" not in done.stderr
