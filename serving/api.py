@@ -184,29 +184,29 @@ class AnswerText:
     """The text of one request on its way from the engine's thread to a reader in the event loop."""
 
     def __init__(self, engine: Engine, request: Request, stops: Sequence[str], ends_s: float) -> None:
-        self._engine, hand_over = engine, asyncio.get_running_loop().call_soon_threadsafe
-        self._ends_s = ends_s  # time.monotonic() at which the answer ends, complete or not
+        self._engine, loop = engine, asyncio.get_running_loop()
         self._commits: deque[Commit] = deque()
-        self._has_come, self._is_held = asyncio.Event(), False
+        self._has_come, self._is_held, self._is_late = asyncio.Event(), False, False
         decode = partial(engine.target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._text, self._stops = Detokenizer(decode), StopStrings(stops)
         self._began = time.perf_counter()
         self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
         self.first_s: float | None = None  # seconds from the request to its first token
-        self._id: int | None = engine.add(request, lambda commit: hand_over(self._arrive, commit))
+        self._id: int | None = engine.add(request, lambda commit: loop.call_soon_threadsafe(self._arrive, commit))
+        # The answer ends at ``ends_s`` of time.monotonic(), the loop's clock, complete or not.
+        self._timer = loop.call_at(ends_s, self._end_late)
         engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
     async def pieces(self) -> AsyncIterator[str]:
         """Yield the text as it comes, each piece not empty; ServingError or ApiError where it does not end well."""
         while not self.finish_reason:
-            try:
-                await asyncio.wait_for(self._has_come.wait(), self._ends_s - time.monotonic())
-            except TimeoutError as error:
-                raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout") from error
+            await self._has_come.wait()
+            if self._is_late:
+                raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
             while self._commits and not self.finish_reason:
                 if piece := self._take(self._commits.popleft()):
                     yield piece
-            if not self._commits:
+            if not self._commits and not self._is_late:
                 self._has_come.clear()
             if self._is_held and len(self._commits) <= _RELEASE_AT:
                 self._hold(False)
@@ -217,6 +217,7 @@ class AnswerText:
 
     def close(self) -> None:
         """Free the sequence; the answer has ended, or its reader has gone."""
+        self._timer.cancel()
         if self._id is not None:
             self._engine.remove(self._id)
             self._id = None
@@ -241,6 +242,10 @@ class AnswerText:
         if self._id is not None:
             self._is_held = is_held
             self._engine.hold(self._id, is_held)
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._has_come.set()
 
     def _arrive(self, commit: Commit) -> None:
         self._commits.append(commit)
