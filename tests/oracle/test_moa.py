@@ -16,24 +16,16 @@ from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.tests.kit.drafters import encode_layers, forward_kl
 
+from . import vectors
 from .official import everywhere, moa_forward
-from .vectors import (
-    Vectors,
-    frozen_target,
-    inputs_of,
-    load_official,
-    meta,
-    names,
-    set_of,
-    target_config,
-    tensors,
-    weights_of,
-)
+from .vectors import Vectors, inputs_of, meta, names, set_of, tensors
 
 
 def build(folder: Path, name: str, n_layers: int = 0) -> MoADrafter:
     """The drafter of the set that a file belongs to, float32."""
-    drafter = load_official(folder, weights_of(f"{set_of(name)}moa_weights", of_target=False), target_config(name))
+    drafter = vectors.load_official(
+        folder, vectors.weights_of(f"{set_of(name)}moa_weights", of_target=False), vectors.target_config(name)
+    )
     assert isinstance(drafter, MoADrafter)
     drafter.config = replace(drafter.config, target_layer_inference=n_layers)
     return drafter
@@ -41,8 +33,8 @@ def build(folder: Path, name: str, n_layers: int = 0) -> MoADrafter:
 
 @pytest.mark.parametrize("name", [*names("moa_weights"), *names("moa_trained_drafter_weights")])
 def test_checkpoint(tmp_path: Path, name: str) -> None:
-    weights, config = weights_of(name, of_target=False), target_config(name)
-    drafter = load_official(tmp_path / "official", weights, config)
+    weights, config = vectors.weights_of(name, of_target=False), vectors.target_config(name)
+    drafter = vectors.load_official(tmp_path / "official", weights, config)
     assert not (refused := LAYOUTS["moa"].refusals(drafter.config)), refused
     write_layout(drafter, LAYOUTS["moa"], tmp_path / "again", target={"config": config})
     again = load_file(tmp_path / "again" / "model.safetensors")
@@ -73,7 +65,7 @@ def test_training(tmp_path: Path, name: str) -> None:
     n_layers = case.target_layer_inference
     real, inputs = inputs_of(name, n_layers)
     expected = Vectors(tensors(name), real, ("position_ids",))
-    drafter, frozen = build(tmp_path, name, n_layers), frozen_target(name, n_layers)
+    drafter, frozen = build(tmp_path, name, n_layers), vectors.frozen_target(name, n_layers)
     staircase = torch.zeros(len(real), dtype=torch.bool)
     if case.staircase_mask:
         staircase = expected["staircase_rows"].bool()

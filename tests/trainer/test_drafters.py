@@ -22,16 +22,9 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import SIZES, assert_same_run, assert_same_weights, last_state, run, settings
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick
+from moa_data.trainer import data as data_module
 from moa_data.trainer.config import PRESETS
-from moa_data.trainer.data import (
-    Batch,
-    BatchReader,
-    EncodedField,
-    StoreDataModule,
-    draw,
-    needed_fields,
-    sequence_bytes,
-)
+from moa_data.trainer.data import Batch, BatchReader, EncodedField, StoreDataModule, draw
 from moa_data.trainer.fit import build_module, read_metrics
 
 KINDS = {kind: sizes for kind, sizes in SIZES.items() if kind != "moa"}
@@ -149,7 +142,11 @@ READS: list[tuple[dict[str, Any], list[int], list[str]]] = [
 def check_reads(path: Path, changes: dict[str, Any], layers: list[int], states: list[str]) -> dict[str, EncodedField]:
     """Compare what is read for a drafter with the store; returns what came encoded."""
     store, config, sequences = ActivationStore(path), settings(path, **changes), np.array(ROWS)
-    assert set(needed_fields(store, config).values()) == {"hidden/last", *states, *(["kv"] if layers else [])}
+    assert set(data_module.needed_fields(store, config).values()) == {
+        "hidden/last",
+        *states,
+        *(["kv"] if layers else []),
+    }
     inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
     read = Batch(inputs, draw(config, 0, 10), encoded=encoded).decode().inputs
     entering = [] if read.entering_hidden is None else [read.entering_hidden]
@@ -161,7 +158,7 @@ def check_reads(path: Path, changes: dict[str, Any], layers: list[int], states: 
             expected = store.read(i, name, layers=layers if name == "kv" else None)
             np.testing.assert_allclose(values[row, :n_tokens], expected.reshape(n_tokens, *values.shape[2:]), atol=1e-4)
             assert not values[row, n_tokens:].any()
-    assert sequence_bytes(store, config, 10) == 10 * 4 * (len(layers) * 2 * 2 * 8 + 32 * len(found))
+    assert data_module.sequence_bytes(store, config, 10) == 10 * 4 * (len(layers) * 2 * 2 * 8 + 32 * len(found))
     return encoded
 
 
