@@ -122,12 +122,12 @@ def generate_batch(
     """
     if on_tokens is not None and len(prompts) > 1:
         raise DrafterError("on_tokens serves a single prompt.")
-    if proposer is not None and tree is None:
+    if proposer is None:
+        proposer, tree = PLAIN, None
+    elif tree is None:
         raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
     if not prompts:
         return []
-    if proposer is None:
-        proposer, tree = PLAIN, None
     started, clock = time.perf_counter(), DeviceClock(target.device)
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
     rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
