@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("heeded_signals")
 ]  # fmt: skip
 
-SETTINGS: dict[str, Any] = {"optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4}
+SETTINGS: dict[str, Any] = {
+    "optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4, "target_layer_inference": 1,
+}  # fmt: skip
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
