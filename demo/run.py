@@ -189,11 +189,5 @@ def _serve(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
     # The client needs no more than the store's frozen weights, and the server no more than the target.
     rows: list[dict[str, Any]] = read_jsonl(_held_out(folder))[: config.n_eval_prompts]
     progress(0, 1, "serve, and cut the network")
-    return answer_through_a_cut(
-        folder / "target",
-        folder / "store",
-        folder / "drafter",
-        [row["messages"][:-1] for row in rows],  # without the reference answer
-        config.max_new_tokens,
-        folder / "serving.png",
-    )
+    prompts = [row["messages"][:-1] for row in rows]  # without the reference answer
+    return answer_through_a_cut(folder, prompts, config.max_new_tokens)

@@ -127,15 +127,13 @@ class Timeline:
         figure.savefig(path, dpi=130)
 
 
-def answer_through_a_cut(
-    target: Path, store: Path, drafter: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int, picture: Path
-) -> dict[str, Any]:
+def answer_through_a_cut(folder: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int) -> dict[str, Any]:
     """Serve the target in a process of its own, and answer the one of the prompts that has the longest answer.
 
     Returns:
         What the report shows; ``is_equal`` is whether the tokens are those of plain greedy decoding.
     """
-    live = Target.load(str(target), device="cpu")
+    live = Target.load(str(folder / "target"), device="cpu")
     references = [
         plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=max_new_tokens).tokens
         for messages in prompts
@@ -143,14 +141,14 @@ def answer_through_a_cut(
     # The longest answer: a cut must fall into it.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (
-        _served(target, drafter) as port,
+        _served(folder) as port,
         CutProxy(port, DELAY_S) as proxy,
-        DraftingClient(proxy.address, drafter, store) as client,
+        DraftingClient(proxy.address, folder / "drafter", folder / "store") as client,
     ):
         timeline, began_s = Timeline(proxy, round(CUT_AFTER * len(reference))), time.perf_counter()
         answer = client.chat(messages, max_new_tokens=max_new_tokens, on_event=timeline.note)
         seconds = time.perf_counter() - began_s
-    timeline.draw(picture)
+    timeline.draw(folder / "serving.png")
     return {
         "is_equal": list(answer.tokens) == reference,
         "n_tokens": len(answer.tokens),
@@ -162,13 +160,14 @@ def answer_through_a_cut(
 
 
 @contextlib.contextmanager
-def _served(target: Path, drafter: Path) -> Iterator[int]:
+def _served(folder: Path) -> Iterator[int]:
     """Run ``moa-data serve`` for as long as the context is open; yields its gRPC port."""
     command = [
-        sys.executable, "-m", "moa_data", "serve", "--model", str(target), "--drafter", str(drafter),
-        "--port", "0", "--grpc-port", "0", "--device", "cpu", "--set", f"engine.target_ms={TARGET_MS}",
+        sys.executable, "-m", "moa_data", "serve", "--model", str(folder / "target"),
+        "--drafter", str(folder / "drafter"), "--port", "0", "--grpc-port", "0", "--device", "cpu",
+        "--set", f"engine.target_ms={TARGET_MS}",
     ]  # fmt: skip
-    log, pipe = drafter.parent / "serve.log", subprocess.PIPE
+    log, pipe = folder / "serve.log", subprocess.PIPE
     with (
         log.open("w") as errors,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=errors, text=True) as process,
