@@ -20,6 +20,7 @@ from ..storage.backend import exists, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
 from ..storage.paths import StorePath
+from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, to_float32
 from ..storage.write.store import StoreWriter
@@ -133,7 +134,7 @@ def _learned_codec(
 
     if kv_metrics is not None and isinstance(kv, TransformCodec):
         kv.rope = target_rope(load_target_config(source.target_path))
-        answered = np.flatnonzero(source.sequences["n_response_tokens"].to_numpy() >= _MIN_RESPONSE)
+        answered = np.flatnonzero(numbers(source.sequences, "n_response_tokens") >= _MIN_RESPONSE)
         if not len(answered):
             raise OptionInvalid(
                 f"No sequence of {source.path} has a response of {_MIN_RESPONSE} tokens, on which a drafter could be "
@@ -176,8 +177,8 @@ def write_parts(
     """
     timings, start = Timings(), time.perf_counter()
     pending = store.pending_parts()
-    n_tokens = store.plan["n_tokens"].to_numpy()
-    n_done = timings.n_before_tokens = int(n_tokens[~np.isin(store.plan["part"].to_numpy(), pending)].sum())
+    n_tokens = numbers(store.plan, "n_tokens")
+    n_done = timings.n_before_tokens = int(n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum())
     for part in pending:
         with store.part(part) as out:
             for row in out.sequences.to_pylist():
@@ -187,6 +188,6 @@ def write_parts(
                 if progress:
                     progress(n_done, int(n_tokens.sum()), f"{message} part {part + 1}/{store.n_parts}")
             out.commit()
-            timings.add_part(int(out.sequences["n_tokens"].to_numpy().sum()), out.was_first)
+            timings.add_part(int(numbers(out.sequences, "n_tokens").sum()), out.was_first)
     timings.extract_s = time.perf_counter() - start
     return timings

@@ -50,6 +50,23 @@ MAX_PLAN_BYTES = 1 << 30
 """Longest plan.parquet that is read: about 100 bytes for each of ten million sequences."""
 
 
+def numbers(table: pa.Table, name: str) -> np.ndarray:
+    """Return a column of numbers without nulls, [n_rows]."""
+    # Not by to_numpy: pyarrow imports pandas for it, which takes half a second of a command.
+    chunks = [np.from_dlpack(chunk) for chunk in table[name].chunks if len(chunk)]
+    return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+
+
+def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
+    """Select the rows of a table for which a mask, [n_rows] bool, holds."""
+    return table.take(_column(np.flatnonzero(is_wanted)))
+
+
+def _column(values: np.ndarray) -> pa.Array:
+    # Nor by pa.array, likewise.
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
 def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) -> pa.Table:
     """Assign every sequence to a part and a position.
 
@@ -66,7 +83,7 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
     _check_sequences(table)
     table = table.select(SEQUENCE_SCHEMA.names).cast(SEQUENCE_SCHEMA)
     table = table.take(pc.sort_indices(table, sort_keys=[("source_row", "ascending")]))
-    lengths = table["n_tokens"].to_numpy().astype(np.int64)
+    lengths = numbers(table, "n_tokens").astype(np.int64)
     padded = -(-lengths // alignment_tokens) * alignment_tokens
     part_of = np.empty(len(lengths), np.int32)
     part, filled = 0, 0
@@ -81,9 +98,9 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
     starts = ends - padded[order]
     is_first = np.diff(part_of[order], prepend=-1) != 0
     part_starts = starts[is_first][part_of[order]]
-    planned = table.take(pa.array(order))
-    planned = planned.append_column(PLAN_SCHEMA.field("part"), pa.array(part_of[order], pa.int32()))
-    return planned.append_column(PLAN_SCHEMA.field("first_token"), pa.array(starts - part_starts, pa.int64()))
+    planned = table.take(_column(order))
+    planned = planned.append_column(PLAN_SCHEMA.field("part"), _column(part_of[order]))
+    return planned.append_column(PLAN_SCHEMA.field("first_token"), _column(starts - part_starts))
 
 
 def _check_sequences(table: pa.Table) -> None:
@@ -106,18 +123,18 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
     """Count what a manifest says of a plan: n_sequences, n_parts and n_tokens (without alignment padding)."""
     return {
         "n_sequences": plan.num_rows,
-        "n_parts": int(plan["part"].to_numpy().max()) + 1,
-        "n_tokens": int(plan["n_tokens"].to_numpy().sum(dtype=np.int64)),
+        "n_parts": int(numbers(plan, "part").max()) + 1,
+        "n_tokens": int(numbers(plan, "n_tokens").sum(dtype=np.int64)),
     }
 
 
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
     """Return what the commit of each part must say: part, n_sequences, n_tokens and allocated_tokens (with padding)."""
-    part, ends = plan["part"].to_numpy(), plan["first_token"].to_numpy() + plan["n_tokens"].to_numpy()
+    part, ends = numbers(plan, "part"), numbers(plan, "first_token") + numbers(plan, "n_tokens")
     lengths = np.zeros(int(part.max()) + 1, np.int64)
     np.maximum.at(lengths, part, -(-ends // alignment_tokens) * alignment_tokens)
     n_sequences = np.bincount(part, minlength=len(lengths))
-    n_tokens = np.bincount(part, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
+    n_tokens = np.bincount(part, numbers(plan, "n_tokens"), len(lengths)).astype(np.int64)
     names = ("part", "n_sequences", "n_tokens", "allocated_tokens")
     rows = zip(range(len(lengths)), n_sequences.tolist(), n_tokens.tolist(), lengths.tolist(), strict=True)
     return [dict(zip(names, row, strict=True)) for row in rows]
@@ -130,10 +147,10 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
             f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got {plan.schema.names}."
         )
     _check_sequences(plan)
-    part, first = plan["part"].to_numpy().astype(np.int64), plan["first_token"].to_numpy()
+    part, first = numbers(plan, "part").astype(np.int64), numbers(plan, "first_token")
     if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
         raise StoreDamaged(f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts.")
-    ends = first + plan["n_tokens"].to_numpy()
+    ends = first + numbers(plan, "n_tokens")
     same = part[1:] == part[:-1]
     wrong = first % alignment_tokens != 0
     wrong[0] |= part[0] != 0 or first[0] != 0
@@ -205,7 +222,7 @@ def texts_sha256(texts: pa.Table) -> bytes:
     for key in ids.to_pylist():
         digest.update(key.encode())
     for values in (rows, tokens.offsets, tokens.values, mask.values):
-        digest.update(values.to_numpy())
+        digest.update(np.from_dlpack(values).data)
     return digest.hexdigest().encode()
 
 

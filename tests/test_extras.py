@@ -79,7 +79,9 @@ def run(name, arguments):
     except SystemExit as end:
         return end.code, errors.getvalue()
 
-sys.stdout.write(json.dumps({{name: run(name, arguments) for name, arguments in {commands}.items()}}))
+ended = {{name: run(name, arguments) for name, arguments in {commands}.items()}}
+assert "pandas" not in sys.modules, "it takes as long to import as these commands take to run"
+sys.stdout.write(json.dumps(ended))
 """
 
 

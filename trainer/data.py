@@ -38,6 +38,7 @@ from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs
 from ..moa.nn import masks
 from ..storage.codecs.field import FieldCodec
+from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
 from ..storage.schema import TOKENS
 from ..text import add_command
@@ -595,9 +596,9 @@ class StoreDataModule(L.LightningDataModule):
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
         super().__init__()
         table = store.sequences
-        self.lengths = table["n_tokens"].to_numpy().astype(np.int64)
+        self.lengths = numbers(table, "n_tokens").astype(np.int64)
         train, held_out = split_sequences(table["sequence_id"].to_pylist(), config.validation.validation_fraction)
-        responses = table["n_response_tokens"].to_numpy()
+        responses = numbers(table, "n_response_tokens")
         self.train_sequences = train
         # A shorter response holds no complete round to measure.
         usable = held_out[responses[held_out] > config.validation.draft_length]

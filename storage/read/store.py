@@ -18,7 +18,7 @@ from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
 from ..paths import StorePath
-from ..plan import check_plan, part_counts, plan_counts, read_plan
+from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan, rows_where
 from ..read_cache import ReadCache, cache_at
 from ..schema import (
     MANIFEST_NAME,
@@ -108,11 +108,11 @@ class ActivationStore:
                 f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have no commit, the first "
                 f"is part {pending[0]}. Run the same extract command again to write them."
             )
-        committed = np.isin(plan["part"].to_numpy(), np.fromiter(self.commits, np.int32, len(self.commits)))
-        self.sequences: pa.Table = plan.filter(pa.array(committed))
-        self._parts = self.sequences["part"].to_numpy()
-        self._first_tokens = self.sequences["first_token"].to_numpy()
-        self._n_tokens = self.sequences["n_tokens"].to_numpy()
+        committed = np.isin(numbers(plan, "part"), np.fromiter(self.commits, np.int32, len(self.commits)))
+        self.sequences: pa.Table = rows_where(plan, committed)
+        self._parts = numbers(self.sequences, "part")
+        self._first_tokens = numbers(self.sequences, "first_token")
+        self._n_tokens = numbers(self.sequences, "n_tokens")
         self._shards = PartShards(self.path, self.manifest, self.commits, self.cache)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 

@@ -44,7 +44,7 @@ from ..commit import (
     read_part_commit,
 )
 from ..paths import StorePath, name_below
-from ..plan import check_plan, find_texts_damage, part_counts, plan_counts, read_plan
+from ..plan import check_plan, find_texts_damage, numbers, part_counts, plan_counts, read_plan
 from ..schema import (
     ALIGNMENT_TOKENS,
     CODEC_NAME,
@@ -440,8 +440,8 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     plan = read_plan(store / PLAN_NAME)
     check_plan(plan, manifest.alignment_tokens)
     commits = read_commits(store, range(manifest.n_parts))
-    committed = np.isin(plan["part"].to_numpy(), np.fromiter(commits, np.int32, len(commits)))
-    lengths = plan["n_tokens"].to_numpy()[committed]
+    committed = np.isin(numbers(plan, "part"), np.fromiter(commits, np.int32, len(commits)))
+    lengths = numbers(plan, "n_tokens")[committed]
     n_tokens = int(lengths.sum(dtype=np.int64))
     codec = StoreCodec.open(manifest, store)
     n_pending = manifest.n_parts - len(commits)
@@ -470,7 +470,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
         n_pending_parts=n_pending,
         n_sequences=len(lengths),
         n_tokens=n_tokens,
-        n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
+        n_response_tokens=int(numbers(plan, "n_response_tokens")[committed].sum(dtype=np.int64)),
         lengths=length_histogram(lengths),
         has_target=any(exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")),
         missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),

@@ -40,6 +40,7 @@ from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid
+from ..plan import numbers
 from ..schema import StoredArray, to_float32
 from .publish import PartFiles
 
@@ -360,8 +361,8 @@ class PartWriter:
         return commit
 
     def _check_complete(self) -> None:
-        first_token = self.sequences["first_token"].to_numpy()
-        stop_token = first_token + self.sequences["n_tokens"].to_numpy()
+        first_token = numbers(self.sequences, "first_token")
+        stop_token = first_token + numbers(self.sequences, "n_tokens")
         for name, array in self._arrays.items():
             first, stop = first_token // array.array.block_tokens, -(-stop_token // array.array.block_tokens)
             ranges = np.array(array.written, np.int64).reshape(-1, 2)

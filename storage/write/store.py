@@ -71,7 +71,7 @@ from ..commit import (
 )
 from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
 from ..paths import RemotePath, StorePath
-from ..plan import check_plan, part_counts, plan_bytes, plan_counts, read_plan
+from ..plan import check_plan, numbers, part_counts, plan_bytes, plan_counts, read_plan, rows_where
 from ..read.store import read_manifest
 from ..schema import (
     CODEC_NAME,
@@ -259,7 +259,7 @@ class StoreWriter(StoreFiles):
 
     def part_sequences(self, part: int) -> pa.Table:
         """Return the sequences of a part in the order in which they must be written."""
-        return self.plan.filter(pa.array(self.plan["part"].to_numpy() == part))
+        return rows_where(self.plan, numbers(self.plan, "part") == part)
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
         """Open a part for writing (see :class:`PartWriter`); StoreError for no such part, or one that is committed."""
