@@ -1,0 +1,430 @@
+"""A CUDA device that is not there: tensors say they are on cuda:0, compute in host memory, refuse to mix, and count.
+
+``empty`` is registered for the CUDA dispatch key, so that every factory and every ``.to("cuda")``, in any thread, gives
+a :class:`CudaTensor`. To C++ that is a tensor of torch's backend in Python (PrivateUse1, which autograd accepts in a
+build for CPUs), to Python one on cuda:0; ``__torch_dispatch__`` sees every operation. Counted are
+
+- launches of kernels: dispatched operations that are no views,
+- waits of the host for the device: ``.item()``, ``nonzero`` and masks as indices, copies to the host, blocking copies.
+
+Copies that do not block, between pinned memory and the device on a side stream, happen as late as CUDA may do them:
+when somebody waits for them. Until then their target holds ones, so that a race shows in the values.
+"""
+
+import contextlib
+import ctypes
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+TORCH = "2.13."
+"""The versions of torch that this is written for: it stands on things that torch does not promise to keep."""
+DEVICE = torch.device("cuda", 0)
+_KINDS = ("cuda", "nowhere")
+aten = torch.ops.aten
+_WAITS = {
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.equal,
+    aten.bincount,
+}  # fmt: skip
+_FREE = {
+    aten._unsafe_view, aten._reshape_alias, aten.empty_like, aten.new_empty, aten.empty, aten.empty_strided,
+    aten.new_empty_strided, aten.detach, aten.detach_, aten.alias, aten.lift_fresh, aten.is_pinned,
+}  # fmt: skip
+_INDEXED = {
+    aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put
+}  # fmt: skip
+# Operations that take no scalar of the host where a tensor of the device is expected.
+_STRICT = {
+    aten.cat, aten.stack, aten.gather, aten.index_select, aten.embedding, aten.mm, aten.bmm, aten.addmm
+}  # fmt: skip
+
+
+class Counts:
+    """What the device was asked for since the last reset, and by which lines of the package."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.launches = self.waits = 0
+        self.launch_lines: Counter[str] = Counter()
+        self.wait_lines: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+
+    def launch(self, name: str, n: int = 1) -> None:
+        """Count n kernels of an operation."""
+        self.launches += n
+        self.launch_lines[f"{_line()} {name}"] += n
+
+    def wait(self, why: str) -> None:
+        """Count that the host waits for the device."""
+        self.waits += 1
+        self.wait_lines[f"{_line()} {why}"] += 1
+
+    def worst(self, n_lines: int = 12) -> str:
+        """List the lines that launched and waited most, for the message of a test that fails."""
+        found = {"waits": self.wait_lines, "launches": self.launch_lines}
+        return "\n".join(
+            f"{count:6} {kind} {line}" for kind, lines in found.items() for line, count in lines.most_common(n_lines)
+        )
+
+
+COUNTS = Counts()
+_pinned: list[tuple[int, int, Tensor]] = []  # address, end and tensor of pinned memory, which stays
+_local = threading.local()
+
+
+def _line() -> str:
+    """Find the line of the package that asked."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("moa_data.") and not name.startswith("moa_data.tests.kit."):
+            return f"{name.removeprefix('moa_data.').replace('.', '/')}.py:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+class CudaTensor(Tensor):
+    """Looks like a tensor on cuda:0; ``inner`` holds the values."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "CudaTensor":
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        own: Any = Tensor._make_wrapper_subclass(cls, inner.shape, device="nowhere:0", **layout)  # type: ignore[attr-defined]
+        own.inner = inner
+        made: CudaTensor = own
+        return made
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"CudaTensor({self.inner!r})"
+
+    def cpu(self, *_: Any, **__: Any) -> Any:
+        return self.to("cpu")
+
+    def tolist(self) -> Any:
+        return self.to("cpu").tolist()
+
+    def record_stream(self, stream: Any) -> None:
+        pass  # nothing gives memory away before Python does
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        copy = kwargs.pop("copy", False)
+        device, dtype, late, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or device.type in _KINDS:
+            return self if dtype in (None, self.dtype) and not copy else aten._to_copy(self, dtype=dtype or self.dtype)
+        return aten._to_copy(self, dtype=dtype or self.dtype, device=device, non_blocking=late)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, packet, schema = dict(kwargs or {}), func.overloadpacket, func._schema
+        if packet in (aten.copy_, aten._to_copy):
+            return _copy(packet, args, kwargs)
+        is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        if is_composite and packet is not aten.linear:  # in inference mode nothing has taken it apart before
+            return func.decompose(*args, **kwargs)
+        _check_devices(func, args, kwargs)
+        if not (func.is_view or packet in _FREE):
+            COUNTS.launch(packet.__name__)
+        on_device = torch.device(kwargs.pop("device", None) or DEVICE).type in _KINDS
+        kwargs.pop("pin_memory", None)
+        inner_args, inner_kwargs = tree_map_only(CudaTensor, lambda tensor: tensor.inner, (args, kwargs))
+        with torch._C._AutoDispatchBelowAutograd():
+            out = func(*inner_args, **inner_kwargs)
+        if schema.returns and all(one.alias_info and one.alias_info.is_write for one in schema.returns):
+            # In place, or into `out=`: the caller gets its own tensors back.
+            written = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+            own = [args[i] if i < len(args) else kwargs[name] for i, name in written]
+            return own[0] if len(own) == 1 else tuple(own)
+        # A view in inference mode of a tensor from outside of it is none of inference mode.
+        outside = func.is_view and isinstance(args[0], Tensor) and not args[0].is_inference()
+        with torch.inference_mode(False) if outside else contextlib.nullcontext():
+            return tree_map_only(Tensor, CudaTensor, out) if on_device else out
+
+
+def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse tensors of the host, and count what waits."""
+    packet = func.overloadpacket
+    if packet in _WAITS:
+        COUNTS.wait(packet.__name__)
+    for position, value in enumerate((*args, *kwargs.values())):
+        for tensor in (one for one in tree_iter(value) if isinstance(one, Tensor)):
+            is_foreign, is_index = not isinstance(tensor, CudaTensor), packet in _INDEXED and position == 1
+            if is_index and (tensor.dtype in (torch.bool, torch.uint8) or (is_foreign and tensor.dim())):
+                COUNTS.wait("a mask as index" if tensor.dtype == torch.bool else "an index from the host")
+            elif is_foreign and not is_index and (tensor.dim() or packet in _STRICT):
+                raise RuntimeError(f"expected all tensors to be on cuda:0, but {func} got one on {tensor.device}")
+
+
+def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
+    """Copy between host and device, late where CUDA may."""
+    if packet is aten._to_copy:  # the source is on the device: from the host it is `empty` and `copy_`
+        is_inside = torch.device(kwargs.get("device") or DEVICE).type in _KINDS
+        COUNTS.launch("_to_copy" if is_inside else "copy to the host")
+        if not is_inside:
+            COUNTS.wait("copy to the host")
+        copied = args[0].inner.to(kwargs.get("dtype") or args[0].dtype, copy=True)
+        return CudaTensor(copied) if is_inside else copied
+    into, source, late = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    host = [side for side in (into, source) if not isinstance(side, CudaTensor)]
+    to, of = (side.inner if isinstance(side, CudaTensor) else side for side in (into, source))
+    COUNTS.launch("copy_" if not host else "copy to the host" if host[0] is into else "copy to the device")
+    pinned = [(a, base) for a, b, base in _pinned if late and host and a <= host[0].data_ptr() < b]
+    if pinned and current_stream() is not _default:
+        if host[0] is source:  # its bytes alone: whoever gives that memory away too early must not be saved by this
+            start, base = of.data_ptr() - pinned[0][0], pinned[0][1]
+            of = base.view(torch.uint8)[start : start + of.nbytes].view(of.dtype).view(of.shape)
+        to.fill_(1)
+        current_stream().queue.append(lambda: to.copy_(of))
+        return into
+    if host and not late and host[0].numel():
+        COUNTS.wait("copy to the host" if host[0] is into else "blocking copy to the device")
+    to.copy_(of)
+    return into
+
+
+class Stream:
+    """A queue of late copies; the default stream does everything at once."""
+
+    def __init__(self, device: Any = None, **_: Any) -> None:
+        self.device, self.n_done = DEVICE, 0
+        self.queue: list[Callable[[], object]] = []
+
+    def run(self, upto: float = float("inf")) -> None:
+        """Do what was queued before a moment."""
+        while self.queue and self.n_done < upto:
+            self.queue.pop(0)()
+            self.n_done += 1
+
+    def wait_stream(self, other: "Stream") -> None:
+        other.run()
+
+    def wait_event(self, event: "Event") -> None:
+        event.stream.run(event.upto)
+
+    def synchronize(self) -> None:
+        COUNTS.wait("stream")
+        self.run()
+
+
+class Event:
+    """Done when the copies that were queued before it are."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self.record()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or current_stream()
+        self.upto = self.stream.n_done + len(self.stream.queue)
+
+    def query(self) -> bool:
+        return self.stream.n_done >= self.upto
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 0.01
+
+    def synchronize(self) -> None:
+        COUNTS.wait("event")
+        self.stream.run(self.upto)
+
+
+_default = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the stream of this thread."""
+    stream: Stream = getattr(_local, "stream", _default)
+    return stream
+
+
+@contextlib.contextmanager
+def _stream_context(stream: Stream) -> Iterator[None]:
+    before, _local.stream = current_stream(), stream
+    yield
+    _local.stream = before
+
+
+class _Whole(torch.autograd.Function):
+    """An operation that is a kernel of its own on CUDA and of several elsewhere; its gradient counts as two."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *given: Any) -> Any:
+        with torch.enable_grad():
+            ctx.inner = [x.inner.detach().requires_grad_() for x in given]
+            ctx.out = call(*ctx.inner)
+        return CudaTensor(ctx.out.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        COUNTS.launch("gradient", 2)
+        return None, *(CudaTensor(x) for x in torch.autograd.grad(ctx.out, ctx.inner, grad.inner))
+
+
+def _whole(call: Any, *given: Any) -> Any:
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return _Whole.apply(call, *given) if is_trained else CudaTensor(call(*(x.inner for x in given)))  # type: ignore[no-untyped-call]
+
+
+_attend, _empty, _rms_norm, _Generator = F.scaled_dot_product_attention, torch.empty, F.rms_norm, torch.Generator
+
+
+def attend(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
+) -> Any:
+    """Count PyTorch's choice of kernel on CUDA, and what it launches for a boolean mask."""
+    if not isinstance(q, CudaTensor):
+        return _attend(q, k, v, attn_mask, dropout_p, is_causal, **options)
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
+    if q.dtype != k.dtype or not (attn_mask is None or isinstance(attn_mask, CudaTensor)):
+        raise RuntimeError(f"attention got {q.dtype}, {k.dtype} and a mask {type(attn_mask).__name__}")
+    is_grouped = options.get("enable_gqa") and q.shape[1] != k.shape[1]
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    is_flash = attn_mask is None and is_half and q.shape[-1] <= 256
+    kernel = "flash" if is_flash else "math" if is_grouped else "efficient"
+    of_mask = 0 if attn_mask is None else 3 + 2 * (k.shape[2] % 8 != 0)  # bool to numbers; padding to 8
+    COUNTS.kernels[f"{kernel}{' with a mask' if of_mask else ''}"] += 1
+    COUNTS.launch(f"attention ({kernel})", of_mask + (12 if kernel == "math" else 1))
+    mask = None if attn_mask is None else attn_mask.inner
+    return _whole(lambda *inner: _attend(*inner, mask, is_causal=is_causal, **options), q, k, v)
+
+
+def rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """Count one kernel."""
+    if not isinstance(x, CudaTensor):
+        return _rms_norm(x, shape, weight, eps)
+    COUNTS.launch("rms_norm")
+    given = [one.float() if torch.is_autocast_enabled("cuda") else one for one in (x, weight) if one is not None]
+    return _whole(lambda inner, own=None: _rms_norm(inner, shape, own, eps), *given)
+
+
+def _empty_of(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    made = _empty(*args, **kwargs)
+    if pin_memory:
+        _pinned.append((made.data_ptr(), made.data_ptr() + max(1, made.nbytes), made))
+    return made
+
+
+class _HostGenerator(_Generator):
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator.__new__(cls, "cpu")
+
+
+class _Module(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+class _Autocast(torch.autocast):
+    def __init__(self, device_type: str, *args: Any, **options: Any) -> None:
+        super().__init__("nowhere" if device_type == "cuda" else device_type, *args, **options)
+
+
+def _made_by(real: Any) -> Any:
+    def made(*args: Any, dtype: Any = None, **_: Any) -> Any:
+        COUNTS.launch(real.__name__)
+        return CudaTensor(real(*args, dtype=dtype))
+
+    return made
+
+
+def _autocast(name: str) -> Any:
+    def cast(*args: Any) -> Any:
+        dtype, call = torch.get_autocast_dtype("cuda"), F.linear if name == "linear" else getattr(torch, name)
+        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return call(*(x.to(dtype) if isinstance(x, CudaTensor) and x.dtype == torch.float32 else x for x in args))
+
+    return cast
+
+
+_libraries: list[Any] = []
+
+
+def _register() -> None:
+    """Register the operations with torch, once in a process."""
+    if _libraries:
+        return
+    # A build for CPUs has no guard of CUDA devices: that of the backend in Python takes its place in c10's table.
+    _setup_privateuseone_for_python_backend("nowhere", _Module())  # type: ignore[no-untyped-call]
+    libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 21).in_dll(libc10, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[1] = guards[20]
+    library, every = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    strided = torch.empty_strided
+    for key in ("CUDA", "PrivateUse1"):
+        library.impl(
+            "empty.memory_format", lambda size, *_, dtype=None, **__: CudaTensor(_empty(size, dtype=dtype)), key
+        )
+        library.impl("empty_strided", lambda *args, dtype=None, **_: CudaTensor(strided(*args[:2], dtype=dtype)), key)
+        for name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m"):  # which torch resizes
+            library.impl(name, _made_by(getattr(torch, name.split(".")[0])), key)
+    # torch.tensor(..., device="cuda") copies below Python's dispatch.
+    library.impl("copy_", lambda *args: _copy(aten.copy_, args, {}), "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm"):
+        library.impl(name, _autocast(name), "AutocastPrivateUse1")
+    _libraries.extend((library, every))
+
+
+_CUDA: dict[str, Any] = {
+    "is_available": lambda: True,
+    "_lazy_init": lambda: None,
+    "is_initialized": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda *_: "a device that is not there",
+    "get_device_capability": lambda *_: (9, 0),
+    "current_stream": current_stream,
+    "mem_get_info": lambda *_: (139 << 30, 140 << 30),
+    "is_bf16_supported": lambda *_, **__: True,
+    "Stream": Stream,
+    "Event": Event,
+    "stream": _stream_context,
+    "synchronize": lambda *_: COUNTS.wait("synchronize"),
+}
+
+
+@contextlib.contextmanager
+def simulated_device() -> Iterator[Counts]:
+    """Put the device in place; skips the test where torch is another one than this was written for."""
+    if not torch.__version__.startswith(TORCH):
+        pytest.skip(f"the simulated device is written for torch {TORCH}x, this is {torch.__version__}")
+    _register()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _CUDA.items():
+            patch.setattr(torch.cuda, name, value)
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            real = getattr(torch, name)
+            patch.setattr(
+                torch, name, lambda *kind, real=real: real(*("nowhere" if one == "cuda" else one for one in kind))
+            )
+        patch.setattr(F, "scaled_dot_product_attention", attend)
+        patch.setattr(F, "rms_norm", rms_norm)
+        patch.setattr(torch, "empty", _empty_of)
+        patch.setattr(torch, "Generator", _HostGenerator)
+        patch.setattr(torch, "autocast", _Autocast)
+        before = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # else a parameter's values are exchanged
+        COUNTS.reset()
+        try:
+            yield COUNTS
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(before)
+            _pinned.clear()
