@@ -71,6 +71,15 @@ def heeded_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
+@pytest.fixture
+def device() -> Iterator[Any]:
+    """A simulated CUDA device in place of none; what it was asked for."""
+    from moa_data.tests.kit.device import simulated_device
+
+    with simulated_device() as counts:
+        yield counts
+
+
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[str]:
     """The endpoint of an S3 server in memory."""

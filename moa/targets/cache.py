@@ -59,7 +59,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS, buffers: Buffers | None = None
     ) -> None:
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
-        self._free: Buffers = {} if buffers is None else buffers
+        self._free = buffers
+        self._whole: Tensor | None = None  # the allocated buffer, of which `buffer` is the rows that are left
         self.n_pending = 0  # tokens per row written by the last call, all its chunks, and not yet committed
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._is_static = False
@@ -113,22 +114,22 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
 
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        shape = (*self.buffer.shape[:2], len(rows), *self.buffer.shape[3:])
-        fewer = self._take(shape, self.buffer)
-        torch.index_select(self.buffer, 2, torch.tensor(list(rows), device=fewer.device), out=fewer)
-        self._place(fewer)
+        """Keep only these rows, in this order, at the beginning of the same buffer."""
+        # A buffer for each number of rows that a batch shrinks through would take many times the first one's memory.
+        fewer = self.buffer[:, :, : len(rows)]
+        fewer.copy_(self.buffer.index_select(2, torch.tensor(list(rows), device=fewer.device)))
+        self._view(fewer)
         self.lengths = [self.lengths[row] for row in rows]
 
     def release(self) -> None:
         """Give the buffer back; the cache must not be used afterwards."""
-        if self._buffer is not None:
-            self._free.setdefault(tuple(self._buffer.shape), []).append(self._buffer)
-            self._buffer, self._layers = None, []
+        if self._whole is not None and self._free is not None:
+            self._free.setdefault(tuple(self._whole.shape), []).append(self._whole)
+        self._whole, self._buffer, self._layers = None, None, []
 
     def _take(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a buffer with any contents, a new one if none is free."""
-        free = self._free.get(tuple(shape))
+        free = self._free.get(tuple(shape)) if self._free else None
         return free.pop() if free else like.new_empty(shape)
 
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,6 +153,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     @override
     def _place(self, buffer: Tensor) -> None:
         self.release()
+        self._whole = buffer
+        self._view(buffer)
+
+    def _view(self, buffer: Tensor) -> None:
         super()._place(buffer)
         torch._dynamo.mark_static_address(buffer)  # a CUDA graph may write to it only where it stays
 

@@ -214,8 +214,11 @@ class Target:
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
         # In a prefill the kernel's own causal masking is enough, padding comes last.
         is_prefill = not any(cache.lengths) and n_tokens > 1
-        windows = [window for window in self._windows.values() if window is not None]
-        needs_mask = not is_prefill or n_tokens >= min(windows, default=n_tokens + 1) or not self._takes_bool_masks
+        # Nor is one where a single token sees all of rows that are equally long: flash kernels take none.
+        is_step = n_tokens == 1 and len(lengths) == 1
+        window = min((window for window in self._windows.values() if window is not None), default=math.inf)
+        is_short = lengths[0] + n_tokens <= window if is_step else n_tokens < window
+        needs_mask = not ((is_prefill or is_step) and is_short and self._takes_bool_masks)
         step = _CHUNK_TOKENS if needs_mask else n_tokens
         hidden = []
         for first in range(0, n_tokens, step):

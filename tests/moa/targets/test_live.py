@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from moa_data.errors import MoaDataError, TargetError
 from moa_data.moa.targets import live as target_module
 from moa_data.moa.targets import model_files
+from moa_data.moa.targets.cache import Buffers, TargetCache
 from moa_data.moa.targets.live import DeviceClock, Target, load_target_model, resolve_model_folder
 from moa_data.tests.kit.memory import LiveBytes
 from moa_data.tests.kit.models import build_model
@@ -111,3 +112,23 @@ def test_each_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) 
     event().record.assert_called_once_with("the queue of cuda:1")
     clock = DeviceClock(torch.device("cpu"))
     assert 0 <= clock.seconds(clock.mark(), clock.mark()) < 60
+
+
+def test_a_batch_that_shrinks_keeps_one_buffer() -> None:
+    """A buffer for each number of rows was 16 times the first one's memory after 32 rows."""
+    target = Target(build_model(num_hidden_layers=1))
+    cache = target.new_cache(8)
+    target.forward(torch.arange(4, 28).view(8, 3), cache)
+    cache.commit([range(3)] * 8)
+    expected, address, held = cache.packed([0] * 8, 3)[[2, 5, 7]], cache.buffer.data_ptr(), cache.buffer.nbytes
+    for left in ([0, 1, 2, 4, 5, 6, 7], [2, 4, 5, 6], [0, 1, 3]):  # at last rows 2, 5 and 7
+        cache.select_rows(left)
+    assert torch.equal(cache.packed([0] * 3, 3), expected)
+    assert (cache.buffer.data_ptr(), cache.buffer.untyped_storage().nbytes()) == (address, held)
+    shared: Buffers = {}
+    static = TargetCache(1, 4, 16, shared)
+    static.reserve(16, torch.zeros(4, 2, 1, 8))
+    for n_rows in (3, 2, 1):
+        static.select_rows(range(n_rows))
+    static.release()
+    assert [len(free) for free in shared.values()] == [1]

@@ -1,0 +1,83 @@
+"""Extraction on a simulated CUDA device: the same values as on the CPU, and the errors of the writer's own."""
+
+import errno
+import time
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from moa_data.moa.targets.bundle import target_sizes
+from moa_data.moa.targets.live import Target
+from moa_data.pipeline.config import ActivationSpec
+from moa_data.pipeline.forwards.capture import HostSlots, capture
+from moa_data.pipeline.forwards.parts import Forwards, Timings, run_parts
+from moa_data.pipeline.estimate import field_specs
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.tests.kit.device import Counts
+from moa_data.tests.kit.models import build_text_model
+
+SPEC = ActivationSpec(kv=True, last=True, layers=(0,))
+
+
+def test_a_batch_gives_what_the_cpu_gives(device: Counts) -> None:
+    sequences = [np.arange(4, 4 + n).astype(np.int32) for n in (9, 4)]
+    slots = HostSlots(torch.device("cuda"), 1)
+    found: list[Any] = []
+    for kind in ("cpu", "cuda"):
+        captured = capture(build_text_model().to(kind), sequences, SPEC, torch.float32)
+        host = captured.to_host(slots if kind == "cuda" else None)
+        host.wait()
+        found.append([host.rows(name, index) for name in host.fields for index in range(2)])
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
+    """A copy comes as late as it may: what is read before `wait` is not there yet."""
+    captured = capture(build_text_model().to("cuda"), [np.arange(4, 9).astype(np.int32)], SPEC, torch.float32)
+    host = captured.to_host(HostSlots(torch.device("cuda"), 1))
+    early = np.array(host.rows("hidden/last", 0))
+    host.wait()
+    assert not np.array_equal(early, host.rows("hidden/last", 0))
+
+
+class FullDisk:
+    """A part whose disk is full after some time, as the writer of a store sees it."""
+
+    part, fields, is_open, was_first = 0, ("kv",), True, True
+
+    def __init__(self, sequences: pa.Table) -> None:
+        self.sequences = sequences
+
+    def write(self, *_: Any) -> None:
+        time.sleep(0.2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def settle(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
+    """What the writer skips gives its host memory back to nobody; that became an IndexError."""
+    n, n_tokens = 12, 20
+    text = {str(i): (np.full(n_tokens, 4 + i, np.int32), np.ones(n_tokens, np.uint8)) for i in range(n)}
+    columns = {"n_tokens": pa.array([n_tokens] * n, pa.int32()), "first_token": [n_tokens * i for i in range(n)]}
+    part = FullDisk(pa.table({"sequence_id": list(text), "source_row": list(range(n)), **columns}))
+    target = Target(build_text_model().to(kind))
+    spec = ActivationSpec(kv=True, last=False, layers=())
+    codec = StoreCodec("lossless", field_specs(spec, target_sizes(target.config), "float32"))
+    forwards = Forwards(target, spec, codec, torch.float32, n_tokens, True, text.__getitem__, 1)
+
+    class Store:
+        def part(self, *_: Any) -> Any:
+            return part
+
+    with pytest.raises(OSError, match="No space left"):
+        run_parts(forwards, Store(), [0], Timings())  # type: ignore[arg-type]
