@@ -15,6 +15,7 @@ Shapes: B batch, Q queries, S keys, H query heads, H_kv key/value heads, d head 
 
 import functools
 import warnings
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
         return attend_many_short(q, k, v)
     if isinstance(mask, Mask):
         if _takes_flex(q, mask) and _flex_works(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]):
-            return attend_blocks(_compiled_flex(), q, k, v, mask)
+            return attend_blocks(q, k, v, mask)
         mask = mask.dense
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and needs_equal_heads(q.device, q.dtype, mask is not None):
@@ -70,13 +71,9 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended.reshape(q.shape)
 
 
-def attend_blocks(kernel: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attend through FlexAttention, compiled or not, with a block mask made of the mask's rule."""
-    attended: Tensor = kernel(q, k, v, block_mask=_block_mask(mask, q.device), enable_gqa=q.shape[1] != k.shape[1])
-    return attended
-
-
-def _block_mask(mask: Mask, device: torch.device) -> Any:
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attend through compiled FlexAttention, with a block mask made of the mask's rule."""
+    rules = tuple(rule.__code__ for _, rule in mask.parts)
     if mask.block_mask is None:  # layers share a mask
         n_rows, n_queries, n_keys = mask.shape
 
@@ -84,19 +81,28 @@ def _block_mask(mask: Mask, device: torch.device) -> Any:
             # Within full blocks the kernel asks with the input's row, but a mask for all rows has a single one.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
-        mask.block_mask = flex.create_block_mask(rule, n_rows, None, n_queries, n_keys, device=str(device))
-    return mask.block_mask
+        # Compiled, it never holds the dense mask and its intermediate steps, 78 MB a row of 2,048 tokens.
+        create = _compiled(flex.create_block_mask, rules)
+        mask.block_mask = create(rule, n_rows, None, n_queries, n_keys, device=str(q.device))
+    kernel = _compiled(flex.flex_attention, rules)
+    attended: Tensor = kernel(q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+    return attended
+
+
+@functools.cache
+def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
+    """Compile a function of FlexAttention for masks of some rules; an error where these need too many graphs."""
+    # A copy for each: torch keeps 8 graphs a function, beyond which it would hold all scores without a word.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{rules[0].co_qualname.split('.')[0]}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def _takes_flex(q: Tensor, mask: Mask) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)  # the rounding of float32 products is a process setting
     is_large = q.shape[2] >= _MIN_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
     return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
-
-
-@functools.cache
-def _compiled_flex() -> Any:
-    return torch.compile(flex.flex_attention, dynamic=True)
 
 
 @functools.cache
@@ -112,7 +118,7 @@ def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_hea
                     torch.randn(2, heads, n, head_dim, device=device, generator=generator).to(dtype).requires_grad_()
                     for heads, n in ((n_heads, n_queries), (n_kv_heads, n_keys), (n_kv_heads, n_keys))
                 )
-                own = attend_blocks(_compiled_flex(), q, k, v, mask)
+                own = attend_blocks(q, k, v, mask)
                 wide_k, wide_v = expand_heads(k, n_heads), expand_heads(v, n_heads)
                 plain = F.scaled_dot_product_attention(q, wide_k, wide_v, mask.dense.unsqueeze(1))
                 torch.testing.assert_close(own, plain, rtol=0.05, atol=0.05)

@@ -1,5 +1,7 @@
 """The kernels of attention agree in value and gradient, and none holds the scores of all queries."""
 
+from collections import Counter
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from moa_data.moa.drafters.training import Draws, Rounds
+from moa_data.moa.drafters.training import Draws, Rounds, block_mask
 from moa_data.moa.nn import attention, masks
 from moa_data.moa.nn.attention import attend, attend_blocks, attend_many_short, expand_heads, needs_equal_heads
 from moa_data.tests.kit.memory import LiveBytes
@@ -52,6 +54,11 @@ def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return weights @ expand_heads(v, q.shape[1])
 
 
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(attention, "_compiled", lambda function, rules: function)
+
+
 @pytest.mark.parametrize("name", training_masks())
 @pytest.mark.parametrize("kernel", ["chosen", "expanded", "blocks"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -70,8 +77,8 @@ def test_kernels_equal_the_definition_in_value_and_gradient(
         assert fused.call_args.kwargs["enable_gqa"] is False
     else:
         # PyTorch refuses gradients on a CPU for want of a compiled kernel; its plain form has them.
-        monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
-        got = attend_blocks(flex.flex_attention, *inputs, mask)
+        uncompiled(monkeypatch)
+        got = attend_blocks(*inputs, mask)
         assert mask.block_mask is not None
     expected = with_gradients(plain(*inputs, mask.dense), inputs)
     for one, other in zip(with_gradients(got, inputs), expected, strict=True):
@@ -81,14 +88,54 @@ def test_kernels_equal_the_definition_in_value_and_gradient(
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_a_kernel_that_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """In value or gradient, or by an exception."""
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    real = flex.flex_attention
+    uncompiled(monkeypatch)
     works, facts = attention._flex_works.__wrapped__, (torch.device("cpu"), torch.float32, 4, 2, 16)
-    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex.flex_attention)
     assert works(*facts)
-    for wrong in (lambda *args, **options: 1.5 * flex.flex_attention(*args, **options), lambda *_: 1 / 0):
-        monkeypatch.setattr(attention, "_compiled_flex", lambda wrong=wrong: wrong)
+    for wrong in (lambda *args, **options: 1.5 * real(*args, **options), lambda *_: 1 / 0):
+        monkeypatch.setattr(flex, "flex_attention", wrong)
         with pytest.warns(UserWarning, match="FlexAttention"):
             assert not works(*facts)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of torch, while it compiles
+def test_each_rule_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For batches of any shape; where a rule needs more than torch keeps, scores are not held in silence."""
+    graphs: Counter[str] = Counter()
+
+    def counting(function: Any, **options: Any) -> Any:
+        def backend(module: Any, _: Any) -> Any:
+            graphs[function.__name__] += 1
+            return module.forward
+
+        return compiler(function, backend=backend, **options)
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", counting)
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    attention._compiled.cache_clear()
+    torch._dynamo.reset()
+
+    def call(n_rows: int, n_tokens: int, n_masks: int = 2) -> None:
+        anchors = torch.arange(20, n_tokens - 10, 9).expand(n_rows, -1)
+        blocks = block_mask(anchors, torch.ones_like(anchors, dtype=torch.bool), 7, n_tokens)
+        for mask in (blocks, masks.Mask.up_to(torch.arange(n_tokens)[None], n_tokens))[:n_masks]:
+            _, n_queries, n_keys = mask.shape
+            q, k, v = (torch.randn(n_rows, h, n, 16) for h, n in ((4, n_queries), (2, n_keys), (2, n_keys)))
+            torch.testing.assert_close(attend_blocks(q, k, v, mask), plain(q, k, v, mask.dense), rtol=1e-4, atol=1e-5)
+
+    call(1, 90)
+    call(2, 140)
+    functions = ("create_block_mask", "flex_attention")
+    assert {*graphs} == {f"{function}_{rule}" for function in functions for rule in ("block_mask", "Mask")}
+    assert max(graphs.values()) <= 4
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    attention._compiled.cache_clear()
+    torch._dynamo.reset()
+    call(1, 90, n_masks=1)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        call(2, 140, n_masks=1)
+    attention._compiled.cache_clear()
 
 
 @pytest.mark.gpu

@@ -12,9 +12,10 @@ import torch
 from moa_data.moa.targets.bundle import target_sizes
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ActivationSpec
-from moa_data.pipeline.forwards.capture import HostSlots, capture
-from moa_data.pipeline.forwards.parts import Forwards, Timings, run_parts
 from moa_data.pipeline.estimate import field_specs
+from moa_data.pipeline.forwards.capture import HostSlots, capture
+from moa_data.pipeline.forwards.parts import Forwards, run_parts
+from moa_data.pipeline.report import Timings
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.models import build_text_model
@@ -32,7 +33,7 @@ def test_a_batch_gives_what_the_cpu_gives(device: Counts) -> None:
         host.wait()
         found.append([host.rows(name, index) for name in host.fields for index in range(2)])
     for own, expected in zip(*found, strict=True):
-        np.testing.assert_array_equal(own, expected)
+        np.testing.assert_array_equal(np.asarray(own), np.asarray(expected))
 
 
 def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
