@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from ..errors import OptionInvalid, StoreError, StoreMismatch, WorkerError
@@ -19,7 +18,7 @@ from ..moa.targets.bundle import held_layers, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
 from ..storage.paths import StorePath
-from ..storage.plan import read_plan
+from ..storage.plan import numbers, read_plan, rows_where
 from ..storage.read.store import ActivationStore, read_manifest
 from ..storage.schema import HIDDEN_LAST, PLAN_NAME, TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.addition import StoreAddition, extended_codec, lacking_fields, load_next_basis, save_next_basis
@@ -251,7 +250,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     return AddPlan(
         store=path,
         forward=forward,
-        table=sequences.filter(pa.array(np.isin(sequences["part"].to_numpy(), left))),
+        table=rows_where(sequences, np.isin(numbers(sequences, "part"), left)),
         bundle_layers=n_layers if n_layers > settings["target_layers"] else None,
         present_bytes=0,
         config=config,

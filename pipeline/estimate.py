@@ -28,7 +28,7 @@ from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
 from ..storage.paths import RemotePath, StorePath
-from ..storage.plan import plan_parts
+from ..storage.plan import numbers, plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
     TOKENS,
@@ -185,7 +185,7 @@ class WritePlan:
     @property
     def n_tokens(self) -> int:
         """Tokens to run, without alignment padding."""
-        return int(self.table["n_tokens"].to_numpy().sum(dtype=np.int64))
+        return int(numbers(self.table, "n_tokens").sum(dtype=np.int64))
 
     @property
     def raw_bytes(self) -> int:
@@ -263,7 +263,7 @@ def existing_parent(path: StorePath) -> Path:
 def estimate(plan: WritePlan) -> Timings:
     """Run three batches of a plan, which takes some seconds, and return what all of them are estimated to take."""
     forward, batched = plan.forward, batches_of(plan.table, plan.forward.batch_tokens)
-    lengths = [batch["n_tokens"].to_numpy() for batch in batched]
+    lengths = [numbers(batch, "n_tokens") for batch in batched]
     model = _random_target(forward, max(int(batch.sum()) for batch in lengths) + 1)
     n_layers = int(model.config.num_hidden_layers)
     forward = replace(
@@ -272,7 +272,7 @@ def estimate(plan: WritePlan) -> Timings:
     )
     chosen = np.linspace(0, len(batched) - 1, min(_N_BATCHES, len(batched))).round().astype(int).tolist()
     table = pa.concat_tables(_cut(batched[index], model.config, forward.device) for index in chosen)
-    timed = table["n_tokens"].to_numpy()
+    timed = numbers(table, "n_tokens")
     ends = np.cumsum(timed) % (int(model.config.vocab_size) - int(timed.max()) + 1) + timed
     texts = {
         key: (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
@@ -304,7 +304,7 @@ def describe_estimate(found: Timings, n_workers: int = 1) -> str:
 
 def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
     """Return every batch of a plan, in the order in which they are computed."""
-    bounds = np.flatnonzero(np.diff(table["part"].to_numpy(), prepend=-1, append=-1)).tolist()
+    bounds = np.flatnonzero(np.diff(numbers(table, "part"), prepend=-1, append=-1)).tolist()
     parts = [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
     return [batch for part in parts for batch in batches(part, batch_tokens)]
 
@@ -351,7 +351,7 @@ def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
     if torch.device(device).type != "cpu":
         return batch
     most = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))
-    lengths = batch["n_tokens"].to_numpy()
+    lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, most // int(lengths.max())))
     at = batch.schema.get_field_index("n_tokens")
     return batch.set_column(at, "n_tokens", pa.array(np.minimum(lengths[: len(batch)], most), pa.int32()))
@@ -359,7 +359,7 @@ def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
 
 def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:
     """Extract sequences to a temporary store of one part."""
-    n_tokens = int(sequences["n_tokens"].to_numpy().sum())
+    n_tokens = int(numbers(sequences, "n_tokens").sum())
     table = plan_parts(sequences, 2 * ALIGNMENT_TOKENS * n_tokens, ALIGNMENT_TOKENS)
     fields = tuple(codec.spec for codec in forwards.codec.fields.values())
     manifest = StoreManifest(fields, {}, {}, {}, len(table), 1, n_tokens, forwards.codec.describe())

@@ -31,6 +31,7 @@ from ..machine import fix_sums
 from ..moa.targets.live import Target
 from ..storage.backend import open_path
 from ..storage.codecs.registry import StoreCodec
+from ..storage.plan import numbers
 from ..storage.schema import CODEC_NAME, TARGET_NAME, TEXTS_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.repair import RepairPlan, retract_damage
@@ -116,7 +117,7 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCod
     if (before := learned_before(codec, plan.store)) is not None:
         return before, None
     target = forward.load_target(progress)
-    ids, lengths = plan.table["sequence_id"].to_pylist(), plan.table["n_tokens"].to_numpy()
+    ids, lengths = plan.table["sequence_id"].to_pylist(), numbers(plan.table, "n_tokens")
     plan.learn(target, lengths, lambda row: plan.sequences.text(ids[row])[0], progress)
     return codec, target
 
@@ -159,7 +160,7 @@ def _work_alone(plan: ExtractPlan, store: StoreWriter, target: Target, timings: 
     forwards = plan.forward.forwards(target, store.codec, plan.sequences.text)
     with ExitStack() as stack:
         if plan.config.forward.source == "vllm":
-            longest = int(plan.table["n_tokens"].to_numpy().max())
+            longest = int(numbers(plan.table, "n_tokens").max())
             engine = VllmSource(plan.forward.folder, target, forwards.spec, forwards.dtype, longest)
             forwards = replace(forwards, engine=stack.enter_context(engine).capture)
         work_until_done(store, forwards, plan.forward.folder, timings, counter.tell)

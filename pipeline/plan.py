@@ -41,7 +41,7 @@ from ..storage.backend import names_in, open_path, read_file
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import committed_bytes
 from ..storage.paths import StorePath
-from ..storage.plan import plan_counts, plan_parts
+from ..storage.plan import numbers, plan_counts, plan_parts
 from ..storage.read.store import read_manifest
 from ..storage.schema import ALIGNMENT_TOKENS, RUNS_NAME, StoreManifest
 from ..text import Progress, counted, format_bytes
@@ -92,8 +92,8 @@ class ExtractPlan(WritePlan):
     def describe(self) -> str:
         """Return the plan as text."""
         storage, target, codec = self.config.storage, self.manifest.target, self.forward.codec
-        n_response = int(self.table["n_response_tokens"].to_numpy().sum())
-        lengths = np.sort(self.table["n_tokens"].to_numpy())
+        n_response = int(numbers(self.table, "n_response_tokens").sum())
+        lengths = np.sort(numbers(self.table, "n_tokens"))
         bits = {name: own.expected_bits for name, own in codec.fields.items() if own.spec.token_shape}
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, "

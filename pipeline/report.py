@@ -11,6 +11,7 @@ import numpy as np
 
 from ..storage.commit import read_part_commit
 from ..storage.paths import StorePath
+from ..storage.plan import numbers
 from ..storage.schema import commit_path
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
@@ -152,8 +153,8 @@ class PartProgress:
 
     def __init__(self, store: StoreWriter, progress: Progress | None) -> None:
         self._store, self._progress = store, progress
-        lengths = store.plan["n_tokens"].to_numpy().astype(np.int64)
-        self._tokens = np.bincount(store.plan["part"].to_numpy(), lengths, store.n_parts).astype(np.int64)
+        lengths = numbers(store.plan, "n_tokens").astype(np.int64)
+        self._tokens = np.bincount(numbers(store.plan, "part"), lengths, store.n_parts).astype(np.int64)
         self._parts = store.committed_parts()
         self._n_parts = self._n_before_parts = len(self._parts)
         self.n_before_tokens = self._n_done = int(self._tokens[self._parts].sum())

@@ -33,7 +33,7 @@ from ..moa.targets.chat import Rejection, RejectReason, parse_chat
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
-from ..storage.plan import TEXTS_SHA256, map_texts, texts_sha256
+from ..storage.plan import TEXTS_SHA256, map_texts, numbers, texts_sha256
 from ..storage.schema import TEXTS_NAME
 from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
@@ -155,7 +155,7 @@ class Sequences:
             raise ValueError("tokens and masks differ in length")
         return cls(
             ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
-            source_rows=array("q", table["source_row"].to_numpy().tobytes()),
+            source_rows=array("q", numbers(table, "source_row").tobytes()),
             offsets=array("q", tokens.offsets.to_numpy().tobytes()),
             _tokens=tokens.values.to_numpy(),
             _mask=mask.values.to_numpy(),

@@ -30,6 +30,7 @@ from ...moa.targets.bundle import held_layers, load_target_config, save_target_b
 from ...moa.targets.live import DeviceClock, Mark, Target, load_target_model
 from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
+from ...storage.plan import numbers
 from ...storage.write.addition import StoreAddition
 from ...storage.write.lock import BUNDLE_BYTE
 from ...storage.write.part import PartWriter
@@ -217,7 +218,7 @@ class BackgroundWriter:
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
     """Cut the sequences of a part, longest first, into batches; a sequence that is longer makes one of its own."""
-    lengths = sequences["n_tokens"].to_numpy()
+    lengths = numbers(sequences, "n_tokens")
     start = 0
     while start < len(lengths):
         count = max(1, batch_tokens // int(lengths[start]))

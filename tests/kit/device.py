@@ -11,7 +11,7 @@ Copies that do not block, between pinned memory and the device on a side stream,
 when somebody waits for them. Until then their target holds ones, so that a race shows in the values.
 """
 
-# mypy: disable-error-code="misc,call-arg,attr-defined,valid-type,no-untyped-call,override,unused-ignore,assignment"
+# mypy: disable-error-code="arg-type,misc,call-arg,attr-defined,valid-type,no-untyped-call,override,assignment"
 import contextlib
 import ctypes
 import sys
