@@ -1,0 +1,172 @@
+"""Training on a simulated CUDA device: the CPU's losses and gradients, races that show, and few waits a step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moa_data.errors import TrainingError
+from moa_data.moa.nn import attention
+from moa_data.pipeline.recode import recode
+from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.device import Counts, CudaTensor
+from moa_data.tests.kit.runs import SIZES, settings
+from moa_data.trainer import data as data_module
+from moa_data.trainer.data import Batch, SideCopies, StoreDataModule, TrainingStream, ValidationBatches
+from moa_data.trainer.fit import build_module
+from moa_data.trainer.step import Choice, Trial, validate_batch
+
+KINDS: dict[str, dict[str, Any]] = SIZES | {
+    "moa with a target layer": {"target_layer_inference": 1},
+    "dspark on keys and values": {"context": "kv", "fused_layers": (1,), "block_layers": 1, "markov_rank": 8},
+    "dspark on a memory": {"context": "memory", "block_layers": 1, "markov_rank": 8},
+    "dflash with D-PACE": SIZES["dflash"] | {"position_weights": "d-pace"},
+}
+N_STEPS = 3
+# Of one step: its batch, forward, backward, clipping and optimizer. The rest is 4.
+MAX_WAITS = {
+    "moa": 8, "moa with a target layer": 11, "eagle": 5, "eagle3": 7, "glide": 5, "medusa": 8, "independent": 5,
+    "dspark": 11, "dspark on keys and values": 11, "dspark on a memory": 11, "dflash": 11, "dflash with D-PACE": 13,
+}  # fmt: skip
+
+
+class NoTrainer:
+    """Stands in for Lightning's trainer, which clipping asks for the precision alone."""
+
+    precision_plugin = SimpleNamespace(precision="32-true")
+
+
+@dataclass
+class Step:
+    """What one step gave."""
+
+    loss: float
+    gradients: dict[str, Tensor]  # before clipping, on the CPU
+    n_waits: int
+    worst: str  # lines that waited
+
+
+@pytest.fixture(autouse=True)
+def no_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep FlexAttention off: it compiles, and nothing compiles for the simulated device."""
+    monkeypatch.setattr(attention, "_flex_works", lambda *_: False)
+
+
+class Run:
+    """A run without Lightning: the same reader, stream, module and optimizer."""
+
+    def __init__(self, path: Path, kind: str, device: str, **changes: Any) -> None:
+        own: dict[str, Any] = {"drafter": kind.split()[0], "validation_fraction": 0.0} | KINDS[kind] | changes
+        self.device, self.config, self.store = torch.device(device), settings(path, **own), ActivationStore(path)
+        self.data = StoreDataModule(self.store, self.config)
+        self.module = build_module(self.store, self.config, self.data).to(self.device)
+        self.module.frozen.to(self.device)
+        vars(self.module).update(log=lambda *_, **__: None, log_dict=lambda *_, **__: None, _trainer=NoTrainer())
+        self.reader = data_module.BatchReader(self.store, self.config, self.device)
+        self.sequences = self.data.train_sequences
+        self.lengths = self.store.lengths.astype(np.int64)[self.sequences]
+
+    def steps(self, counts: Counts, n_steps: int = N_STEPS) -> Iterator[Step]:
+        """Train, each step by its own."""
+        optimizer = self.module.build_optimizer("32-true")
+        batches = iter(TrainingStream(self.reader, self.sequences, self.lengths, n_steps, 0, 1))
+        for _ in range(n_steps):
+            counts.reset()
+            loss = self.module.training_step(self.data.on_after_batch_transfer(next(batches), 0), 0)
+            loss.backward()
+            weights = [(name, one) for name, one in self.module.drafter.named_parameters() if one.grad is not None]
+            found = Step(0.0, {name: one.grad.detach().clone() for name, one in weights}, 0, "")
+            self.module.configure_gradient_clipping(optimizer, 0.5, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            found.n_waits, found.worst = counts.waits, counts.worst()
+            found.loss, found.gradients = (
+                float(loss.detach()),
+                {name: one.cpu() for name, one in found.gradients.items()},
+            )
+            yield found
+
+    def validated(self) -> list[float]:
+        """Measure drafts on the first sequences."""
+        batches = ValidationBatches(self.reader, self.sequences[:8], self.lengths[:8], 8)
+        batch = self.data.on_after_batch_transfer(next(iter(batches)), 0)
+        return validate_batch(self.module.drafter, self.module.frozen, batch, self.config.validation.draft_length)
+
+
+def assert_equal(found: Sequence[Step], expected: Sequence[Step]) -> None:
+    for own, other in zip(found, expected, strict=True):
+        assert own.loss == pytest.approx(other.loss, rel=1e-5)
+        assert own.gradients.keys() == other.gradients.keys()
+        for name, gradient in own.gradients.items():
+            torch.testing.assert_close(gradient, other.gradients[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_the_cpu_and_wait_rarely(store_of_all: Path, device: Counts, kind: str) -> None:
+    own, expected = Run(store_of_all, kind, "cuda"), Run(store_of_all, kind, "cpu")
+    assert all(isinstance(weight, CudaTensor) for weight in own.module.drafter.parameters())
+    steps = list(own.steps(device))
+    assert_equal(steps, list(expected.steps(device)))
+    last = steps[-1]
+    assert last.n_waits <= MAX_WAITS[kind], last.worst
+    assert own.validated() == pytest.approx(expected.validated(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("codec", "more_waits"), [("int8", 0), ("transform:2,tokens@all", 32)])
+def test_codes_are_decoded_on_the_device(
+    store_of_all: Path, tmp_path: Path, device: Counts, codec: str, more_waits: int
+) -> None:
+    """Transform codecs send four tables of a sequence's positions to the device: two of its rotation, one a field."""
+    recode(store_of_all, codec, tmp_path / "store")
+    steps = list(Run(tmp_path / "store", "moa", "cuda").steps(device))
+    assert_equal(steps, list(Run(tmp_path / "store", "moa", "cpu").steps(device)))
+    assert steps[-1].n_waits <= MAX_WAITS["moa"] + more_waits, steps[-1].worst
+
+
+def start_without_holding(copies: Any, batch: Batch) -> Batch:
+    """Start a copy as :meth:`SideCopies.start` does, and forget its source."""
+    with torch.cuda.stream(copies._stream):
+        moved, done = batch.to(copies._device, non_blocking=True), torch.cuda.Event()
+        done.record(copies._stream)
+    return replace(moved, copied=done)
+
+
+def use_without_waiting(batch: Batch) -> Batch:
+    """Take a batch as :func:`await_copy` does, before it has arrived."""
+    return replace(batch, copied=None)
+
+
+def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the code does about late copies is needed: without it the losses are others."""
+    expected = [step.loss for step in Run(store_of_all, "moa", "cpu").steps(device, 6)]
+
+    def losses() -> list[float]:
+        return [step.loss for step in Run(store_of_all, "moa", "cuda", prefetch_batches=4).steps(device, 6)]
+
+    assert losses() == pytest.approx(expected, rel=1e-5)
+    for owner, name, wrong in (
+        (SideCopies, "start", start_without_holding),
+        (data_module, "await_copy", use_without_waiting),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            try:
+                found = losses()
+            except TrainingError:  # gradients that are not finite
+                found = [float("nan")]
+        assert found != pytest.approx(expected, rel=1e-3), name
+
+
+def test_trial_steps_run_on_the_device(store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    run = Run(store_of_all, "eagle", "cuda")
+    trial = Trial(run.module, run.data.longest_sequence(), run.device, nullcontext)
+    assert trial.choose((4, 2), None, 2) == Choice(4, False)
+    assert all(weight.grad is None for weight in run.module.drafter.parameters())
