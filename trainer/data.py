@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..errors import RunWarning, SelectionInvalid, TrainingError
 from ..moa.drafters.registry import drafter_class
-from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs
+from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs, draw_anchors
 from ..moa.nn import masks
 from ..storage.codecs.field import FieldCodec
 from ..storage.plan import numbers
@@ -121,7 +121,7 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return {name: map_tensors(value, function) for name, value in item.items()}
     if isinstance(item, list | tuple):
         return type(item)(map_tensors(value, function) for value in item)
-    if isinstance(item, Batch | TrainingInputs | Draws | EncodedField):
+    if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | EncodedField):
         return replace(item, **{one.name: map_tensors(getattr(item, one.name), function) for one in fields(item)})
     return item
 
@@ -423,6 +423,17 @@ def rows_of(draws: Draws, rows: Tensor) -> Draws:
     )
 
 
+def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
+    """Draw the anchors of blocks, where a drafter has them, from response masks [B, T] on the host.
+
+    They are those that the objective would draw; there it would wait for masks on a device.
+    """
+    if not isinstance(config.drafter, BlockSettings):
+        return draws
+    anchors, valid = draw_anchors(response, draws)
+    return replace(draws, blocks=replace(draws.blocks, anchors=torch.where(valid, anchors, -1)))
+
+
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
     """Sum the loss weights of all positions of response masks [B, T]; 1 each by default."""
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
@@ -540,12 +551,12 @@ class TrainingStream:
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
             # Lightning averages over micro-batches, and over devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
-        rows, at_once = plan.rows[part], self._micro * self._n_ranks
+        rows, at_once, response = plan.rows[part], self._micro * self._n_ranks, plan.response[part]
         batch = self._reader.batch(
             self._sequences[rows],
             self._lengths[rows],
-            rows_of(plan.draws, torch.from_numpy(part)),
-            plan.response[part],
+            with_anchors(rows_of(plan.draws, torch.from_numpy(part)), response, self._reader.config),
+            response,
             denominator=plan.denominator,
             n_tokens_of_all=int(self._lengths[plan.rows[index * at_once : (index + 1) * at_once]].sum()),
             index=index,

@@ -33,7 +33,7 @@ N_STEPS = 3
 # Of one step: its batch, forward, backward, clipping and optimizer. The rest is 4.
 MAX_WAITS = {
     "moa": 8, "moa with a target layer": 11, "eagle": 5, "eagle3": 7, "glide": 5, "medusa": 8, "independent": 5,
-    "dspark": 11, "dspark on keys and values": 11, "dspark on a memory": 11, "dflash": 11, "dflash with D-PACE": 13,
+    "dspark": 9, "dspark on keys and values": 9, "dspark on a memory": 9, "dflash": 9, "dflash with D-PACE": 11,
 }  # fmt: skip
 
 
@@ -81,17 +81,13 @@ class Run:
             counts.reset()
             loss = self.module.training_step(self.data.on_after_batch_transfer(next(batches), 0), 0)
             loss.backward()
-            weights = [(name, one) for name, one in self.module.drafter.named_parameters() if one.grad is not None]
-            found = Step(0.0, {name: one.grad.detach().clone() for name, one in weights}, 0, "")
+            weights = self.module.drafter.named_parameters()
+            gradients = {name: one.grad.clone() for name, one in weights if one.grad is not None}
             self.module.configure_gradient_clipping(optimizer, 0.5, "norm")
             optimizer.step()
             optimizer.zero_grad()
-            found.n_waits, found.worst = counts.waits, counts.worst()
-            found.loss, found.gradients = (
-                float(loss.detach()),
-                {name: one.cpu() for name, one in found.gradients.items()},
-            )
-            yield found
+            n_waits, worst = counts.waits, counts.worst()
+            yield Step(float(loss.detach()), {name: one.cpu() for name, one in gradients.items()}, n_waits, worst)
 
     def validated(self) -> list[float]:
         """Measure drafts on the first sequences."""
