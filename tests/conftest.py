@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.node.get_closest_marker("draws") is None:
             patch.setattr("matplotlib.figure.Figure.savefig", blank_picture)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def devices_of_autograd() -> None:
+    """Register the simulated device before any test: autograd counts devices once, in a process's first backward."""
+    if "torch" in sys.modules:
+        from moa_data.tests.kit.device import register
+
+        register()
 
 
 @pytest.fixture

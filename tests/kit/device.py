@@ -358,9 +358,9 @@ def _autocast(name: str) -> Any:
 _libraries: list[Any] = []
 
 
-def _register() -> None:
-    """Register the operations with torch, once in a process."""
-    if _libraries:
+def register() -> None:
+    """Register the operations with torch, once in a process, and before its first backward."""
+    if _libraries or not torch.__version__.startswith(TORCH):
         return
     # A build for CPUs has no guard of CUDA devices: that of the backend in Python takes its place in c10's table.
     _setup_privateuseone_for_python_backend("nowhere", _Module())
@@ -407,7 +407,7 @@ def simulated_device() -> Iterator[Counts]:
     """Put the device in place; skips the test where torch is another one than this was written for."""
     if not torch.__version__.startswith(TORCH):
         pytest.skip(f"the simulated device is written for torch {TORCH}x, this is {torch.__version__}")
-    _register()
+    register()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _CUDA.items():
             patch.setattr(torch.cuda, name, value)
