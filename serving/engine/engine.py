@@ -31,12 +31,12 @@ from ...moa.decoding.policy import AUTO_SHAPE
 from ...moa.decoding.sampling import Text, accept_argmax, accept_chosen, cut_answer
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
-from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import EngineOptions
+from .pool import BLOCK_TOKENS, Pool, PooledKV
 from .runner import Output, Part, Runner
-from .scheduler import BLOCK_TOKENS, Scheduled, Scheduler, blocks_for
+from .scheduler import Scheduled, Scheduler
 from .sequence import Commit, Request, Sequence, Work
 from .speculation import Speculation
 
@@ -80,14 +80,15 @@ class Engine:
         self, target: Target, drafters: Mapping[str, Drafter] | None = None, options: EngineOptions | None = None
     ) -> None:
         options, self.target, self.drafters = options or EngineOptions(), target, dict(drafters or {})
-        shape, self._n_layers = options.shape, target.sizes["n_layers"]
+        shape = options.shape
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
         self.max_drafts = options.max_drafts  # of one VERIFY
         # Tokens that a text can have: what the model allows, and the KV memory with the drafts of a round besides.
-        n_slots = blocks_for(options.kv_tokens) * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
+        self._pool = Pool(options.kv_tokens, target.sizes, target.model.dtype, target.device)
+        n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self._max_open = options.max_sequences + options.max_waiting
-        self._scheduler = Scheduler(target, options, n_own_drafts)
+        self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
         self._speculations = {name: Speculation(target, drafter, shape) for name, drafter in self.drafters.items()}
         self._sequences: dict[int, Sequence] = {}
@@ -121,7 +122,7 @@ class Engine:
             if self._counts.n_open >= self._max_open:
                 raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
-        sequence = Sequence(next(self._ids), request, limit, KVBuffer(n_layers=self._n_layers), on_commit)
+        sequence = Sequence(next(self._ids), request, limit, PooledKV(self._pool), on_commit)
         answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
         sequence.finish = cut_answer(answer, n_answer, self.target.eos_token_ids)[1]
         self._mail.append(lambda: self._sequences.update({sequence.id: sequence}))
@@ -203,7 +204,7 @@ class Engine:
         """Copy the counts."""
         with self._lock:
             n_working = sum(sequence.is_runnable for sequence in tuple(self._sequences.values()))
-            used, total = self._scheduler.n_used * BLOCK_TOKENS, self._scheduler.n_blocks * BLOCK_TOKENS
+            used, total = self._pool.n_used * BLOCK_TOKENS, self._pool.n_blocks * BLOCK_TOKENS
             return replace(self._counts, n_working=n_working, kv_used=used, kv_tokens=total)
 
     # The thread that steps
@@ -260,15 +261,13 @@ class Engine:
     def _draft(self, sequences: Rows[Sequence]) -> dict[str, list[Sequence]]:
         """Make the server's own drafts; returns by drafter the sequences that could draft."""
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
-        for sequence in sequences:
-            name = sequence.request.drafter
-            if name is None or not sequence.is_draftable:
-                continue
-            if sequence.n_cached == 0:
-                self._speculations[name].begin(sequence)
-            elif sequence.work is Work.SPECULATE and sequence.n_missing == 0:
-                groups[name].append(sequence)
         for name, speculation in self._speculations.items():
+            own = [one for one in sequences if one.request.drafter == name and one.is_draftable]
+            groups[name] = [s for s in own if s.n_cached and s.work is Work.SPECULATE and s.n_missing == 0]
+            for sequence in own:
+                if sequence.n_cached == 0:
+                    with self._dispensable(name, [sequence]):
+                        speculation.begin(sequence)
             with self._dispensable(name, groups[name]):
                 speculation.gather(groups[name])
                 if groups[name]:
@@ -283,6 +282,14 @@ class Engine:
         except Exception:  # noqa: BLE001 - whatever it is
             _LOG.exception("the drafter %s failed; %d texts continue without drafts", name, len(sequences))
             self._speculations[name].abandon(sequences)
+
+    @contextlib.contextmanager
+    def _alone(self, sequence: Sequence) -> Iterator[None]:
+        """End a sequence where something fails, whatever it is: the others must continue."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._fail(sequence, error)
 
     def _call(self, scheduled: list[Scheduled]) -> list[Scheduled]:
         """Call the target; if that fails, once for each sequence, so that only the faulty ones end."""
@@ -310,7 +317,7 @@ class Engine:
     def _accept(self, one: Scheduled) -> bool:
         """Accept drafts, and commit tokens and KV; False where that failed."""
         sequence, n_known = one.sequence, one.n_known
-        try:
+        with self._alone(sequence):
             start, first = sequence.n_cached, len(sequence.tokens)
             accepted: list[int] = []
             new: list[int] = []
@@ -320,7 +327,7 @@ class Engine:
                 new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus], self.target.eos_token_ids)
                 sequence.end_round()
             one.kept = [*range(n_known), *(n_known + node for node in accepted)]
-            sequence.kv.commit([one.kept])
+            sequence.kv.commit(one.kept)
             one.commit = sequence.commit(first, new, min(len(accepted), len(new)))
             self._counts.n_rounds += bool(new)
             self._counts.n_drafted += one.n_drafts
@@ -328,10 +335,8 @@ class Engine:
             self._counts.n_committed += len(new)
             if sequence.request.wants_context:
                 self._note_contexts(one, start)
-        except Exception as error:  # noqa: BLE001 - as in _call
-            self._fail(sequence, error)
-            return False
-        return True
+            return True
+        return False
 
     def _note_contexts(self, one: Scheduled, start: int) -> None:
         """Note the states of new positions, of which contexts are to be encoded; the last commit takes them along."""
@@ -360,14 +365,25 @@ class Engine:
                 due.setdefault(name, []).append(sequence)
         for name, group in due.items():
             try:
-                self._speculations[name].encode_contexts(group)
+                self._encode(name, group)
             except Exception as error:  # noqa: BLE001 - as in _call
+                _LOG.warning("contexts of %d texts failed, each goes alone: %s", len(group), first_line(error))
                 for sequence in group:
-                    self._fail(sequence, error)
+                    with self._alone(sequence):
+                        self._encode(name, [sequence])
         for sequence in sequences:
             is_open = not sequence.finish and sequence.id in self._sequences
             if is_open and sequence.n_unsent >= _contexts_at_once(sequence):
-                self._report(sequence, replace(sequence.take_contexts(sequence.commit()), answers=0))
+                with self._alone(sequence):
+                    commit = sequence.take_contexts(sequence.commit())
+                    self._report(sequence, replace(commit, answers=0))
+
+    def _encode(self, name: str, sequences: Rows[Sequence]) -> None:
+        """Encode the contexts of sequences of a drafter, and let it have them too."""
+        contexts = self._speculations[name].encode_contexts(sequences)
+        if self._speculations[name].reuses_contexts:
+            with self._dispensable(name, sequences):
+                self._speculations[name].reuse(contexts)
 
     def _observe(self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""
@@ -384,10 +400,8 @@ class Engine:
     def _report(self, sequence: Sequence, commit: Commit) -> None:
         if commit.finish:
             self._release(sequence)
-        try:
+        with self._alone(sequence):  # a listener's fault is its own
             sequence.on_commit(commit)
-        except Exception as error:  # noqa: BLE001 - a listener's fault is its own
-            self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """Remove a sequence and report to its owner."""
@@ -408,12 +422,13 @@ class Engine:
 
     def _release(self, sequence: Sequence) -> None:
         """Free what a text holds whose answer has ended."""
-        self._scheduler.evict(sequence.kv)
+        self._pool.free(sequence.kv)
         self._forget_drafts(sequence)
 
     def _forget_drafts(self, sequence: Sequence) -> None:
-        if sequence.request.drafter is not None:
-            self._speculations[sequence.request.drafter].forget(sequence)
+        if (name := sequence.request.drafter) is not None:
+            with self._dispensable(name, ()):
+                self._speculations[name].forget(sequence)
 
 
 def _accepted(sequence: Sequence, output: Output) -> tuple[list[int], int]:

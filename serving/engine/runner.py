@@ -29,9 +29,9 @@ from transformers import AttentionInterface
 from ...moa.decoding.tree import ancestors
 from ...moa.nn import masks
 from ...moa.nn.attention import attend
-from ...moa.nn.kv import KVBuffer
 from ...moa.targets.bundle import layer_windows
 from ...moa.targets.live import Target, layer_outputs
+from .pool import PooledKV
 
 _ATTENTION = "moa_data_parts"
 
@@ -40,7 +40,7 @@ _ATTENTION = "moa_data_parts"
 class Part:
     """The tokens of one sequence in a call."""
 
-    kv: KVBuffer
+    kv: PooledKV
     tokens: list[int]  # those after its committed KV, then the drafts
     parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the token before them
     is_read: bool = True  # whether logits are wanted, of the last token before the drafts and of each draft
@@ -48,7 +48,7 @@ class Part:
     @property
     def start(self) -> int:
         """The position of the first token."""
-        return self.kv.lengths[0]
+        return self.kv.length
 
     @property
     def n_known(self) -> int:
@@ -57,7 +57,7 @@ class Part:
 
     def slots(self, start: int) -> tuple[Tensor, ...]:
         """View the KV from a position up to the last token of this part: of each layer [2, H_kv, slots, d]."""
-        return self.kv.buffer[:, :, 0, :, start : self.start + len(self.tokens)].unbind(1)
+        return self.kv.view(start, self.start + len(self.tokens)).unbind(1)
 
     def positions(self) -> list[int]:
         """List the positions of the tokens; a draft stands one after its parent."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...errors import ServingError
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, cut_answer
-from ...moa.nn.kv import KVBuffer
+from .pool import PooledKV
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sequence:
     id: int
     request: Request
     limit: int  # bound on the tokens of the whole text
-    kv: KVBuffer  # target KV of its first tokens, one row
+    kv: PooledKV  # target KV of its first tokens
     on_commit: Callable[[Commit], object]
     tokens: list[int] = field(init=False)
     work: Work = Work.IDLE
@@ -96,7 +96,7 @@ class Sequence:
     @property
     def n_cached(self) -> int:
         """Tokens that have target KV."""
-        return self.kv.lengths[0]
+        return self.kv.length
 
     @property
     def n_unencoded(self) -> int:

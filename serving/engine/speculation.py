@@ -14,7 +14,6 @@ from collections.abc import Sequence as Rows
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...moa.decoding.policy import AutoPolicy, ShapePolicy
@@ -22,10 +21,10 @@ from ...moa.decoding.proposer import DrafterProposer
 from ...moa.decoding.sampling import ChainChoice, Text
 from ...moa.decoding.tree import DraftTree, TreeShape
 from ...moa.drafters.base import Drafter
-from ...moa.nn.kv import KVBuffer
 from ...moa.targets.live import Target
+from .pool import BLOCK_TOKENS, PooledKV
 from .runner import Output
-from .scheduler import BLOCK_TOKENS, Scheduled
+from .scheduler import Scheduled
 from .sequence import Sequence
 
 _MAX_CATCH_UP = 64
@@ -154,25 +153,27 @@ class Speculation:
 
     # Contexts, for clients that draft with this drafter
 
-    def encode_contexts(self, sequences: Rows[Sequence]) -> None:
-        """Encode what the target has read of these sequences; all have some."""
+    def encode_contexts(self, sequences: Rows[Sequence]) -> dict[int, tuple[Tensor, int]]:
+        """Encode what the target has read of these sequences; all have some.
+
+        Returns the new contexts [n, W] of each by its id, and the position of the first.
+        """
         counts = [sequence.n_unencoded for sequence in sequences]
         hidden = torch.cat([part for sequence in sequences for part in sequence.unencoded])  # [n, E]
         spans = [(sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)]
         positions = torch.cat([torch.arange(first, first + n, device=hidden.device) for _, first, n in spans])
         kv = None
         if self.drafter.context_needs_kv:
-            kv = torch.cat([sequence.kv.packed([first], n)[0] for sequence, first, n in spans])
+            kv = torch.cat([JoinedKV([sequence.kv]).packed([first], n)[0] for sequence, first, n in spans])
         contexts = self.drafter.encode_context(hidden, kv, positions).split(counts)
-        if self.reuses_contexts:
-            self._reuse({s.id: (context, s.n_context) for s, context in zip(sequences, contexts, strict=True)})
         for (sequence, first, n), context in zip(spans, contexts, strict=True):
             sequence.n_context = first + n
             sequence.unencoded.clear()
             sequence.encoded.append(context)
+        return {s.id: (context, first) for (s, first, _), context in zip(spans, contexts, strict=True)}
 
-    def _reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Give the drafter's own caches the contexts [n, W] of some sequences, each from a position on."""
+    def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
+        """Give the drafter's own caches what :meth:`encode_contexts` has made."""
         nothing = next(iter(by_id.values()))[0][:0], 0
         together = [by_id.get(id_, nothing) for id_ in self._together]
         batches = [(self._state, together)] if any(len(context) for context, _ in together) else []
@@ -201,29 +202,30 @@ class JoinedKV:
     The drafter writes after the committed slots of copies, never to the sequences.
     """
 
-    def __init__(self, rows: Rows[KVBuffer]) -> None:
-        self._rows, self.lengths = rows, [kv.lengths[0] for kv in rows]  # committed tokens of each row
+    def __init__(self, rows: Rows[PooledKV]) -> None:
+        self._rows, self.lengths = rows, [kv.length for kv in rows]  # committed tokens of each row
         self._copies: dict[int, Tensor] = {}  # layer -> [2, B, H_kv, S, d]
 
     def packed(self, starts: Rows[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row from its start on, zero beyond a row's length: [B, n, L, D]."""
-        rows = []
+        """Pack the KV of n positions of each row from its start on, the last one's beyond its length: [B, n, L, D]."""
+        pool, slots = self._rows[0].pool, []
         for kv, start in zip(self._rows, starts, strict=True):
-            own = kv.packed([start], min(n_tokens, kv.capacity - start), first_layer)  # would grow beyond its blocks
-            rows.append(F.pad(own, (0, 0, 0, 0, 0, n_tokens - own.shape[1])))
-        return torch.cat(rows)
+            last = kv.first_slot + max(0, kv.length - 1)
+            slots += [min(kv.first_slot + start + index, last) for index in range(n_tokens)]
+        packed = pool.packed(torch.tensor(slots, device=pool.buffer.device), first_layer)
+        return packed.reshape(len(self._rows), n_tokens, *packed.shape[1:])
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
         """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to after the committed part."""
         copy = self._copies.get(layer)
         if copy is None or copy.shape[3] < n_slots:
-            like = self._rows[0].buffer
+            like = self._rows[0].pool.buffer
             # Room for a usual round, so that its levels need no second copy.
-            grown = like.new_zeros(2, len(self._rows), like.shape[3], n_slots + BLOCK_TOKENS, like.shape[5])
+            grown = like.new_zeros(2, len(self._rows), like.shape[2], n_slots + BLOCK_TOKENS, like.shape[4])
             if copy is not None:
                 grown[:, :, :, : copy.shape[3]] = copy
             else:
                 for row, (kv, length) in enumerate(zip(self._rows, self.lengths, strict=True)):
-                    grown[:, row, :, :length] = kv.buffer[:, layer, 0, :, :length]
+                    grown[:, row, :, :length] = kv.view(0, length)[:, layer]
             self._copies[layer] = copy = grown
         return copy[0, :, :, :n_slots], copy[1, :, :, :n_slots]

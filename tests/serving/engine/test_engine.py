@@ -15,7 +15,7 @@ from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions
 from moa_data.serving.engine.engine import Engine
-from moa_data.serving.engine.scheduler import held_blocks
+from moa_data.serving.engine.pool import Pool
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
 from moa_data.tests.kit.models import build_model, random_prompts
@@ -241,7 +241,7 @@ def test_idle_texts_give_up_their_memory_first(target: Target) -> None:
     engine.set_work(busy.id, Work.PLAIN)
     for _ in range(8):  # until it needs a third block of the four
         engine.step()
-    held = {id_: held_blocks(sequence.kv) for id_, sequence in engine._sequences.items()}
+    held = {id_: sequence.kv.n_blocks for id_, sequence in engine._sequences.items()}
     assert held[idle[0].id] == 0, "the least recently served of the idle ones"
     assert held[idle[1].id] == 1
     assert engine.snapshot().n_evicted == 1
@@ -330,8 +330,8 @@ def test_a_fault_in_one_text_ends_that_one_alone(target: Target, caplog: pytest.
         engine.set_work(reader.id, Work.PLAIN)
     engine.step()
     assert "the listener is gone" in str(broken.errors[0])
-    kv = engine._sequences[readers[2].id].kv
-    kv._buffer = kv.buffer[..., :1]  # heads of another size
+    pool = Pool(96, target.sizes | {"head_dim": 1}, torch.float32, target.device)
+    engine._sequences[readers[2].id].kv.pool = pool
     run(engine)
     assert len(readers[2].errors) == 1
     for index in (0, 1, 3):

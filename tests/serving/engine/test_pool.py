@@ -1,0 +1,167 @@
+"""The KV of all texts lies in one tensor: none is lost when they move, and none but one text notices a full memory."""
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moa_data.errors import NotEnoughMemory
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.targets.live import Target
+from moa_data.serving.config import EngineOptions
+from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.pool import BLOCK_TOKENS, Pool, PooledKV, blocks_for
+from moa_data.serving.engine.sequence import Commit, Request, Work
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.serving import never_ending
+
+SIZES = {"n_layers": 2, "n_kv_heads": 2, "head_dim": 3}
+PROMPTS = random_prompts(4, 3, longest=40)
+N_NEW = 10
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return never_ending(build_model(num_hidden_layers=2))
+
+
+def test_sequences_keep_their_values_wherever_they_move() -> None:
+    """Texts come, grow and go at random until all blocks are held, and each reads what it has written."""
+    chance, pool = random.Random(0), Pool(24 * BLOCK_TOKENS, SIZES, torch.float32, torch.device("cpu"))
+    written: dict[PooledKV, torch.Tensor] = {}  # [2, L, H_kv, length, d]
+    address, n_full = pool.buffer.data_ptr(), 0
+    for _ in range(600):
+        if len(written) < 7 and chance.random() < 0.3:
+            written[PooledKV(pool)] = torch.empty(2, 2, 2, 0, 3)
+        elif written and chance.random() < 0.08:
+            kv = chance.choice(list(written))
+            del written[kv]
+            pool.free(kv)
+        elif written:
+            kv = chance.choice(list(written))
+            n_more = chance.randrange(1, 70)
+            n_blocks = max(kv.n_blocks, blocks_for(kv.length + n_more))
+            n_full += n_blocks - kv.n_blocks == pool.n_blocks - pool.n_used
+            if n_blocks - kv.n_blocks > pool.n_blocks - pool.n_used:
+                continue
+            pool.reserve(kv, n_blocks)
+            new = torch.rand(2, 2, 2, n_more, 3)
+            kv.view(kv.length, kv.length + n_more).copy_(new)
+            kept = sorted(chance.sample(range(n_more), chance.randrange(n_more)))
+            kv.commit(kept)
+            written[kv] = torch.cat((written[kv], new[:, :, :, kept]), dim=3)
+        assert pool.n_used == sum(kv.n_blocks for kv in written)
+        for kv, own in written.items():
+            assert torch.equal(kv.view(0, kv.length), own)
+    assert n_full > 5, "all blocks were held"
+    assert pool.buffer.data_ptr() == address
+
+
+def test_too_large_a_pool_is_refused_at_the_start(target: Target) -> None:
+    with pytest.raises(NotEnoughMemory):
+        Engine(target, options=EngineOptions(kv_tokens=1 << 50))
+
+
+class FullMemory(TorchDispatchMode):
+    """Fails in the n-th operation from now on, or in all that give states of so many tokens."""
+
+    def __init__(self, n: int = -1, n_tokens: int = 1 << 30) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.n, self.n_tokens = n, n_tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n -= 1
+        out = func(*args, **(kwargs or {}))
+        is_states = isinstance(out, torch.Tensor) and out.shape[:1] + out.shape[2:] == (1, 48)
+        if self.n == 0 or (is_states and out.shape[1] >= self.n_tokens):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return out
+
+
+@contextmanager
+def engine_of(target: Target, **options: Any) -> Iterator[tuple[Engine, list[list[Commit]]]]:
+    """An engine with four texts of which two speculate, and what they were told."""
+    engine = Engine(target, {"moa": build_drafter(target.model)}, EngineOptions(tree="3", **options))
+    told: list[list[Commit]] = [[] for _ in PROMPTS]
+    for index, prompt in enumerate(PROMPTS):
+        speculates = index % 2 == 0
+        asked: dict[str, Any] = {"drafter": "moa", "wants_context": True} if speculates else {}
+        own = engine.add(Request(tuple(prompt), len(prompt), N_NEW, **asked), told[index].append)
+        engine.set_work(own, Work.SPECULATE if speculates else Work.PLAIN)
+    yield engine, told
+
+
+def text_of(commits: list[Commit]) -> list[int]:
+    return [token for commit in commits for token in commit.tokens]
+
+
+def test_one_failed_allocation_ends_one_text_at_most(target: Target) -> None:
+    truths = [plain_generate(target, prompt, max_new_tokens=N_NEW).tokens for prompt in PROMPTS]
+    n_unharmed, chance = 0, random.Random(1)
+    for _ in range(40):
+        with engine_of(target) as (engine, told):
+            for _ in range(chance.randrange(6)):
+                engine.step()
+            with FullMemory(n := chance.randrange(1, 900)) as memory:
+                while memory.n > 0 and engine.step():
+                    pass
+            while engine.step():
+                pass
+        failed = [any(commit.error for commit in commits) for commits in told]
+        assert sum(failed) <= 1, n
+        n_unharmed += not any(failed)
+        for commits, truth, has_failed in zip(told, truths, failed, strict=True):
+            assert text_of(commits) == truth[: len(text_of(commits))] if has_failed else text_of(commits) == truth
+    assert n_unharmed > 20
+
+
+def test_a_text_that_is_too_large_ends_alone(target: Target) -> None:
+    """A long prompt needs more memory than there is; others continue, and later ones are taken."""
+    with engine_of(target) as (engine, told):
+        large: list[Commit] = []
+        engine.set_work(engine.add(Request(tuple(range(4, 60)), 56, 5), large.append), Work.PLAIN)
+        with FullMemory(n_tokens=50):
+            while engine.step():
+                pass
+    assert [commit.error is not None for commit in large] == [True]
+    for prompt, commits in zip(PROMPTS, told, strict=True):
+        assert text_of(commits) == plain_generate(target, prompt, max_new_tokens=N_NEW).tokens
+
+
+def live_bytes() -> int:
+    """The bytes of all tensors that are alive."""
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def test_memory_after_a_thousand_texts_is_what_it_was(target: Target) -> None:
+    engine = Engine(target, {"moa": build_drafter(target.model)}, EngineOptions(tree="2", kv_tokens=512))
+
+    def serve(n_texts: int) -> None:
+        for index in range(n_texts):
+            speculates = index % 2 == 0
+            tokens = (4 + index % 50,) * (1 + index % 40)
+            commits: list[Commit] = []
+            own = engine.add(Request(tokens, len(tokens), 3, drafter="moa" if speculates else None), commits.append)
+            engine.set_work(own, Work.SPECULATE if speculates else Work.PLAIN)
+            if index % 10 == 9:
+                while engine.step():
+                    pass
+                assert len(text_of(commits)) == 3
+                for id_ in list(engine._sequences):
+                    engine.remove(id_)
+        engine.step()
+
+    serve(20)
+    before, address = live_bytes(), engine._pool.buffer.data_ptr()
+    serve(1000)
+    assert engine.snapshot().kv_used == 0
+    assert engine._pool.buffer.data_ptr() == address
+    assert live_bytes() <= before
