@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...errors import DrafterError
 from ..drafters.caches import padded
+from ..nn.masks import to_device
 from ..targets.cache import TargetCache
 from ..targets.live import DeviceClock, Target
 from .policy import ShapePolicy
@@ -138,13 +139,17 @@ def generate_batch(
     prefill_began = time.perf_counter()
     _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
     prefill_s = (time.perf_counter() - prefill_began) / len(rows)
+    began = clock.mark()
     while active := _drop_finished(active, cache, proposer):
-        began, shape = clock.mark(), policy.next_shape()
+        shape = policy.next_shape()
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = clock.mark()
-        accepted = _verify(target, cache, active, proposer, drafts, sampling)
-        verified_at = clock.mark()
+        hidden, accepted = _verify(target, cache, active, drafts, sampling)
+        verified_at = clock.mark()  # right after what waits for the device, so that reading the clock does not
         draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
+        began, kept = verified_at, [[0, *(node + 1 for node in nodes)] for nodes in accepted]
+        cache.commit(kept)
+        proposer.observe(hidden, kept)
         policy.observe(drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s)
         draft_s = 0.0 if shape is None else draft_s
         for row, drafted in zip(active, drafts.on_host[0], strict=True):
@@ -163,7 +168,7 @@ def prefill(target: Target, cache: TargetCache, prompts: Sequence[list[int]], pr
     kept = [range(len(prompt)) for prompt in prompts]
     cache.commit(kept)
     proposer.observe(hidden, kept)
-    return hidden[torch.arange(len(prompts)), torch.tensor([len(prompt) - 1 for prompt in prompts])]
+    return hidden[torch.arange(len(prompts)), to_device([len(prompt) - 1 for prompt in prompts], hidden.device)]
 
 
 def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: SamplingConfig) -> None:
@@ -201,19 +206,14 @@ def _propose(
 
 
 def _verify(
-    target: Target,
-    cache: TargetCache,
-    rows: list["_Row"],
-    proposer: Proposer,
-    drafts: DraftTree,
-    sampling: SamplingConfig,
-) -> list[list[int]]:
-    """Run the target once over root and drafts of each row; commit and return the nodes that it accepts."""
-    roots = torch.tensor([[row.committed[-1]] for row in rows], device=target.device)
+    target: Target, cache: TargetCache, rows: list["_Row"], drafts: DraftTree, sampling: SamplingConfig
+) -> tuple[Tensor, list[list[int]]]:
+    """Run the target once over root and drafts of each row; returns hidden states, and the nodes that it accepts."""
+    roots = to_device([[row.committed[-1]] for row in rows], target.device)
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1)  # [B, 1 + N]; padding becomes token 0
-    hidden = target.forward(tokens, cache, ancestors(drafts.parents) if drafts.n_nodes else None)
+    hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
     logits = target.logits(hidden)  # [B, 1 + N, V]
-    predicted = logits.argmax(dim=-1).tolist() if sampling.is_argmax else None
+    predicted = drafts.on_host_with(logits.argmax(dim=-1)) if sampling.is_argmax else None
     drafted, parents = drafts.on_host
     nodes: list[list[int]] = []
     for index, row in enumerate(rows):
@@ -224,10 +224,7 @@ def _verify(
         nodes.append(accepted)
         new = [*(drafted[index][node] for node in accepted), bonus]
         row.stats.committed_per_call.append(row.append(new, [True] * len(accepted) + [False]))
-    kept = [[0, *(node + 1 for node in accepted)] for accepted in nodes]
-    cache.commit(kept)
-    proposer.observe(hidden, kept)
-    return nodes
+    return hidden, nodes
 
 
 class _Row:

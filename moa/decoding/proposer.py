@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..drafters.base import Drafter, DraftLevel
+from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target
@@ -259,7 +260,7 @@ class PromptLookupProposer(Proposer):
         if not longest:
             return DraftTree.empty(len(found), self._device)
         padded = [[*tokens, *[NO_DRAFT] * (longest - len(tokens))] for tokens in found]
-        return DraftTree.chain(torch.tensor(padded, device=self._device))
+        return DraftTree.chain(to_device(padded, self._device))
 
     def _continuation(self, tokens: list[int], length: int) -> list[int]:
         for n in range(min(self._max_ngram, len(tokens) - 1), 0, -1):

@@ -105,6 +105,7 @@ class DraftTree:
     parents: Tensor  # [B, N] int64; smaller than the node's own index, -1 for the root
     scores: Tensor | None = None  # [B, N], cumulative log-probability of the drafter
     probabilities: Tensor | None = None  # [B, N, V], what nodes were drawn from; None where they were picked
+    is_chain: bool = False  # whether each node is the child of the one before it, so that a causal run verifies them
 
     @property
     def n_nodes(self) -> int:
@@ -117,17 +118,23 @@ class DraftTree:
         tokens, parents = torch.stack((self.tokens, self.parents)).tolist()
         return tokens, parents
 
+    def on_host_with(self, numbers: Tensor) -> list[list[int]]:
+        """Copy tokens and parents, for :attr:`on_host`, together with other numbers [B, M] int64; returns those."""
+        n, rows = self.n_nodes, torch.cat((self.tokens, self.parents, numbers), dim=1).tolist()
+        self.on_host = [row[:n] for row in rows], [row[n : 2 * n] for row in rows]
+        return [row[2 * n :] for row in rows]
+
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
         """Make a tree without drafts: verification is then a plain decoding step."""
         nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
-        return cls(nothing, nothing)
+        return cls(nothing, nothing, is_chain=True)
 
     @classmethod
     def chain(cls, tokens: Tensor, scores: Tensor | None = None, probabilities: Tensor | None = None) -> "DraftTree":
         """Make a chain of tokens [B, N]."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-        return cls(tokens, parents, scores, probabilities)
+        return cls(tokens, parents, scores, probabilities, is_chain=True)
 
 
 def ancestors(parents: Tensor) -> Tensor:

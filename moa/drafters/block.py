@@ -41,6 +41,7 @@ from ..nn import losses, masks
 from ..nn.kv import positions_from, unpack_kv
 from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
+from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource, check_arrived
 from . import training
@@ -445,7 +446,7 @@ class BlockDrafter(KVEncoder, Drafter):
         if len(set(before)) > 1:
             every = torch.ones(len(committed), size, size, dtype=torch.bool, device=device)
             mask = masks.tree_mask(before, every)
-        anchors = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
+        anchors = to_device([[tokens[-1]] for tokens in committed], device)
         hidden = self.run_layers(self.slots(frozen, anchors), positions_from(before, size, device), appends, mask)
         state.hidden = self.drafting(hidden)[:, 0]
         return self.text_features(state.hidden[:, :1], anchors)

@@ -16,6 +16,7 @@ from ..nn import masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_from
 from ..nn.layers import DecoderBlock, Rotary, Rotation
+from ..nn.masks import to_device
 from .base import DraftLevel
 from .training import at_queries
 
@@ -59,7 +60,7 @@ def _taken(value: Any, rows: Sequence[int]) -> Any:
         return tuple(buffer.take_rows(rows) for buffer in value)
     if isinstance(value, list):
         return [value[row] for row in rows]
-    return value[list(rows)] if isinstance(value, Tensor) else value
+    return value[to_device(rows, value.device)] if isinstance(value, Tensor) else value
 
 
 def _joined(value: Any, more: Any) -> Any:
@@ -76,7 +77,7 @@ def _joined(value: Any, more: Any) -> Any:
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Put rows of tokens into one tensor [B, n] int64, right padded with 0."""
     width = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    return to_device([[*row, *[0] * (width - len(row))] for row in rows], device)
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
@@ -84,7 +85,7 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     if len(set(lengths)) == 1:
         return None
     slots = torch.arange(max(lengths), device=device)
-    return (slots < torch.tensor(lengths, device=device)[:, None])[:, None, :]
+    return (slots < to_device(lengths, device)[:, None])[:, None, :]
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
@@ -158,7 +159,7 @@ class LayerState(RowState):
     ) -> None:
         """Keep the target's states [B, n, ...] of committed tokens, or what is made of them, until they are fed."""
         for row, indices in enumerate(kept):
-            own = states[row, torch.tensor(list(indices), device=states.device)]
+            own = states[row, to_device(indices, states.device)]
             self.fresh[row] = (*self.fresh[row], own if make is None else make(own))
 
     def feed_tokens(
@@ -195,7 +196,7 @@ class LayerState(RowState):
             Features of the root [B, 1, E], and where it stands.
         """
         device, before, n_new = x.device, self.n_true, max(counts)
-        rotation = rotary(positions_from(before, n_new, device))
+        rotation = rotary(positions_from(before, n_new, device), x.dtype)
         self.n_true = [start + count for start, count in zip(before, counts, strict=True)]
         self.n_fed = 1
         for index, (block, slots) in enumerate(zip(blocks, self.slots, strict=True)):
@@ -209,13 +210,13 @@ class LayerState(RowState):
                 mask = masks.tree_mask(before, causal)[..., : keys.shape[2]]
             x = block(x, rotation, keys, values, mask)
         # Of the last layer only the root's feature is wanted.
-        ends = None if len(set(counts)) == 1 else torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
+        ends = None if len(set(counts)) == 1 else to_device(counts, device)[:, None] - 1  # [B, 1]
         x = x[:, -1:] if ends is None else at_queries(x, ends)
         before = [n - 1 for n in self.n_true]
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
         mask = None if len(counts) == 1 else masks.tree_mask(before, seen)
         positions = positions_from(before, 1, device)
-        root = Fed(positions, rotary(positions), before, seen, mask)
+        root = Fed(positions, rotary(positions, x.dtype), before, seen, mask)
         return (last or block)(x, root.rotation, keys, values, mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
@@ -223,10 +224,10 @@ class LayerState(RowState):
         n_nodes, before = level.tokens.shape[1], [n - 1 for n in self.n_true]
         self.n_fed += n_nodes
         # All nodes of a level stand at one position.
-        positions = (torch.tensor(before, device=level.tokens.device)[:, None] + level.depth).expand(-1, n_nodes)
+        positions = to_device([[n + level.depth] for n in before], level.tokens.device).expand(-1, n_nodes)
         is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1
         mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
-        return Fed(positions, rotary(positions), before, level.seen, mask)
+        return Fed(positions, rotary(positions, level.parent_features.dtype), before, level.seen, mask)
 
     def feed_level(self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, level: DraftLevel) -> Tensor:
         """Feed the nodes of one level, given as x [B, b, E]; returns their features [B, b, E]."""

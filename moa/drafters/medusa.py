@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn import losses
+from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
@@ -151,7 +152,7 @@ class MedusaDrafter(Drafter):
 
     @override
     def observe(self, state: MedusaState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        last = torch.tensor([indices[-1] for indices in kept], device=hidden.device)
+        last = to_device([indices[-1] for indices in kept], hidden.device)
         state.hidden = hidden[torch.arange(len(kept), device=hidden.device), last].to(self.dtype)
 
     @override

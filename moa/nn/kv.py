@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from ...errors import DrafterError
 from .layers import Rotation, rotate
+from .masks import to_device
 
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -124,7 +125,7 @@ class KVBuffer:
             start = self.lengths[row]
             if list(indices) != list(range(len(indices))):
                 own = self.buffer[:, :, row]  # [2, L, H_kv, S, d]
-                source = torch.tensor([start + index for index in indices], device=own.device)
+                source = to_device([start + index for index in indices], own.device)
                 own[:, :, :, start : start + len(indices)] = own[:, :, :, source]
             self.lengths[row] = start + len(indices)
 
@@ -152,7 +153,7 @@ class KVBuffer:
         taken = copy.copy(self)
         taken.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
-            taken._place(self._buffer[:, :, list(rows)])  # indexing copies
+            taken._place(self._buffer.index_select(2, to_device(rows, self._buffer.device)))
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
@@ -204,4 +205,4 @@ class KVBuffer:
 def positions_from(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
     """List the positions of n tokens from each row's start: [B, n] int64, or [1, n] where all rows start alike."""
     starts = starts[:1] if len(set(starts)) == 1 else starts
-    return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)
+    return to_device(starts, device)[:, None] + torch.arange(n_tokens, device=device)

@@ -53,7 +53,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 class Rotary(nn.Module):
     """Rotary position embedding in the half-split form, always float32 (bf16 would round the frequencies)."""
 
-    inv_freq: Tensor
+    frequencies: Tensor  # [d], radians per position, those of the first half negative
 
     def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
         super().__init__()
@@ -80,14 +80,16 @@ class Rotary(nn.Module):
             raise DrafterError(f"rope type {rope_type!r} changes with the length of the input and is not supported.")
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(f"the rotation {rope_parameters} turns by no finite angle. Restore its parameters.")
-        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+        inv_freq = inv_freq.float()
+        self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)  # [d]
 
-    def forward(self, positions: Tensor) -> Rotation:
-        """Compute cos and signed sin [..., d] of integer positions [...]."""
-        inv_freq = self.inv_freq.float()
-        angles = positions[..., None].float() * torch.cat((-inv_freq, inv_freq))  # [..., d]
+    def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
+        """Compute cos and signed sin [..., d] of integer positions [...], in float32 and then cast."""
+        angles = positions[..., None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.scaling == 1.0 else (cos * self.scaling, sin * self.scaling)
+        if self.scaling != 1.0:
+            cos, sin = cos * self.scaling, sin * self.scaling
+        return cos.to(dtype), sin.to(dtype)
 
     def inverse(self, positions: Tensor) -> Rotation:
         """Compute the rotation that undoes :meth:`forward` at the same positions, its scaling too."""
@@ -95,9 +97,9 @@ class Rotary(nn.Module):
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        exact = self.inv_freq
+        exact = self.frequencies
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
-        self.inv_freq = exact.to(self.inv_freq.device)
+        self.frequencies = exact.to(self.frequencies.device)
         return self
 
 
@@ -197,20 +199,29 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
             self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
 
+    def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Project [B, T, E] to the heads of queries (``q``), keys or values, not rotated: [B, H or H_kv, T, d]."""
+        heads = _project(getattr(self, f"{name}_proj"), normed, scale).unflatten(-1, (-1, self.head_dim))
+        norm = getattr(self, f"{name}_norm", None)
+        normed_heads: Tensor = heads if norm is None else norm(heads)
+        return normed_heads.transpose(1, 2)
+
     def queries(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> Tensor:
         """Project [B, Q, E] to rotated queries [B, H, Q, d]; ``scale`` as in :func:`_project`."""
-        q = _project(self.q_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
-        if hasattr(self, "q_norm"):
-            q = self.q_norm(q)
-        return rotate(q.transpose(1, 2), rotation)
+        return rotate(self._heads("q", normed, scale), rotation)
 
     def keys_values(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Project [B, S, E] to rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
-        k = _project(self.k_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
-        v = _project(self.v_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
-        if hasattr(self, "k_norm"):
-            k = self.k_norm(k)
-        return rotate(k.transpose(1, 2), rotation), v.transpose(1, 2)
+        return rotate(self._heads("k", normed, scale), rotation), self._heads("v", normed, scale)
+
+    def project(self, normed: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Project the same [B, T, E] to rotated queries, rotated keys, and values."""
+        if torch.is_grad_enabled():
+            return self.queries(normed, rotation), *self.keys_values(normed, rotation)
+        # A draft step has few tokens, so its cost is the number of kernel calls: one rotation for both.
+        q, k, v = (self._heads(name, normed) for name in "qkv")
+        q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
+        return q, k, v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
         """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask as for :func:`.attention.attend` -> [B, Q, E]."""
@@ -278,9 +289,8 @@ class DecoderBlock(nn.Module):
 
     def attend_cached(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, Q, E] attend to what came before and to itself: :meth:`forward` on what ``append`` gives."""
-        normed = self.normed(x)
-        keys, values = append(*self.self_attn.keys_values(normed, rotation))
-        return self.finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
+        queries, keys, values = self.self_attn.project(self.normed(x), rotation)
+        return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, T, E] attend to itself; equals :meth:`forward` on x's own keys and values with one norm less."""

@@ -23,6 +23,13 @@ import torch
 from torch import Tensor
 
 
+def to_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Copy numbers of the host, such as lengths, to a device without waiting for it."""
+    made = torch.tensor(values)
+    # A copy from memory that is not pinned would wait until the device has done all that it was asked for before.
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
 def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None) -> Tensor:
     """Find the positions that the drafter reaches without target KV (official ``train/moa_spec.py``, lines 123-131).
 
@@ -157,7 +164,7 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
         committed = torch.ones(*seen.shape[:2], lengths[0], dtype=torch.bool, device=device)
         mask = torch.cat((committed, seen), dim=2)
     else:
-        index = torch.arange(n_slots, device=device) - torch.tensor(lengths, device=device)[:, None]  # [B, S]
+        index = torch.arange(n_slots, device=device) - to_device(lengths, device)[:, None]  # [B, S]
         inside = (index >= 0) & (index < n_pending)
         pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
         mask = (index < 0)[:, None, :] | (inside[:, None, :] & seen.gather(2, pending))

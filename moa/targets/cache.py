@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn.kv import KVBuffer, unpack_kv
+from ..nn.masks import to_device
 
 _INITIAL_SLOTS = 256
 
@@ -93,7 +94,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
         """Reserve slots as :meth:`begin_call`, after a prompt, for a graph that serves rows of any length."""
         self._n_before, self.n_pending, self._layer_outputs, self._is_static = 0, n_tokens, [], True
-        self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
+        self._slots = to_device(self.lengths, device)[:, None] + torch.arange(n_tokens, device=device)
         self.reserve(self.n_slots, self.buffer[0, 0])
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
@@ -117,7 +118,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         """Keep only these rows, in this order, at the beginning of the same buffer."""
         # A buffer for each number of rows that a batch shrinks through would take many times the first one's memory.
         fewer = self.buffer[:, :, : len(rows)]
-        fewer.copy_(self.buffer.index_select(2, torch.tensor(list(rows), device=fewer.device)))
+        fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
         self._view(fewer)
         self.lengths = [self.lengths[row] for row in rows]
 

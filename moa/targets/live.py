@@ -20,6 +20,7 @@ from ...files import parsing
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 from ..nn import masks
+from ..nn.masks import to_device
 from . import bundle
 from .cache import Buffers, TargetCache
 from .model_files import check_model_folder, read_header, read_json
@@ -208,7 +209,7 @@ class Target:
                 return self._static.forward(tokens, seen, cache, self._attention_mask, outputs)
         if seen is not None:
             cache.begin_call(n_tokens, device)
-            positions = torch.tensor(cache.lengths, device=device)[:, None] + seen.sum(dim=2) - 1
+            positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
             mask = self._attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
@@ -225,7 +226,7 @@ class Target:
             part = tokens[:, first : first + step]
             cache.begin_call(part.shape[1], device, goes_on=first > 0)
             at = torch.arange(first, first + part.shape[1], device=device)
-            positions = torch.tensor(lengths, device=device)[:, None] + at  # [B or 1, n]
+            positions = to_device(lengths, device)[:, None] + at  # [B or 1, n]
             build = partial(masks.causal_mask, positions, cache.n_slots)
             mask = self._attention_mask(build) if needs_mask else None
             hidden.append(self._call(part, positions, mask, cache))
@@ -314,7 +315,7 @@ class StaticCalls:
         n_tokens, device = tokens.shape[1], tokens.device
         tokens, seen = _padded(tokens, seen)  # [B, P], [B, P, P]
         cache.begin_static_call(tokens.shape[1], device)
-        lengths = torch.tensor(cache.lengths, device=device)[:, None]
+        lengths = to_device(cache.lengths, device)[:, None]
         positions = lengths + seen.sum(dim=2) - 1  # [B, P]
         unused = cache.capacity - max(cache.lengths) - tokens.shape[1]
 
@@ -377,5 +378,6 @@ class DeviceClock:
         """Measure the seconds between two marks of one clock, waiting for the second one."""
         if isinstance(ended, float):
             return float(ended - began)
-        ended.synchronize()
+        if not ended.query():
+            ended.synchronize()
         return float(began.elapsed_time(ended)) / 1e3

@@ -419,6 +419,7 @@ def simulated_device() -> Iterator[Counts]:
         patch.setattr(F, "scaled_dot_product_attention", attend)
         patch.setattr(F, "rms_norm", rms_norm)
         patch.setattr(torch, "empty", _empty_of)
+        patch.setattr(Tensor, "pin_memory", lambda self, *_: self)
         patch.setattr(torch, "Generator", _HostGenerator)
         patch.setattr(torch, "autocast", _Autocast)
         before = torch.__future__.get_overwrite_module_params_on_conversion()

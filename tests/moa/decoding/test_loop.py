@@ -13,8 +13,7 @@ import torch
 
 from moa_data.errors import DrafterError
 from moa_data.evaluation.run import generate
-from moa_data.moa.decoding import loop as decode
-from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
@@ -175,37 +174,6 @@ def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Scr
     assert len(plain.tokens) == n_free
     assert fast.tokens == plain.tokens
     assert largest <= N_POSITIONS
-
-
-def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows there are and nodes accepted; reading a value of a tensor waits for the device."""
-    target = bigram_target(frozenset())
-    proposer = DrafterProposer(target, silence(build_drafter(target.model)))
-    n_reads, of_rounds, verify = 0, [], decode._verify
-
-    def counted(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        def counting(tensor: torch.Tensor) -> Any:
-            nonlocal n_reads
-            n_reads += 1
-            return read(tensor)
-
-        return counting
-
-    def watched(*args: Any) -> list[list[int]]:
-        nonlocal n_reads
-        n_reads = 0
-        with monkeypatch.context() as patch:
-            for name in ("tolist", "__int__", "__bool__", "item"):
-                patch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
-            accepted = verify(*args)
-        of_rounds.append((n_reads, max(map(len, accepted))))
-        return accepted
-
-    monkeypatch.setattr(decode, "_verify", watched)
-    for prompts in ([[5, 6]], [[5, 6], [7], [8, 9, 10]]):
-        generate_batch(target, prompts, max_new_tokens=12, proposer=proposer, tree=TreeShape(3, 2, 5))
-    assert {reads for reads, _ in of_rounds} == {2}
-    assert max(n_accepted for _, n_accepted in of_rounds) > 1
 
 
 @pytest.mark.parametrize("case", [*QUICK_FAMILIES, "mistral, a window of one token", "llama, a penalty"])

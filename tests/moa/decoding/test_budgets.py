@@ -1,0 +1,93 @@
+"""Decoding on a simulated CUDA device: the CPU's tokens, and how often a round launches kernels and waits for them."""
+
+import itertools
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.decoding.loop import generate_batch
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.sampling import SamplingConfig
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.device import Counts
+from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.models import build_model
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128, "eos_token_id": None}
+SAMPLED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=20)
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15]]
+CONTEXT: dict[str, Any] = {"block_layers": 2, "fused_layers": (0, 1)}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "moa": {},
+    "moa, a target layer": {"target_layer_inference": 1},
+    "eagle": {},
+    "eagle3": {},
+    "glide": {},
+    "medusa": {},
+    "independent": {},
+    "dflash": {},
+    "dspark": {},
+    "dspark on kv": {"context": "kv", **CONTEXT},
+    "dspark on memory": {"context": "memory", "fused_layers": None},
+}
+
+
+def generate(
+    device: str, drafter: str | None, shape: str | None, dtype: torch.dtype = torch.float32, **settings: Any
+) -> list[list[int]]:
+    target, proposer = Target(build_model(**SIZES).to(device, dtype)), None
+    if drafter is not None:
+        built = build(drafter.split(" ")[0].strip(","), build_model(**SIZES), **DRAFTERS[drafter]).to(device, dtype)
+        proposer = DrafterProposer(target, built, sampling=settings.get("sampling", SamplingConfig()))
+    tree = None if shape is None else TreeShape.parse(shape)
+    return [
+        found.tokens
+        for found in generate_batch(target, max_new_tokens=20, proposer=proposer, tree=tree, seed=3, **settings)
+    ]
+
+
+def rounds(counts: Counts, *args: Any, **settings: Any) -> Iterator[tuple[int, int]]:
+    """Yield the launches and waits of each round after the first two, whose caches still grow."""
+    marks: list[tuple[int, int]] = []
+
+    def note(*_: Any) -> None:
+        marks.append((counts.launches, counts.waits))
+        if len(marks) == 3:  # for the message of a test that fails
+            counts.launch_lines.clear()
+            counts.wait_lines.clear()
+
+    generate("cuda", *args, on_round=note, prompts=PROMPTS[:1], **settings)
+    for (launches, waits), (more_launches, more_waits) in itertools.pairwise(marks[2:]):
+        yield more_launches - launches, more_waits - waits
+
+
+@pytest.mark.parametrize("shape", ["4", "3x3x8"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(device: Counts, drafter: str, shape: str) -> None:
+    found = list(rounds(device, drafter, shape))
+    assert max(waits for _, waits in found) <= 1, device.worst()
+    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate("cpu", drafter, shape, prompts=PROMPTS)
+
+
+@pytest.mark.parametrize("drafter", [None, "moa", "eagle", "dspark"])
+def test_sampled_rounds_give_the_tokens_of_the_cpu(device: Counts, drafter: str | None) -> None:
+    settings: dict[str, Any] = {"prompts": PROMPTS, "sampling": SAMPLED}
+    shape = drafter and "4"
+    assert generate("cuda", drafter, shape, **settings) == generate("cpu", drafter, shape, **settings)
+
+
+@pytest.mark.parametrize(("drafter", "most"), [("moa", 50), ("eagle", 36), ("eagle3", 38), ("independent", 55)])
+def test_launches_of_a_drafted_token(device: Counts, drafter: str, most: int) -> None:
+    few, many = (median(n for n, _ in rounds(device, drafter, shape, torch.bfloat16)) for shape in ("5", "7"))
+    assert (many - few) / 2 <= most, device.worst()
+
+
+def test_a_plain_step_launches_as_much_as_the_model_alone(device: Counts) -> None:
+    """1,309 kernels at 32 layers; transformers with a cache of its own launches 1,303."""
+    found = list(rounds(device, None, None, torch.bfloat16))
+    assert max(waits for _, waits in found) <= 1, device.worst()
+    assert max(launches for launches, _ in found) <= 2 * 40 + 29, device.worst()
