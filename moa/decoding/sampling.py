@@ -31,6 +31,12 @@ from .tree import NO_DRAFT, DraftTree, TreeShape
 # Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
+# Tokens whose noise is drawn one by one at most: it takes the time of the bits of 128,256 tokens.
+_N_SINGLE = 192
+# Possible tokens that are compared as they are; of more it is sought first which of them can be chosen.
+_N_PLAIN = 8192
+# Relative error of what is compared in choosing a token: logarithms of float64 are far more exact.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -143,13 +149,50 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
     return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
 
 
-def noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    """Draw Gumbel noise for a seed of 64 bits and a position of a text: [V] float64 on the host."""
-    # The bits of Philox 4x64 with the key (seed, position) are the same on every machine.
-    bits = np.random.Philox(key=np.array([seed & _UINT64, position], dtype=np.uint64)).random_raw(vocab_size)
+def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
+    """Draw the Gumbel noise of tokens [n], ascending, for a seed of 64 bits and a position: [n] float64 on the host.
+
+    The noise of a token is a function of seed, position and token alone.
+    """
+    # Philox 4x64 with the key (seed, position) gives the same bits on every machine, of which token i has the i-th.
+    generator = _philox(seed, position)
+    if len(tokens) > _N_SINGLE:
+        bits = generator.random_raw(int(tokens[-1]) + 1)[tokens]
+    else:
+        bits, n_drawn = np.empty(len(tokens), np.uint64), 0
+        for index, token in enumerate(tokens.tolist()):
+            block, place = divmod(token, 4)  # a step of the generator gives four numbers
+            if block >= n_drawn:
+                generator.advance(block - n_drawn)
+                numbers, n_drawn = generator.random_raw(4), block + 1
+            bits[index] = numbers[place]
     # 52 bits and a half: neither 0 nor 1 can come out, whose noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
+
+
+def _philox(seed: int, position: int) -> np.random.Philox:
+    return np.random.Philox(key=np.array([seed & _UINT64, position], dtype=np.uint64))
+
+
+def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
+    """List tokens that include the one with the largest log p + noise, given p [V] on the host: [n] int64, ascending.
+
+    They are those of a probability, or of many the few that can be the largest.
+    """
+    is_possible = (probability != 0).numpy()
+    n_possible = np.count_nonzero(is_possible)
+    if n_possible <= _N_PLAIN:  # none where logits are no numbers: the first token then
+        return np.flatnonzero(is_possible) if n_possible else np.arange(1)
+    # With noise -log(-log u) the largest log p + noise has the smallest -log(u) / p. As 1 - u is at most -log(u), no
+    # token whose (1 - u) / p is above some token's -log(u) / p can be it; so a logarithm for each is not needed.
+    bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
+    bits |= np.uint64(0x3FF << 52)  # as a float64: from 1 to 2, u + 1 less half of the last bit
+    above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
+    bounds = above / probability
+    best = bounds.argmin()
+    reached = -torch.log1p(-above[best]) / probability[best]
+    return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())  # all of them where something is no number
 
 
 def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, seed: int, position: int) -> int:
@@ -161,9 +204,9 @@ def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, se
     """
     if sampling.temperature == 0:
         return int(penalised(logits, previous, sampling.repetition_penalty).argmax())
-    probability = distribution(logits, previous, sampling)
-    own_noise = noise(seed, position, probability.shape[0]).to(probability.device)
-    return int((probability.log() + own_noise).argmax())
+    probability = distribution(logits, previous, sampling).cpu()
+    tokens = _contenders(probability, seed, position)
+    return int(tokens[(probability[tokens].log() + noise(seed, position, tokens)).argmax()])
 
 
 @dataclass(frozen=True)
