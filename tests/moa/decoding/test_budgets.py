@@ -91,3 +91,9 @@ def test_a_plain_step_launches_as_much_as_the_model_alone(device: Counts) -> Non
     found = list(rounds(device, None, None, torch.bfloat16))
     assert max(waits for _, waits in found) <= 1, device.worst()
     assert max(launches for launches, _ in found) <= 2 * 40 + 29, device.worst()
+
+
+@pytest.mark.parametrize(("drafter", "shape"), [("eagle", "10@0.000001"), ("dspark", "7c0.01")])
+def test_chains_that_may_stop_ask_seldom(device: Counts, drafter: str, shape: str) -> None:
+    assert max(waits for _, waits in rounds(device, drafter, shape)) <= 3, device.worst()
+    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate("cpu", drafter, shape, prompts=PROMPTS)
