@@ -33,8 +33,8 @@ from .tree import NO_DRAFT, DraftTree, TreeShape
 # Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
-# Tokens whose noise is drawn one by one at most: it takes the time of the bits of 128,256 tokens.
-_N_SINGLE = 192
+# Numbers that a random generator makes in the time that it takes to move to the next one that is wanted.
+_N_PER_MOVE = 700
 # Possible tokens that are compared as they are; of more it is sought first which of them can be chosen.
 _N_PLAIN = 8192
 # Relative error of what is compared in choosing a token: logarithms of float64 are far more exact.
@@ -163,7 +163,7 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
     """
     # Philox 4x64 with the key (seed, position) gives the same bits on every machine, of which token i has the i-th.
     generator = _philox(seed, position)
-    if len(tokens) > _N_SINGLE:
+    if tokens[-1] < _N_PER_MOVE * len(tokens):
         bits = generator.random_raw(int(tokens[-1]) + 1)[tokens]
     else:
         bits, n_drawn = np.empty(len(tokens), np.uint64), 0
@@ -213,7 +213,8 @@ def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, se
         return int(penalised(logits, previous, sampling.repetition_penalty).argmax())
     probability = distribution(logits, previous, sampling).cpu()
     tokens = _contenders(probability, seed, position)
-    return int(tokens[(probability[tokens].log() + noise(seed, position, tokens)).argmax()])
+    log_p = probability[torch.from_numpy(tokens)].log()
+    return int(tokens[int((log_p + noise(seed, position, tokens)).argmax())])
 
 
 @dataclass(frozen=True)
