@@ -5,6 +5,7 @@ call.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -78,6 +79,19 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Put rows of tokens into one tensor [B, n] int64, right padded with 0."""
     width = max(map(len, rows))
     return to_device([[*row, *[0] * (width - len(row))] for row in rows], device)
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Put rows [n, ...] into one tensor [B, n, ...], right padded with any of them, by as few kernels for many rows."""
+    counts = [len(row) for row in rows]
+    if len(set(counts)) == 1:
+        return torch.stack(list(rows))
+    stops = itertools.accumulate(counts)
+    starts = [stop - count for stop, count in zip(stops, counts, strict=True)]
+    places = [min(start + index, sum(counts) - 1) for start in starts for index in range(max(counts))]
+    together = torch.cat(list(rows))
+    placed = together.index_select(0, to_device(places, together.device))
+    return placed.view(len(rows), -1, *placed.shape[1:])
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
@@ -158,9 +172,11 @@ class LayerState(RowState):
         self, states: Tensor, kept: Sequence[Sequence[int]], make: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Keep the target's states [B, n, ...] of committed tokens, or what is made of them, until they are fed."""
-        for row, indices in enumerate(kept):
-            own = states[row, to_device(indices, states.device)]
-            self.fresh[row] = (*self.fresh[row], own if make is None else make(own))
+        places = [row * states.shape[1] + index for row, indices in enumerate(kept) for index in indices]
+        own = states.flatten(0, 1).index_select(0, to_device(places, states.device))
+        made = own if make is None else make(own)
+        for row, new in enumerate(made.split([len(indices) for indices in kept])):
+            self.fresh[row] = (*self.fresh[row], new)
 
     def feed_tokens(
         self,

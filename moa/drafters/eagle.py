@@ -29,7 +29,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import LayerState, causal_features, padded
+from .caches import LayerState, causal_features, padded, stacked
 from .sizes import DrafterSizes, LayerSizes
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
@@ -51,7 +51,7 @@ class FeatureState(LayerState):
             if not parts and last is not None:
                 self.n_true[row] -= 1
                 parts = (last,)
-            found.append(torch.cat(parts))
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         self.fresh, self.last = [()] * len(found), [states[-1:] for states in found]
         return found
 
@@ -130,7 +130,7 @@ class FeatureDrafter(Drafter):
         texts = zip(committed, state.n_true, counts, strict=True)
         tokens = [row[start + 1 : start + 1 + count] for row, start, count in texts]
         embeddings = frozen.embed(padded(tokens, frozen.lm_head_weight.device))
-        hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E or K * E]
+        hidden = stacked(fresh).to(self.dtype)  # [B, n, E or K * E]
         x = self.join(embeddings, self.true_features(hidden))
         return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts)[0])
 

@@ -31,11 +31,13 @@ from ...moa.decoding.policy import AUTO_SHAPE
 from ...moa.decoding.sampling import Text, accept_argmax, accept_chosen, cut_answer
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
+from ...moa.nn.masks import to_device
 from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import EngineOptions
+from .attention import Part
 from .pool import BLOCK_TOKENS, Pool, PooledKV
-from .runner import Output, Part, Runner
+from .runner import Output, Runner
 from .scheduler import Scheduled, Scheduler
 from .sequence import Commit, Request, Sequence, Work
 from .speculation import Speculation
@@ -344,7 +346,8 @@ class Engine:
         speculation = self._speculations[sequence.request.drafter or ""]
         first = max(start, sequence.n_context + sequence.n_unencoded)
         if new_positions := one.kept[first - start :]:
-            sequence.unencoded.append(speculation.states(one.output)[new_positions])
+            states = speculation.states(one.output)
+            sequence.unencoded.append(states.index_select(0, to_device(new_positions, states.device)))
         if one.commit.finish:
             if sequence.can_encode:
                 speculation.encode_contexts([sequence])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NotEnoughMemory
+from ...moa.nn.masks import to_device
 from ...text import first_line, format_bytes
 
 BLOCK_TOKENS = 32
@@ -120,5 +121,5 @@ class PooledKV:
         n_kept, start = len(kept), self.length
         if list(kept) != list(range(n_kept)):
             pending = self.view(start, start + kept[-1] + 1)
-            pending[:, :, :, :n_kept] = pending[:, :, :, torch.tensor(kept, device=pending.device)]
+            pending[:, :, :, :n_kept] = pending.index_select(3, to_device(kept, pending.device))
         self.length = start + n_kept

@@ -14,13 +14,16 @@ from collections.abc import Sequence as Rows
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
 from ...moa.decoding.policy import AutoPolicy, ShapePolicy
 from ...moa.decoding.proposer import DrafterProposer
 from ...moa.decoding.sampling import ChainChoice, Text
-from ...moa.decoding.tree import DraftTree, TreeShape
+from ...moa.decoding.tree import TreeShape
 from ...moa.drafters.base import Drafter
+from ...moa.drafters.caches import stacked
+from ...moa.nn.masks import to_device
 from ...moa.targets.live import Target
 from .pool import BLOCK_TOKENS, PooledKV
 from .runner import Output
@@ -109,8 +112,16 @@ class Speculation:
         choice = ChainChoice([Text(s.tokens, s.request.sampling, s.request.seed) for s in rows])
         self._proposer.resume(cache, state, choice)
         tree = self._proposer.propose([sequence.tokens for sequence in rows], shape)
+        # With tokens and parents it comes to the host which drafts the drafter is unsure of.
+        unsure: Rows[Rows[int]] = [()] * len(rows)
+        if shape.stop_below and tree.scores is not None:
+            unsure = tree.on_host_with((tree.scores < math.log(shape.stop_below)).long())
         for row, sequence in enumerate(rows):
-            sequence.drafts, sequence.parents = _cut(tree, row, shape, sequence.n_remaining - 1)
+            length = sequence.n_remaining - 1 if shape.is_chain else tree.n_nodes
+            if 1 in unsure[row]:
+                length = min(length, 1 + unsure[row].index(1))
+            tokens, parents = (of_rows[row][:length] for of_rows in tree.on_host)
+            sequence.drafts, sequence.parents = tuple(tokens), tuple(parents)
             self._n_drafted_at[sequence.id] = len(sequence.tokens)
 
     def states(self, output: Output) -> Tensor:
@@ -126,7 +137,7 @@ class Speculation:
         by_id = {one.sequence.id: one for one in served}
         if self._together:
             rows = [by_id[id_] for id_ in self._together]
-            hidden = nn.utils.rnn.pad_sequence([self.states(one.output) for one in rows], batch_first=True)
+            hidden = stacked([self.states(one.output) for one in rows])
             self.drafter.observe(self._state, hidden, [one.kept for one in rows])
         for id_, one in by_id.items():
             if id_ in self._apart:
@@ -161,10 +172,11 @@ class Speculation:
         counts = [sequence.n_unencoded for sequence in sequences]
         hidden = torch.cat([part for sequence in sequences for part in sequence.unencoded])  # [n, E]
         spans = [(sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)]
-        positions = torch.cat([torch.arange(first, first + n, device=hidden.device) for _, first, n in spans])
+        positions = to_device([at for _, first, n in spans for at in range(first, first + n)], hidden.device)
         kv = None
         if self.drafter.context_needs_kv:
-            kv = torch.cat([JoinedKV([sequence.kv]).packed([first], n)[0] for sequence, first, n in spans])
+            slots = [s.kv.first_slot + index for s, first, n in spans for index in range(first, first + n)]
+            kv = sequences[0].kv.pool.packed(to_device(slots, hidden.device))
         contexts = self.drafter.encode_context(hidden, kv, positions).split(counts)
         for (sequence, first, n), context in zip(spans, contexts, strict=True):
             sequence.n_context = first + n
@@ -179,21 +191,9 @@ class Speculation:
         batches = [(self._state, together)] if any(len(context) for context, _ in together) else []
         batches += [(self._apart[id_], [row]) for id_, row in by_id.items() if id_ in self._apart]
         for state, rows in batches:
-            padded = nn.utils.rnn.pad_sequence([context for context, _ in rows], batch_first=True)
+            padded = stacked([context for context, _ in rows])
             counts = [len(context) for context, _ in rows]
             self.drafter.reuse_context(state, padded, [start for _, start in rows], counts)
-
-
-def _cut(tree: DraftTree, row: int, shape: TreeShape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cut a row's drafts: a chain to what the sequence still needs, and after the draft at which it became unsure."""
-    tokens, parents = (rows[row] for rows in tree.on_host)
-    if shape.is_chain:
-        length = min(len(tokens), max_length)
-        if shape.stop_below and tree.scores is not None:
-            is_unsure = (tree.scores[row] < math.log(shape.stop_below)).tolist()
-            length = min(length, 1 + is_unsure.index(True) if True in is_unsure else length)
-        tokens, parents = tokens[:length], parents[:length]
-    return tuple(tokens), tuple(parents)
 
 
 class JoinedKV:
@@ -208,24 +208,26 @@ class JoinedKV:
 
     def packed(self, starts: Rows[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV of n positions of each row from its start on, the last one's beyond its length: [B, n, L, D]."""
-        pool, slots = self._rows[0].pool, []
-        for kv, start in zip(self._rows, starts, strict=True):
-            last = kv.first_slot + max(0, kv.length - 1)
-            slots += [min(kv.first_slot + start + index, last) for index in range(n_tokens)]
-        packed = pool.packed(torch.tensor(slots, device=pool.buffer.device), first_layer)
+        packed = self._rows[0].pool.packed(self._slots(starts, n_tokens), first_layer)
         return packed.reshape(len(self._rows), n_tokens, *packed.shape[1:])
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
         """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to after the committed part."""
         copy = self._copies.get(layer)
-        if copy is None or copy.shape[3] < n_slots:
-            like = self._rows[0].pool.buffer
+        if copy is None:
             # Room for a usual round, so that its levels need no second copy.
-            grown = like.new_zeros(2, len(self._rows), like.shape[2], n_slots + BLOCK_TOKENS, like.shape[4])
-            if copy is not None:
-                grown[:, :, :, : copy.shape[3]] = copy
-            else:
-                for row, (kv, length) in enumerate(zip(self._rows, self.lengths, strict=True)):
-                    grown[:, row, :, :length] = kv.view(0, length)[:, layer]
-            self._copies[layer] = copy = grown
+            slots = self._slots([0] * len(self._rows), n_slots + BLOCK_TOKENS)
+            rows = self._rows[0].pool.buffer[:, layer].index_select(2, slots)
+            copy = rows.unflatten(2, (len(self._rows), -1)).transpose(1, 2)
+        elif copy.shape[3] < n_slots:
+            copy = pad(copy, (0, 0, 0, n_slots + BLOCK_TOKENS - copy.shape[3]))
+        self._copies[layer] = copy
         return copy[0, :, :, :n_slots], copy[1, :, :, :n_slots]
+
+    def _slots(self, starts: Rows[int], n_tokens: int) -> Tensor:
+        """Find the slots of n positions of each row from its start on, that of the last one beyond it: [B * n]."""
+        slots = []
+        for kv, start in zip(self._rows, starts, strict=True):
+            last = kv.first_slot + max(0, kv.length - 1)
+            slots += [min(kv.first_slot + start + index, last) for index in range(n_tokens)]
+        return to_device(slots, self._rows[0].pool.buffer.device)

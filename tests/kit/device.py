@@ -299,7 +299,8 @@ def attend(
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_flash = attn_mask is None and is_half and q.shape[-1] <= 256
     kernel = "flash" if is_flash else "math" if is_grouped else "efficient"
-    of_mask = 0 if attn_mask is None else 3 + 2 * (k.shape[2] % 8 != 0)  # bool to numbers; padding to 8
+    # A boolean mask becomes numbers; the last axis is padded to 8.
+    of_mask = 0 if attn_mask is None else 3 * (attn_mask.dtype == torch.bool) + 2 * (k.shape[2] % 8 != 0)
     COUNTS.kernels[f"{kernel}{' with a mask' if of_mask else ''}"] += 1
     COUNTS.launch(f"attention ({kernel})", of_mask + (12 if kernel == "math" else 1))
     mask = None if attn_mask is None else attn_mask.inner

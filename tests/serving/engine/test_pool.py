@@ -1,9 +1,9 @@
 """The KV of all texts lies in one tensor: none is lost when they move, and none but one text notices a full memory."""
 
+import contextlib
 import gc
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -84,7 +84,7 @@ class FullMemory(TorchDispatchMode):
         return out
 
 
-@contextmanager
+@contextlib.contextmanager
 def engine_of(target: Target, **options: Any) -> Iterator[tuple[Engine, list[list[Commit]]]]:
     """An engine with four texts of which two speculate, and what they were told."""
     engine = Engine(target, {"moa": build_drafter(target.model)}, EngineOptions(tree="3", **options))
@@ -137,8 +137,12 @@ def test_a_text_that_is_too_large_ends_alone(target: Target) -> None:
 def live_bytes() -> int:
     """The bytes of all tensors that are alive."""
     gc.collect()
-    storages = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    found = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            with contextlib.suppress(NotImplementedError):  # of tensors without storage, which other tests left
+                found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
+    return sum(found.values())
 
 
 def test_memory_after_a_thousand_texts_is_what_it_was(target: Target) -> None:

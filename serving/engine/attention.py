@@ -1,0 +1,229 @@
+"""Attention of a target call over parts of several sequences, each of which sees its own KV.
+
+| device | how |
+|---|---|
+| CUDA | one padded call over all parts, and a second one for long ones, such as chunks of prompts |
+| else | part by part, to views of the KV |
+
+On a GPU each kernel costs the time of its launch, on a CPU only what it computes.
+
+Shapes: n tokens of one part, T tokens of all parts, H query heads, H_kv key/value heads, d head dim, S slots.
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
+from ...moa.nn import masks
+from ...moa.nn.attention import attend
+from ...moa.nn.masks import to_device
+from .pool import PooledKV
+
+ATTENTION = "moa_data_parts"
+"""The name of this attention in transformers."""
+# A kernel works on blocks of some queries, so that padding short parts to so many tokens costs nothing. Long ones are
+# padded apart: a step beside a chunk of a prompt must not become as long as that.
+_MAX_SHORT = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one sequence in a call."""
+
+    kv: PooledKV
+    tokens: list[int]  # those after its committed KV, then the drafts
+    parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the token before them
+    is_read: bool = True  # whether logits are wanted, of the last token before the drafts and of each draft
+
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+        return self.kv.length
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of the pool of the first token."""
+        return self.kv.first_slot + self.kv.length
+
+    @property
+    def n_known(self) -> int:
+        """Tokens before the drafts."""
+        return len(self.tokens) - len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        return list(self.parents) == list(range(-1, len(self.parents) - 1))
+
+    def sees_all(self, window: int | None) -> bool:
+        """Whether its only token sees everything."""
+        return len(self.tokens) == 1 and (window is None or self.start < window)
+
+    def slots(self, start: int) -> tuple[Tensor, ...]:
+        """View the KV from a position up to the last token of this part: of each layer [2, H_kv, slots, d]."""
+        return self.kv.view(start, self.start + len(self.tokens)).unbind(1)
+
+    def positions(self) -> list[int]:
+        """List the positions of the tokens; a draft stands one after its parent."""
+        root = self.start + self.n_known - 1
+        depths = {-1: 0}
+        for node, parent in enumerate(self.parents):
+            depths[node] = depths[parent] + 1
+        return [*range(self.start, root + 1), *(root + depths[node] for node in range(len(self.parents)))]
+
+    def seen(self) -> NDArray[np.bool_]:
+        """Say which tokens of the part each of them sees, itself included: [n, n]."""
+        seen = np.tri(len(self.tokens), dtype=np.bool_)
+        if not self.is_chain:
+            root = self.n_known - 1
+            for node, parent in enumerate(self.parents, self.n_known):
+                seen[node, self.n_known : node] = seen[root + 1 + parent, self.n_known : node]
+        return seen
+
+    def mask(self, positions: list[int], window: int | None, device: torch.device) -> Tensor | None:
+        """Say what each token sees, [1, n, S] bool; None where each sees everything."""
+        if self.sees_all(window):
+            return None
+        if self.is_chain:
+            at = torch.tensor([positions], device=device)
+            return masks.causal_mask(at, self.start + len(self.tokens), window)
+        return masks.tree_mask([self.start], torch.from_numpy(self.seen())[None].to(device), window)
+
+
+class PartsAttention:
+    """Writes keys and values of a call to each part's own KV, and attends within each part."""
+
+    def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
+        self._sizes = [len(part.tokens) for part in parts]
+        self._pending = list(zip(*(part.slots(part.start) for part in parts), strict=True))  # by layer
+        self._seen = list(zip(*(part.slots(0) for part in parts), strict=True))
+        positions = [part.positions() for part in parts]
+        self.positions = torch.tensor(list(itertools.chain.from_iterable(positions)), device=device)  # [T] int64
+        by_window = {
+            window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
+            for window in set(windows)
+        }
+        self._masks = [by_window[window] for window in windows]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]."""
+        new = torch.cat((k, v)).split(self._sizes, dim=2)  # of each part [2, H_kv, n, d]
+        attended = []
+        for pending, pair, seen, own_q, mask in zip(
+            self._pending[layer], new, self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
+        ):
+            pending.copy_(pair)
+            attended.append(attend(own_q, seen[:1], seen[1:], mask))
+        together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+        return together.transpose(1, 2).contiguous()
+
+
+class JoinedAttention:
+    """What :class:`PartsAttention` computes, by as many kernels whatever the number of parts."""
+
+    def __init__(
+        self, parts: Sequence[Part], windows: Sequence[int | None], n_heads: int, device: torch.device
+    ) -> None:
+        self._buffer, self._windows, self._n_heads = parts[0].kv.pool.buffer, windows, n_heads
+        sizes = [len(part.tokens) for part in parts]
+        firsts = [stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        self.positions = to_device([at for part in parts for at in part.positions()], device)  # [T] int64
+        pending = [part.first_slot + index for part in parts for index in range(len(part.tokens))]
+        self._pending = to_device(pending, device)  # [T], slots of the pool
+        self._batches: list[_Batch] = []
+        places, n_places = [0] * len(pending), 0  # of each token among those of the padded calls
+        for is_long in (False, True):
+            rows = [row for row, size in enumerate(sizes) if (size > _MAX_SHORT) == is_long]
+            if not rows:
+                continue
+            own = [parts[row] for row in rows]
+            self._batches.append(_Batch(own, [firsts[row] for row in rows], set(windows), n_heads))
+            for row in rows:
+                places[firsts[row] : firsts[row] + sizes[row]] = range(n_places, n_places + sizes[row])
+                n_places += max(sizes[row] for row in rows)
+        order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T  # [H_kv, G]
+        self._places = (to_device(places, device)[:, None] * n_heads + order.flatten()).flatten()  # [T * H]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]."""
+        kv = self._buffer[:, layer]  # [2, H_kv, slots, d]
+        kv[0].index_copy_(1, self._pending, k[0])
+        kv[1].index_copy_(1, self._pending, v[0])
+        queries = q.transpose(1, 2).flatten(0, 2)  # [T * H, d]
+        attended = [batch.attend(queries, kv, self._windows[layer]) for batch in self._batches]
+        together = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return together.index_select(0, self._places).view(1, -1, self._n_heads, q.shape[3])
+
+
+class _Batch:
+    """Parts as B rows of one padded call: n tokens, S slots, and G query heads for each of H_kv.
+
+    The heads of a group are queries of one head, so that no keys are copied for them::
+
+        queries of a row and key head    token 0: heads 0 .. G - 1    token 1: heads 0 .. G - 1    ...
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], firsts: Sequence[int], windows: Collection[int | None], n_heads: int
+    ) -> None:
+        # ``firsts`` are the places of the parts' first tokens in the call.
+        buffer = parts[0].kv.pool.buffer
+        device, n_kv_heads, n_tokens = buffer.device, buffer.shape[2], max(len(part.tokens) for part in parts)
+        n_slots = max(part.start for part in parts) + n_tokens
+        self._parts, self._n_rows, self._n_kv_heads = parts, len(parts), n_kv_heads
+        # A part's last token stands for padding too, among queries as among slots: others hold anything, also NaN.
+        lasts = [len(part.tokens) - 1 for part in parts]
+        tokens = [
+            [first + min(index, last) for index in range(n_tokens)] for first, last in zip(firsts, lasts, strict=True)
+        ]
+        heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
+        # [B * H_kv * n * G], rows of [T * H]
+        self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
+        if len(parts) > 1:
+            n_slots = -(-n_slots // 8) * 8  # as kernels want masks
+            bounds = [(part.kv.first_slot, part.first_slot + last) for part, last in zip(parts, lasts, strict=True)]
+            first_slots, last_slots = to_device(bounds, device).split(1, dim=1)
+            self._slots = torch.minimum(first_slots + torch.arange(n_slots, device=device), last_slots).flatten()
+        self._n_slots = n_slots
+        self._scores = {window: self._added(window, n_tokens, n_heads // n_kv_heads, buffer) for window in windows}
+
+    def _added(self, window: int | None, n_tokens: int, n_group: int, buffer: Tensor) -> Tensor | None:
+        """Make what is added to the scores, 0 or -inf, [B, n * G, S]; None where all is seen."""
+        if self._n_rows == 1 and self._parts[0].sees_all(window):
+            return None
+        seen = np.tile(np.eye(n_tokens, dtype=np.bool_), (self._n_rows, 1, 1))  # padding sees itself
+        for row, part in enumerate(self._parts):
+            seen[row, : len(part.tokens), : len(part.tokens)] = part.seen()
+        mask = masks.tree_mask([part.start for part in self._parts], to_device(seen, buffer.device), window)
+        hidden = ~pad(mask, (0, self._n_slots - mask.shape[2]))
+        added = torch.zeros_like(hidden, dtype=buffer.dtype).masked_fill_(hidden, -torch.inf)
+        return added.repeat_interleave(n_group, dim=1)
+
+    def attend(self, queries: Tensor, kv: Tensor, window: int | None) -> Tensor:
+        """Attend with queries [T * H, d] to a layer's kv [2, H_kv, slots, d] -> [B * n * G * H_kv, d]."""
+        q = queries.index_select(0, self._queries).view(self._n_rows, self._n_kv_heads, -1, queries.shape[1])
+        if self._n_rows == 1:
+            first = self._parts[0].kv.first_slot
+            rows = kv[:, None, :, first : first + self._n_slots]  # [2, 1, H_kv, S, d]
+        else:
+            rows = kv.index_select(2, self._slots).unflatten(2, (self._n_rows, -1)).transpose(1, 2)
+        return attend(q, rows[0], rows[1], self._scores[window]).transpose(1, 2).flatten(0, 2)
+
+
+def _parts_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks for it; the call's own comes with the keyword arguments."""
+    attention: PartsAttention | JoinedAttention = kwargs["parts_attention"]
+    return attention.attend(module.layer_idx, query, key, value), None
+
+
+AttentionInterface.register(ATTENTION, _parts_attention)

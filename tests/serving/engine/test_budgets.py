@@ -1,0 +1,118 @@
+"""Launches and waits of a serving step on a simulated CUDA device, whose texts and values are those of the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
+from moa_data.moa.targets.live import Target
+from moa_data.serving.config import EngineOptions
+from moa_data.serving.engine.attention import Part
+from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.pool import Pool, PooledKV
+from moa_data.serving.engine.runner import Runner
+from moa_data.serving.engine.sequence import Request, Work
+from moa_data.tests.kit.device import Counts
+from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.serving import never_ending
+
+N_LAYERS = 32  # as many as an 8B target has, of which most launches are
+BUDGETS = {"": (1340, 1), "eagle": (1570, 2), "moa": (1750, 2)}
+"""Launches and waits of a step with 8 texts by the drafter, with chains of 4."""
+MAX_GROWTH = 1.1
+
+
+def engine_on(
+    device: str,
+    n_texts: int,
+    kind: str = "",
+    n_layers: int = 2,
+    sampling: SamplingConfig = GREEDY,
+    wants_context: bool = False,
+    **options: Any,
+) -> tuple[Engine, list[list[int]]]:
+    """An engine with texts that decode, or speculate where there is a drafter, and their new tokens."""
+    model = build_model(num_hidden_layers=n_layers)
+    drafters = {"it": build(kind, model).to(device)} if kind else {}
+    engine = Engine(never_ending(model.to(device)), drafters, EngineOptions(**{"tree": "4"} | options))
+    texts: list[list[int]] = []
+    for seed, prompt in enumerate(random_prompts(n_texts, 3, longest=40)):
+        texts.append([])
+        asked = Request(tuple(prompt), len(prompt), 20, sampling, seed, "it" if kind else None, wants_context)
+        own = engine.add(asked, lambda commit, text=texts[-1]: text.extend(commit.tokens))  # type: ignore[misc]
+        engine.set_work(own, Work.SPECULATE if kind else Work.PLAIN)
+    return engine, texts
+
+
+def step_counts(counts: Counts, n_texts: int, kind: str) -> tuple[int, int, str]:
+    """Launches and waits of a step, and the lines that launched and waited most."""
+    engine, _ = engine_on("cuda", n_texts, kind, N_LAYERS)
+    for _ in range(4):
+        counts.reset()
+        engine.step()
+    return counts.launches, counts.waits, counts.worst()
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_step_launches_and_waits_little_however_many_texts_share_it(device: Counts, kind: str) -> None:
+    alone, _, _ = step_counts(device, 1, kind)
+    launches, waits, lines = step_counts(device, 8, kind)
+    assert launches <= BUDGETS[kind][0], lines
+    assert launches <= MAX_GROWTH * alone, lines
+    assert waits <= BUDGETS[kind][1], lines
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("", {}),
+        ("", {"prefill_chunk": 24, "kv_tokens": 160, "max_drafts": 8}),  # chunks, evictions, moves
+        ("eagle", {}),
+        ("moa", {}),
+        ("moa", {"wants_context": True}),
+        ("moa", {"tree": "3x2x6"}),
+        ("moa", {"sampling": SamplingConfig(temperature=0.9, top_k=20)}),
+        ("eagle3", {"tree": "4@0.3"}),
+    ],
+)
+def test_texts_are_those_of_the_cpu(device: Counts, kind: str, options: dict[str, Any]) -> None:
+    found = []
+    for where in ("cpu", "cuda"):
+        engine, texts = engine_on(where, 5, kind, **options)
+        while engine.step():
+            pass
+        found.append(texts)
+        assert all(len(text) == 20 for text in texts)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-mixed"])
+def test_one_padded_call_gives_what_parts_give_one_by_one(device: Counts, family: str) -> None:
+    """Chunks of prompts beside steps, chains and trees, alone too, with and without sliding windows."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, 67, (120,), generator=draw).tolist()
+    # Of each part: committed tokens, tokens before the drafts, parents of these.
+    mixed = [(0, 30, ()), (11, 1, ()), (7, 1, (-1, 0, 1)), (20, 3, (-1, -1, 0, 1, 1)), (9, 18, (-1, 0)), (1, 1, ())]
+    for kinds in (mixed, mixed[:1], mixed[1:2], mixed[3:4], mixed[1:3]):
+        found = []
+        for where in ("cpu", "cuda"):
+            target = Target(build_model(family).to(where))
+            pool, runner = Pool(640, target.sizes, torch.float32, target.device), Runner(target)
+            pool.buffer.fill_(torch.nan)  # what nobody has written must not be read
+            kvs = [PooledKV(pool) for _ in kinds]
+            for kv in kvs:
+                pool.reserve(kv, 2)
+            for kv, (n_committed, _, _) in zip(kvs, kinds, strict=True):
+                if n_committed:
+                    runner.run([Part(kv, tokens[:n_committed])])
+                    kv.commit(range(n_committed))
+            parts = [
+                Part(kv, tokens[start : start + n_known + len(parents)], parents)
+                for kv, (start, n_known, parents) in zip(kvs, kinds, strict=True)
+            ]
+            outputs = zip(runner.run(parts), parts, strict=True)
+            found.append([(out.hidden.cpu(), p.kv.view(0, p.start + len(p.tokens)).cpu()) for out, p in outputs])
+        for own, expected in zip(*found, strict=True):
+            torch.testing.assert_close(own, expected)
