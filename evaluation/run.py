@@ -165,8 +165,11 @@ def generate(
         raise DrafterError(f"the drafter is {drafter!r:.60}, expected what load_drafter gives.")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-    tokens = [int(token) for token in prompt if not isinstance(token, Mapping)]
+    try:
+        messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+        tokens = [int(token) for token in prompt if not isinstance(token, Mapping)]
+    except (TypeError, ValueError) as error:
+        raise DrafterError(f"the prompt is {prompt!r:.60}, expected a text, messages or token ids.") from error
     if messages:
         arguments = choose_template_arguments((), {"drafter": drafter.config.target})
         tokens = prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)

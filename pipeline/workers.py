@@ -52,8 +52,8 @@ _LEAVE_S, _RAY_LEAVE_S = 2.0, 1.5
 """Seconds that workers have to discard their parts when they are told to end; an interrupted command has three."""
 _MAX_LOST = 5
 """Workers in a row that may be lost before anything is committed; machines are seldom lost so often."""
-_END_S = 10.0
-"""Seconds that workers have to report what they spent once everything is committed."""
+_END_S, _RAY_END_S = 60.0, 10.0
+"""Seconds that workers have to report what they spent once everything is committed; some of Ray may never start."""
 _DEVICE_ERRORS = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
 """What an accelerator that failed raises (torch >= 2.8): its process cannot continue, but others can."""
 _BOOT = """
@@ -203,9 +203,10 @@ def direct(
         Exception: what one of them raised; the caller ends the others.
     """
     timings, lost, n_in_a_row, n_committed, done_s = Timings(), list[str](), 0, -1, math.inf
+    ends_s = _RAY_END_S if restarts else _END_S
     running = {index: start(order.numbered(index, len(orders))) for index, order in enumerate(orders)}
     # Once all is done, tasks of Ray for which there was no room are left where they wait.
-    while running and time.monotonic() < done_s + _END_S and (n_in_a_row < _MAX_LOST or not restarts):
+    while running and time.monotonic() < done_s + ends_s and (n_in_a_row < _MAX_LOST or not restarts):
         who = f"{len(orders) - len(lost)} of {len(orders)} workers left" if lost else f"{len(orders)} workers"
         progress.tell(timings, f", up to {len(orders)} workers of Ray" if restarts else f", {who}")
         # Asleep in Python and not in Ray, which would forget which signal has come.

@@ -117,7 +117,7 @@ class ServeConfig(Config):
     grpc_port: Common[Port | None] = 8001
     """Port of gRPC, for `moa-data chat` and other clients that draft; 0 for any that is free, none for no gRPC."""
     allowed_host: tuple[str, ...] = ()
-    """Names, besides localhost and --host, by which web pages and proxies may address a server without tokens."""
+    """Names, besides localhost and addresses, by which web pages and proxies may address a server without tokens."""
     token_file: Common[str | None] = None
     """File of bearer tokens, one a line; those who have one may use the server. Default: everybody may."""
     tls_cert: Common[str | None] = None

@@ -83,7 +83,7 @@ class ServerRun:
 
     def _http(self, listener: socket.socket) -> HttpServer:
         config, service = self._config, self._service
-        names = frozenset(name.lower() for name in (config.host, *config.allowed_host))
+        names = frozenset(name.lower() for name in config.allowed_host)
         app = service.app(names, checks_hosts=ip_address(listener.getsockname()[0]).is_loopback)
         cert, key = config.tls or (None, None)
         settings = uvicorn.Config(

@@ -1,6 +1,7 @@
-"""Times sampling at a large vocabulary: the draw of a token beside ``torch.multinomial``, and a whole verification.
+"""Times sampling at a large vocabulary: draws, choices by keyed noise, and whole verifications.
 
-Both draws take turns on the same distributions; figures are medians and the quartiles of the ratio.
+A draw takes turns with ``torch.multinomial``, and a choice of serving with its definition, noise for every token.
+Figures are medians and the quartiles of the ratio; on the CPU the time of choices is that of the process.
 
     python -m benchmarks.decoding.sampling [--vocabulary 128256] [--device cpu] [--repeats 60]
 """
@@ -8,12 +9,15 @@ Both draws take turns on the same distributions; figures are medians and the qua
 import argparse
 import statistics
 from functools import partial
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.kit.harness import in_turn, quartiles, run
-from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution, draw
+from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, choose, distribution, draw, noise
 from moa_data.moa.decoding.tree import DraftTree
 
 CONFIGS = {
@@ -21,6 +25,31 @@ CONFIGS = {
     "temperature 0.8, top-p 0.9": SamplingConfig(0.8, top_p=0.9),
     "temperature 1, top-k 50": SamplingConfig(1.0, top_k=50),
 }
+CHOICES = CONFIGS | {"temperature 0.8, top-k 50, top-p 0.9": SamplingConfig(0.8, 0.9, 50)}
+
+
+def choose_by_all_noise(logits: Tensor, config: SamplingConfig, position: int) -> int:
+    """Choose as :func:`choose` is defined."""
+    probability = distribution(logits, [], config)
+    every = noise(0, position, np.arange(len(probability))).to(probability.device)
+    return int((probability.log() + every).argmax())
+
+
+def measure_choices(logits: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Time choices of one token after logits [V]."""
+    figures: dict[str, Any] = {}
+    for name, config in CHOICES.items():
+        positions = {"all noise": count(), "choose": count()}
+        works = {
+            "all noise": lambda config=config, at=positions["all noise"]: choose_by_all_noise(logits, config, next(at)),
+            "choose": lambda config=config, at=positions["choose"]: choose(logits, [], config, 0, next(at)),
+        }
+        sides = in_turn(works, options.repeats, options.device)
+        for side, taken in sides.items():
+            figures[f"{side}, {name}, ms"] = 1e3 * statistics.median(taken)
+        ratios = [one / other for one, other in zip(*sides.values(), strict=True)]
+        figures[f"choose, {name}, ratio_quartiles"] = quartiles(ratios)
+    return figures
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -47,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             verify = partial(accept_sampled, drafts, 0, logits, [1], config, generator)
             (taken,) = in_turn({"": verify}, options.repeats, options.device, on_the_wall=True).values()
             figures[f"verify {kind}, {name}, ms"] = 1e3 * statistics.median(taken)
-    return {"figures": figures}
+    return {"figures": figures | measure_choices(logits[0], options)}
 
 
 def main() -> None:

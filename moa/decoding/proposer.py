@@ -19,6 +19,9 @@ from ..targets.live import Target
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
+# Drafts after which a chain asks whether it ends: each time the host waits for the device.
+_ASKS_AFTER = {"cuda": 4}
+
 # Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order.
 Choose = Callable[[Tensor], Tensor]
 
@@ -166,6 +169,7 @@ class DrafterProposer(Proposer):
         paths = [list(row) for row in committed]
         probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
         chain = Chain(self.drafter, self.frozen, self.state, self.cache, features)
+        asks_after = _ASKS_AFTER.get(self._device.type, 1)
         for level in range(min(shape.depth, shape.n_nodes)):
             if level:
                 chain.feed(tokens[-1])
@@ -173,7 +177,7 @@ class DrafterProposer(Proposer):
                 is_sure = chain.confidence >= shape.cut_below
                 kept.append(kept[-1] & is_sure if kept else is_sure)
                 # Where tokens are drawn, a row takes as many random numbers as alone.
-                if not is_drawn and not kept[-1].any():
+                if not is_drawn and level % asks_after == asks_after - 1 and not kept[-1].any():
                     break
             logits = chain.logits  # [B, V]
             if self._choose is None and is_drawn:
@@ -189,7 +193,7 @@ class DrafterProposer(Proposer):
             if shape.stop_below:
                 probability = probability * logits.float().softmax(dim=-1).amax(dim=-1)
                 reached.append(probability)
-                if probability.mean() < shape.stop_below:
+                if level % asks_after == asks_after - 1 and probability.mean() < shape.stop_below:
                     break
         if kept:
             return _cut_chain(tokens, probabilities, torch.stack(kept, dim=1))

@@ -18,6 +18,7 @@ Distributions stay on the device of the logits; uniform numbers are made on the 
 every device.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,11 +27,18 @@ import torch
 from torch import Tensor
 
 from ...errors import DrafterError
+from ..nn.masks import to_device
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
 # Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
+# Numbers that a random generator makes in the time that it takes to move to the next one that is wanted.
+_N_PER_MOVE = 700
+# Possible tokens that are compared as they are; of more it is sought first which of them can be chosen.
+_N_PLAIN = 8192
+# Relative error of what is compared in choosing a token: logarithms of float64 are far more exact.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
     scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()  # mps has no float64
     if penalty == 1 or not previous:
         return scores
-    seen = torch.tensor(sorted(set(previous)), device=scores.device)
+    seen = to_device(sorted(set(previous)), scores.device)
     found = scores[seen]
     changed = torch.where(found < 0, found * penalty, found / penalty)
     return scores.index_put((seen,), changed.clamp(max=torch.finfo(scores.dtype).max))  # a tiny penalty overflows
@@ -116,6 +124,10 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
 
 def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     """Restrict a distribution [V] to its most likely tokens up to a cumulative probability, at least one."""
+    if probability.device.type == "cuda":  # nothing here waits for the device
+        ordered, order = probability.sort(descending=True)
+        kept = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
+        return torch.zeros_like(probability).scatter(0, order, kept / kept.sum())
     ordered, order = probability.topk(min(_N_LIKELY, len(probability)))
     mass = ordered.cumsum(0)
     if mass[-1] < top_p:
@@ -136,20 +148,58 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
     # The first at which the cumulative sum exceeds u times the total, for a uniform u of its row's generator;
     # torch.multinomial takes 20 times as long at a vocabulary of 128,256.
     cumulative = probabilities.cumsum(dim=-1)
-    uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]
+    uniform = [float(torch.rand(1, generator=generator, dtype=torch.float64)) for generator in generators]
     # Rounding can give the total itself, which no cumulative sum exceeds.
     below_total = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
-    wanted = (torch.stack(uniform).to(probabilities.device) * cumulative[:, -1:]).minimum(below_total)
+    drawn = to_device([[value] for value in uniform], probabilities.device, torch.float64)
+    wanted = (drawn * cumulative[:, -1:]).minimum(below_total)
     return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
 
 
-def noise(seed: int, position: int, vocab_size: int) -> Tensor:
-    """Draw Gumbel noise for a seed of 64 bits and a position of a text: [V] float64 on the host."""
-    # The bits of Philox 4x64 with the key (seed, position) are the same on every machine.
-    bits = np.random.Philox(key=np.array([seed & _UINT64, position], dtype=np.uint64)).random_raw(vocab_size)
+def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
+    """Draw the Gumbel noise of tokens [n], ascending, for a seed of 64 bits and a position: [n] float64 on the host.
+
+    The noise of a token is a function of seed, position and token alone.
+    """
+    # Philox 4x64 with the key (seed, position) gives the same bits on every machine, of which token i has the i-th.
+    generator = _philox(seed, position)
+    if tokens[-1] < _N_PER_MOVE * len(tokens):
+        bits = generator.random_raw(int(tokens[-1]) + 1)[tokens]
+    else:
+        bits, n_drawn = np.empty(len(tokens), np.uint64), 0
+        for index, token in enumerate(tokens.tolist()):
+            block, place = divmod(token, 4)  # a step of the generator gives four numbers
+            if block >= n_drawn:
+                generator.advance(block - n_drawn)
+                numbers, n_drawn = generator.random_raw(4), block + 1
+            bits[index] = numbers[place]
     # 52 bits and a half: neither 0 nor 1 can come out, whose noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
+
+
+def _philox(seed: int, position: int) -> np.random.Philox:
+    return np.random.Philox(key=np.array([seed & _UINT64, position], dtype=np.uint64))
+
+
+def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
+    """List tokens that include the one with the largest log p + noise, given p [V] on the host: [n] int64, ascending.
+
+    They are those of a probability, or of many the few that can be the largest.
+    """
+    is_possible = (probability != 0).numpy()
+    n_possible = np.count_nonzero(is_possible)
+    if n_possible <= _N_PLAIN:  # none where logits are no numbers: the first token then
+        return np.flatnonzero(is_possible) if n_possible else np.arange(1)
+    # With noise -log(-log u) the largest log p + noise has the smallest -log(u) / p. As 1 - u is at most -log(u), no
+    # token whose (1 - u) / p is above some token's -log(u) / p can be it; so a logarithm for each is not needed.
+    bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
+    bits |= np.uint64(0x3FF << 52)  # as a float64: from 1 to 2, u + 1 less half of the last bit
+    above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
+    bounds = above / probability
+    best = bounds.argmin()
+    reached = -torch.log1p(-above[best]) / probability[best]
+    return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())  # all of them where something is no number
 
 
 def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, seed: int, position: int) -> int:
@@ -161,9 +211,10 @@ def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, se
     """
     if sampling.temperature == 0:
         return int(penalised(logits, previous, sampling.repetition_penalty).argmax())
-    probability = distribution(logits, previous, sampling)
-    own_noise = noise(seed, position, probability.shape[0]).to(probability.device)
-    return int((probability.log() + own_noise).argmax())
+    probability = distribution(logits, previous, sampling).cpu()
+    tokens = _contenders(probability, seed, position)
+    log_p = probability[torch.from_numpy(tokens)].log()
+    return int(tokens[int((log_p + noise(seed, position, tokens)).argmax())])
 
 
 @dataclass(frozen=True)
@@ -240,51 +291,82 @@ def accept_sampled(
     """
     tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []
-    path = list(previous)
+    judge = _Judge(tree, row, logits, previous, config)
     while True:
         at = accepted[-1] if accepted else -1
-        probability = distribution(logits[at + 1], path, config)
         # Padding takes no random number: a row alone has none.
         children = [node for node, parent in enumerate(parents) if parent == at and tokens[node] != NO_DRAFT]
-        if tree.probabilities is None:
-            node, probability = _try_picked(probability, children, tokens, generator)
-        else:
-            proposals = tree.probabilities[row].to(probability.device)
-            node, probability = _try_drawn(probability, children, tokens, proposals, generator)
+        try_ = _try_picked if tree.probabilities is None else _try_drawn
+        node, probability = try_(judge, at, children, generator)
         if node is None:
             return accepted, draw(probability, generator)
         accepted.append(node)
-        path.append(tokens[node])
+
+
+class _Judge:
+    """The target's distributions after the root and each node of a row, and the probabilities of the drafts."""
+
+    def __init__(
+        self, tree: DraftTree, row: int, logits: Tensor, previous: Sequence[int], config: SamplingConfig
+    ) -> None:
+        self._logits, self._previous, self._config = logits, previous, config
+        self.tokens, self._parents = (rows[row] for rows in tree.on_host)
+        proposals = None if tree.probabilities is None else tree.probabilities[row]
+        self.proposals = proposals if proposals is None or logits.device.type != "mps" else proposals.cpu()
+        self._after: dict[int, Tensor] = {}
+        self._chances: list[list[float]] | None = None
+        if logits.device.type == "cuda" and self.tokens:  # all of them at once: each time that one is read waits
+            everything = torch.stack([self._chance(node) for node in range(len(self.tokens))])
+            self._chances = everything.tolist()
+
+    def after(self, at: int) -> Tensor:
+        """Compute the distribution after a node, -1 for the root: [V] float64."""
+        if at not in self._after:
+            above, path = at, list[int]()
+            while above >= 0:
+                path.append(self.tokens[above])
+                above = self._parents[above]
+            text = [*self._previous, *reversed(path)]
+            self._after[at] = distribution(self._logits[at + 1], text, self._config)
+        return self._after[at]
+
+    def chance(self, node: int) -> list[float]:
+        """Return the probability of a draft after its parent, and that with which it was drawn, if it was."""
+        return self._chances[node] if self._chances is not None else self._chance(node).tolist()
+
+    def _chance(self, node: int) -> Tensor:
+        token = max(self.tokens[node], 0)  # padding is never asked for
+        of_target = self.after(self._parents[node])[token]
+        return of_target[None] if self.proposals is None else torch.stack((of_target, self.proposals[node, token]))
 
 
 def _try_picked(
-    probability: Tensor, children: Sequence[int], tokens: Sequence[int], generator: torch.Generator | None
+    judge: _Judge, at: int, children: Sequence[int], generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
     """Try drafts that were picked, in order; return the accepted one or None, and what to draw from instead."""
+    probability, left = judge.after(at), 1.0
     if not children:
         return None, probability
-    drafts = torch.tensor([tokens[node] for node in children], device=probability.device)
-    left = 1.0
-    for node, p in zip(children, probability[drafts].tolist(), strict=True):
+    for node in children:
+        (p,) = judge.chance(node)
         if _accepts(p / left if left > 0 else 0.0, generator):
             return node, probability
         left -= p
+    drafts = to_device([judge.tokens[node] for node in children], probability.device)
     return None, _normalised(probability.index_fill(0, drafts, 0.0), probability)
 
 
 def _try_drawn(
-    probability: Tensor,
-    children: Sequence[int],
-    tokens: Sequence[int],
-    proposals: Tensor,
-    generator: torch.Generator | None,
+    judge: _Judge, at: int, children: Sequence[int], generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
-    """Try drafts that were drawn from proposals [N, V], as :func:`_try_picked` does."""
+    """Try the draft that was drawn from a proposal [V], at most one, as :func:`_try_picked` does."""
+    probability = judge.after(at)
     for node in children:
-        token = tokens[node]
-        if _accepts(float(probability[token] / proposals[node, token]), generator):
+        of_target, of_drafter = judge.chance(node)
+        if _accepts(of_target / of_drafter if of_drafter else math.inf, generator):
             return node, probability
-        probability = _normalised((probability - proposals[node]).clamp(min=0), probability)
+        assert judge.proposals is not None
+        probability = _normalised((probability - judge.proposals[node]).clamp(min=0), probability)
     return None, probability
 
 

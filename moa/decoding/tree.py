@@ -26,7 +26,7 @@ class TreeShape:
 
     Attributes:
         stop_below: a chain ends after the draft at which the product of the drafter's probabilities (in a batch its
-            mean over the rows) falls below this; 0 for chains of full depth.
+            mean over the rows) falls below this, on a GPU up to three later; 0 for chains of full depth.
         cut_below: each row's chain ends before the first draft to which the drafter's confidence head gives a lower
             probability of acceptance, so that there may be no draft; 0 for chains of full depth.
     """

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def to_device(values: Sequence[Any] | NDArray[Any], device: torch.device) -> Tensor:
+def to_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy numbers of the host, such as lengths, to a device without waiting for it."""
-    made = torch.tensor(values)
+    made = torch.tensor(values, dtype=dtype)
     # A copy from memory that is not pinned would wait until the device has done all that it was asked for before.
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import numpy as np
 import pyarrow as pa
@@ -306,8 +306,10 @@ class ActivationStore:
         return self.fields[name]
 
     def _sequence(self, i: int) -> int:
-        if isinstance(i, str):
-            raise SelectionInvalid(f"{i!r} is no number of a sequence. Read a field of one with read(0, {i!r}).")
+        if not isinstance(i, SupportsIndex):
+            raise SelectionInvalid(
+                f"{i!r} is no number of a sequence. Read one by store[0], a field of it by read(0, 'kv')."
+            )
         if not -len(self) <= i < len(self):
             raise SelectionInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
         return i % len(self)

@@ -112,4 +112,4 @@ def test_a_step_writes_a_record_that_the_table_reads(
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", str(tmp_path)])
     report.main()
-    assert len(re.findall(r"^sampling +\w.* [\d.]+$", capsys.readouterr().out, re.MULTILINE)) == 8
+    assert len(re.findall(r"^sampling +\w.* [\d.]+$", capsys.readouterr().out, re.MULTILINE)) == 16

@@ -200,7 +200,11 @@ def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:
             ("localhost:1", 200), ("[::1]:8000", 200), ("10.0.0.7", 200), ("[", 403),
         ):  # fmt: skip
             assert httpx.get(f"{server.address}/metrics", headers={"host": host}).status_code == status
-        for origin, status in (("https://llm.example.org", 200), ("http://evil.example", 403)):
+        for origin, status in (
+            ("https://llm.example.org", 200),
+            ("http://evil.example", 403),
+            ("http://127.0.0.1:1", 403),
+        ):
             assert httpx.get(f"{server.address}/v1/models", headers={"origin": origin}).status_code == status
         own = {"host": "10.0.0.7", "origin": "http://10.0.0.7"}
         assert httpx.get(f"{server.address}/v1/models", headers=own).status_code == 200

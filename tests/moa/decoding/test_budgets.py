@@ -16,6 +16,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import quick
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128, "eos_token_id": None}
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=20)
@@ -34,6 +35,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark on kv": {"context": "kv", **CONTEXT},
     "dspark on memory": {"context": "memory", "fused_layers": None},
 }
+
+BY_DEFAULT = [*(f"{drafter}: 4" for drafter in DRAFTERS), "moa: 3x3x8"]
 
 
 def generate(
@@ -65,18 +68,18 @@ def rounds(counts: Counts, *args: Any, **settings: Any) -> Iterator[tuple[int, i
         yield more_launches - launches, more_waits - waits
 
 
-@pytest.mark.parametrize("shape", ["4", "3x3x8"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(device: Counts, drafter: str, shape: str) -> None:
+@pytest.mark.parametrize("case", quick([f"{d}: {s}" for d in DRAFTERS for s in ("4", "3x3x8")], BY_DEFAULT))
+def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(device: Counts, case: str) -> None:
+    drafter, shape = case.split(": ")
     found = list(rounds(device, drafter, shape))
     assert max(waits for _, waits in found) <= 1, device.worst()
     assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate("cpu", drafter, shape, prompts=PROMPTS)
 
 
-@pytest.mark.parametrize("drafter", [None, "moa", "eagle", "dspark"])
-def test_sampled_rounds_give_the_tokens_of_the_cpu(device: Counts, drafter: str | None) -> None:
+@pytest.mark.parametrize(("drafter", "shape"), [(None, None), ("moa", "3x2x4"), ("eagle", "4"), ("dspark", "4")])
+def test_sampled_rounds_give_the_tokens_of_the_cpu(device: Counts, drafter: str | None, shape: str | None) -> None:
+    assert max(waits for _, waits in rounds(device, drafter, shape, sampling=SAMPLED)) <= 3, device.worst()
     settings: dict[str, Any] = {"prompts": PROMPTS, "sampling": SAMPLED}
-    shape = drafter and "4"
     assert generate("cuda", drafter, shape, **settings) == generate("cpu", drafter, shape, **settings)
 
 
@@ -91,3 +94,9 @@ def test_a_plain_step_launches_as_much_as_the_model_alone(device: Counts) -> Non
     found = list(rounds(device, None, None, torch.bfloat16))
     assert max(waits for _, waits in found) <= 1, device.worst()
     assert max(launches for launches, _ in found) <= 2 * 40 + 29, device.worst()
+
+
+@pytest.mark.parametrize(("drafter", "shape"), [("eagle", "10@0.000001"), ("dspark", "7c0.01")])
+def test_chains_that_may_stop_ask_seldom(device: Counts, drafter: str, shape: str) -> None:
+    assert max(waits for _, waits in rounds(device, drafter, shape)) <= 3, device.worst()
+    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate("cpu", drafter, shape, prompts=PROMPTS)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -207,19 +208,71 @@ def test_choices_have_the_distribution_of_the_settings(over: str) -> None:
     assert chi_square(counts, distribution(logits, previous, SAMPLED)) < 31.3
 
 
-def test_noise_is_a_function_of_seed_and_position() -> None:
+def noise_of_all(seed: int, position: int, n_words: int) -> torch.Tensor:
+    """The noise of every token, as it is defined."""
+    key = np.array([seed % 2**64, position], dtype=np.uint64)
+    uniform = ((np.random.Philox(key=key).random_raw(n_words) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return torch.from_numpy(-np.log(-np.log(uniform)))
+
+
+def test_noise_is_a_function_of_seed_position_and_token() -> None:
     # Client and server may be of different versions of this package: the numbers must stay.
     first = [-0.15990158959464357, -0.02969674489144777, -1.1937469859707905]
-    assert sampling.noise(1, 2, 3).tolist() == pytest.approx(first, rel=1e-12)
-    kinds = [sampling.noise(*key, 12) for key in ((3, 5), (3, 6), (4, 5), (-3, 5), (5, 3), (-(2**63), 5))]
-    assert len({float(one[0]) for one in kinds}) == len(kinds)
-    assert torch.equal(sampling.noise(3, 5, 24)[:12], sampling.noise(3, 5, 12)), (
-        "a larger vocabulary changes nothing for the others"
-    )
-    many = sampling.noise(0, 0, 200_000)
+    assert sampling.noise(1, 2, np.arange(3)).tolist() == pytest.approx(first, rel=1e-12)
+    kinds = [(3, 5), (3, 6), (4, 5), (-3, 5), (5, 3), (-(2**63), 5)]
+    assert len({float(sampling.noise(*key, np.arange(1))[0]) for key in kinds}) == len(kinds)
+    random = np.random.default_rng(0)
+    for seed, position in kinds:
+        every = noise_of_all(seed, position, 20_000)
+        for n in (1, 2, 20, 40, 3000):
+            tokens = np.sort(random.choice(20_000, n, replace=False))
+            assert torch.equal(sampling.noise(seed, position, tokens), every[tokens])
+    many = sampling.noise(0, 0, np.arange(200_000))
     assert many.isfinite().all()
     assert abs(float(many.mean()) - 0.5772) < 0.01, "Euler's constant, the mean of Gumbel noise"
     assert abs(float(many.var()) - 1.6449) < 0.03, "pi^2 / 6, its variance"
+
+
+def some_logits(index: int, n_words: int) -> torch.Tensor:
+    """Logits of several kinds: flat, steep, with ties as in bfloat16, with tokens that cannot come, and equal ones."""
+    logits = torch.randn(n_words, generator=torch.Generator().manual_seed(index))
+    kinds = [logits, 8 * logits, (3 * logits).bfloat16(), logits.masked_fill(logits < 0.5, -torch.inf), 0 * logits]
+    return kinds[index % len(kinds)].float()
+
+
+@pytest.mark.parametrize("n_plain", [0, 8192])
+@pytest.mark.parametrize("n_words", [12, 250, 1100, 5000])
+def test_the_choice_is_that_of_noise_for_every_token(
+    n_words: int, n_plain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whichever settings: the largest log p + noise of all tokens, the first of equal ones."""
+    monkeypatch.setattr(sampling, "_N_PLAIN", n_plain)
+    index = 0
+    for temperature, top_k, top_p, penalty in itertools.product(
+        (0.02, 0.7, 1.0, 50.0), (0, 1, 50, 900), (0.3, 0.95, 1.0), (1.0, 1.3)
+    ):
+        config = SamplingConfig(temperature, top_p, top_k, penalty)
+        for _ in range(4):
+            index += 1
+            logits, seed, position = some_logits(index, n_words), 977 * index * (-1) ** index, index % 300
+            log_p = distribution(logits, [3, 7, 7], config).log()
+            expected = int((log_p + noise_of_all(seed, position, n_words)).argmax())
+            assert choose(logits, [3, 7, 7], config, seed, position) == expected, (config, index)
+
+
+def test_the_choice_is_that_of_noise_for_every_token_of_a_large_vocabulary() -> None:
+    for index in range(200):
+        logits, config = some_logits(index, 128_256), SamplingConfig(0.8, 1.0, 0 if index % 3 else 400)
+        log_p = distribution(logits, [], config).log()
+        expected = int((log_p + noise_of_all(index, 2 * index, 128_256)).argmax())
+        assert choose(logits, [], config, index, 2 * index) == expected
+
+
+@pytest.mark.parametrize("n_plain", [0, 8192])
+def test_logits_that_are_no_numbers_give_a_token(n_plain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_N_PLAIN", n_plain)
+    for config in (SamplingConfig(1.0), SamplingConfig(1.0, top_p=0.5)):
+        assert choose(torch.full((300,), torch.nan), [], config, 1, 2) == 0
 
 
 def test_two_models_agree_more_often_than_by_independent_draws() -> None:
