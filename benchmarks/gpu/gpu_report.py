@@ -91,8 +91,8 @@ SUMMARIES: dict[str, Callable[[Record], Lines]] = {
 
 def main() -> None:
     """Print the table, in the order in which the records were written."""
-    for file in Path(sys.argv[1]).glob("gpu-tests.xml"):
-        print(f"{'gpu-tests':16} {'pytest -m gpu':36} {tests(file)}")
+    for file in sorted(Path(sys.argv[1]).glob("*.xml")):
+        print(f"{file.stem:16} {'pytest -m gpu':36} {tests(file)}")
     files = [(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), file) for file in Path(sys.argv[1]).glob("*.json")]
     for name, file in sorted(files, key=lambda item: (list(SUMMARIES).index(item[0]), item[1])):
         for what, figures in SUMMARIES[name](json.loads(file.read_text())):

@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.kit.accelerator import body_flops, peak_flops, synchronize, utilisation
 from benchmarks.kit.harness import run
-from benchmarks.kit.shapes import SHAPES, make_target
+from benchmarks.kit.made import make_target
+from benchmarks.kit.shapes import SHAPES
 from moa_data.demo.corpus import generate_corpus, write_jsonl
 from moa_data.moa.nn.kv import new_cache
 from moa_data.moa.targets.live import Target, pick_device

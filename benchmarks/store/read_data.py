@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.kit.shapes import recipe
+from benchmarks.kit.made import recipe
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import FieldSpec, bfloat16_bits, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.kit.harness import parsed, parser_of
+from benchmarks.kit.made import make_target
 from benchmarks.kit.records import settings_of, write_record
-from benchmarks.kit.shapes import make_target
 from moa_data import Target, generate, load_drafter
 from moa_data.demo.corpus import generate_corpus, write_jsonl
 from moa_data.moa.decoding.tree import TreeShape

@@ -39,7 +39,8 @@ from benchmarks.kit.accelerator import (
     watched_attention,
 )
 from benchmarks.kit.harness import run
-from benchmarks.kit.shapes import SHAPES, recipe, shape_config
+from benchmarks.kit.made import recipe
+from benchmarks.kit.shapes import SHAPES, shape_config
 from moa_data.machine import free_memory, keep_freed_memory
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes

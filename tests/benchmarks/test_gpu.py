@@ -12,11 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from moa_data.moa.drafters.registry import DRAFTERS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "gpu.sh"
+DECODE, TRAIN = ["decode", "compiled", "tests", "sampling"], ["train", "extract", "train-tests", "codecs", "transform"]
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -45,7 +47,8 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
     assert {name: len(found) for name, found in records.items()} == {
         "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1, "decode-compiled": 1,
     }  # fmt: skip
-    assert "<testsuite " in (out / "gpu-tests.xml").read_text()
+    for name in ("tests", "train-tests"):
+        assert "<testsuite " in (out / f"{name}.xml").read_text()
     seconds = ("forwards_and_gathering_s", "encoders_cpu_s", "writer_thread_cpu_s", "extract_s", "forward_s")
     positive(records["extract"][0]["figures"], *seconds, "flops", "forward_mfu", "extract_mfu", "extract_tokens_per_s")
     assert records["extract"][0]["figures"]["copies_s"] == [0.0], "nothing is copied on a CPU"
@@ -73,6 +76,7 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
 def test_wrong_words_are_refused_in_one_line_and_the_usage_names_every_option() -> None:
     for words, said in {
         (): "Give a folder OUT",
+        ("OUT", "--part", "serve"): "decode or train, not serve",
         ("--device",): "--device needs a value",
         ("OUT", "--device", "tpu"): "cuda or cpu, not tpu",
         ("OUT", "--fast"): "no option --fast",
@@ -82,7 +86,7 @@ def test_wrong_words_are_refused_in_one_line_and_the_usage_names_every_option() 
         done = run(*words)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
         assert said in done.stderr
-    for option in ("OUT", "--device", "--tiny", "--peak-tflops", "--limit-s"):
+    for option in ("OUT", "--part", "--device", "--tiny", "--peak-tflops", "--limit-s"):
         assert option in run("--help").stdout
 
 
@@ -93,11 +97,42 @@ def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Pa
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--tiny"]
     done = subprocess.run(words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
     assert done.returncode == 1
-    names = re.findall(r"^(\w+): (?:\d+ s|FAILED \(3\))", done.stdout, re.MULTILINE)
-    assert names == ["tests", "extract", "train", "codecs", "transform", "sampling", "decode", "compiled"]
+    names = re.findall(r"^([\w-]+): (?:\d+ s|FAILED \(3\))", done.stdout, re.MULTILINE)
+    assert names == [*DECODE, *TRAIN]
     assert "train: FAILED (3)" in done.stdout
     assert "broken" in done.stdout
     assert done.stdout.endswith("table\nFAILED: train\n")
+
+
+@pytest.mark.parametrize("part", ["decode", "train"])
+def test_what_a_part_lacks_is_said_before_its_first_step(tmp_path: Path, part: str) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$2" in *preflight) echo "$3 lacks zarr" >&2; exit 1;; *) echo ran;; esac\n')
+    python.chmod(0o755)
+    words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--part", part]
+    done = subprocess.run(words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"{part} lacks zarr\n")
+    assert done.stdout == "ran\n", "whether the package is there"
+
+
+def test_the_preflight_names_what_is_missing_and_what_does_not_run(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preflight = benchmark("gpu.preflight")
+    monkeypatch.setitem(preflight.STEPS, "decode", ())
+    assert preflight.problem("decode") is None
+    monkeypatch.setitem(preflight.STEPS, "decode", ("json.no_such_module",))
+    assert f"does not run under torch {torch.__version__}" in preflight.problem("decode")
+    monkeypatch.setitem(preflight.NEEDS, "decode", {"json": "json", "no_such_module": "its-wheel"})
+    assert preflight.problem("decode").startswith("lacks its-wheel; ")
+
+
+def test_wheels_hold_what_is_required_beside_torch_and_transformers(benchmark: Callable[[str], ModuleType]) -> None:
+    preflight = benchmark("gpu.preflight")
+    decode, both = ({line.split("==")[0] for line in preflight.wheels(parts)} for parts in (["decode"], ["train"]))
+    assert {"pydantic", "pydantic-core", "pytest"} <= decode < both
+    assert {"zarr", "donfig", "numcodecs", "lightning"} <= both - decode
+    assert not both & {"torch", "transformers", "numpy", "safetensors"}
 
 
 def test_a_step_writes_a_record_that_the_table_reads(

@@ -26,7 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+try:
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+except ImportError:  # in other versions of torch, where nothing is registered
+    _DummyBackendModule = object
 
 TORCH = "2.13."
 """The versions of torch that this is written for: it stands on things that torch does not promise to keep."""
@@ -359,9 +363,14 @@ def _autocast(name: str) -> Any:
 _libraries: list[Any] = []
 
 
+def fits() -> bool:
+    """Whether torch is what this was written for, without a real CUDA, whose place it takes for good."""
+    return torch.__version__.startswith(TORCH) and torch.version.cuda is None
+
+
 def register() -> None:
     """Register the operations with torch, once in a process, and before its first backward."""
-    if _libraries or not torch.__version__.startswith(TORCH):
+    if _libraries or not fits():
         return
     # A build for CPUs has no guard of CUDA devices: that of the backend in Python takes its place in c10's table.
     _setup_privateuseone_for_python_backend("nowhere", _Module())
@@ -406,8 +415,8 @@ _CUDA: dict[str, Any] = {
 @contextlib.contextmanager
 def simulated_device() -> Iterator[Counts]:
     """Put the device in place; skips the test where torch is another one than this was written for."""
-    if not torch.__version__.startswith(TORCH):
-        pytest.skip(f"the simulated device is written for torch {TORCH}x, this is {torch.__version__}")
+    if not fits():
+        pytest.skip(f"the simulated device is written for torch {TORCH}x on CPUs, this is {torch.__version__}")
     register()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _CUDA.items():

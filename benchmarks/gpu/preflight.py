@@ -1,0 +1,91 @@
+"""Says in one line what keeps a part of `gpu.sh` from running here, and lists the wheels to carry.
+
+python -m benchmarks.gpu.preflight decode [train]     exit status 1 and a line for each part that cannot run
+python -m benchmarks.gpu.preflight --wheels [PART]    NAME==VERSION of what torch and transformers do not bring
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata as metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+
+_TESTS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
+_DECODE = {"pydantic": "pydantic", "click": "click", "rich": "rich", **_TESTS}
+_TRAIN = {
+    "zarr": "zarr", "numcodecs": "numcodecs", "zstandard": "zstandard", "google_crc32c": "google-crc32c",
+    "array_api_compat": "array-api-compat", "pyarrow": "pyarrow", "lightning": "lightning", "matplotlib": "matplotlib",
+}  # fmt: skip
+NEEDS: dict[str, dict[str, str]] = {"decode": _DECODE, "train": _DECODE | _TRAIN}
+"""Part -> module -> distribution, beside torch, transformers and what both require."""
+STEPS = {
+    "decode": ("benchmarks.decoding.decode", "benchmarks.decoding.sampling", "moa_data.serving.engine.engine"),
+    "train": ("benchmarks.training.train_step", "benchmarks.store.extract", "benchmarks.codecs.codec_speed"),
+}
+
+
+def problem(part: str) -> str | None:
+    """Say what keeps a part from running, if anything."""
+    missing = [name for module, name in NEEDS[part].items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"lacks {', '.join(missing)}; `python -m benchmarks.gpu.preflight --wheels {part}` lists what to carry"
+    try:
+        for module in STEPS[part]:
+            importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  # whatever another version of a library does
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+        return f"does not run under {versions}: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return None
+
+
+def requirements(name: str) -> list[str]:
+    """List the distributions that an installed one requires, without extras, that are installed too."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        lines = [line for line in metadata.requires(name) or () if "extra ==" not in line]
+        return [re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line, maxsplit=1)[0]).lower() for line in lines]
+    return []
+
+
+def closure(names: Iterable[str]) -> dict[str, str]:
+    """Map some distributions, and all that they require, to their installed versions."""
+    found: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name)
+                waiting += requirements(name)
+    return found
+
+
+def wheels(parts: Iterable[str]) -> list[str]:
+    """List what parts need beside torch, transformers and their own requirements, as it is installed here."""
+    # What the requirements of transformers require changes between releases: it is listed, though it may be there.
+    given = {*closure(["torch"]), "transformers", *requirements("transformers")}
+    needed = closure(name for part in parts for name in NEEDS[part].values())
+    return [f"{name}=={version}" for name, version in sorted(needed.items()) if name not in given]
+
+
+def main() -> int:
+    """Check parts, or list wheels."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(NEEDS))
+    parser.add_argument("--wheels", action="store_true")
+    options = parser.parse_args()
+    parts = options.parts or list(NEEDS)
+    if unknown := set(parts) - set(NEEDS):
+        parser.error(f"there is no part {', '.join(unknown)}, only {' and '.join(NEEDS)}")
+    if options.wheels:
+        print("\n".join(wheels(parts)))
+        return 0
+    problems = {part: found for part in parts if (found := problem(part))}
+    for part, found in problems.items():
+        print(f"{part} {found}", file=sys.stderr)
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Decoding on a GPU writes in float32 what plain decoding writes there; all but compiled calls also on a simulated one.
+
+Needs torch, transformers and pytest alone: `benchmarks/gpu/gpu.sh --part decode` runs it.
+"""
+
+from typing import Any
+
+import pytest
+
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.sampling import SamplingConfig
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.drafters.registry import DRAFTERS
+from moa_data.moa.targets.live import Target
+from moa_data.serving.config import EngineOptions
+from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.sequence import Commit, Request, Work
+from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.variants import quick
+
+PROMPTS = random_prompts(4, 3)
+N_NEW = 12
+SHAPES = [TreeShape(4), TreeShape(2, 3, 6)]
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> str:
+    """A simulated device or a real one."""
+    if request.param == "simulated":
+        request.getfixturevalue("device")
+    return "cuda"
+
+
+def target_on(device: str) -> Target:
+    target = Target(build_model(num_hidden_layers=2).to(device))
+    target.eos_token_ids = frozenset()
+    return target
+
+
+def drafter_on(device: str, kind: str) -> Any:
+    return build(kind, build_model(num_hidden_layers=2)).to(device)
+
+
+def plain(target: Target) -> list[list[int]]:
+    return [plain_generate(target, prompt, max_new_tokens=N_NEW).tokens for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", quick(DRAFTERS, ["moa"]))
+def test_chains_and_trees_are_plain_decoding(gpu: str, kind: str) -> None:
+    """One row at a time, and several of them."""
+    target = target_on(gpu)
+    proposer, expected = DrafterProposer(target, drafter_on(gpu, kind)), plain(target)
+    for shape in (TreeShape(3), TreeShape(2, 3, 6)):
+        for prompts, wanted in ((PROMPTS[:1], expected[:1]), (PROMPTS, expected)):
+            found = generate_batch(target, prompts, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
+            assert [one.tokens for one in found] == wanted, shape
+
+
+def test_tokens_are_those_of_the_cpu(gpu: str) -> None:
+    assert plain(target_on(gpu)) == plain(target_on("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiled_calls_give_the_same_tokens(shape: TreeShape) -> None:
+    """As graphs of static shapes, which only a real device captures."""
+    target = target_on("cuda")
+    expected = plain(target)
+    target.compile(64)
+    proposer = DrafterProposer(target, drafter_on("cuda", "eagle"))
+    found = generate_batch(target, PROMPTS, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
+    assert [one.tokens for one in found] == expected
+
+
+@pytest.mark.parametrize("kind", [None, "moa", "eagle"])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(0.9, top_k=20)], ids=str)
+def test_a_served_text_is_that_of_the_cpu(gpu: str, kind: str | None, sampling: SamplingConfig) -> None:
+    """Several texts at once, with drafts and without, greedy and sampled by their seed."""
+    written = []
+    for device in ("cpu", gpu):
+        name = "it" if kind else None
+        drafters = {"it": drafter_on(device, kind)} if kind else {}
+        engine, commits = Engine(target_on(device), drafters, EngineOptions(tree="3")), list[list[Commit]]()
+        for seed, prompt in enumerate(PROMPTS):
+            heard = list[Commit]()
+            request = Request(tuple(prompt), len(prompt), N_NEW, sampling=sampling, seed=seed, drafter=name)
+            engine.set_work(engine.add(request, heard.append), Work.SPECULATE if kind else Work.PLAIN)
+            commits.append(heard)
+        while engine.step():
+            pass
+        assert not [commit.error for heard in commits for commit in heard if commit.error]
+        written.append([[token for commit in heard for token in commit.tokens] for heard in commits])
+    assert written[0] == written[1]
+    assert all(len(tokens) == N_NEW for tokens in written[0])
