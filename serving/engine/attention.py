@@ -2,7 +2,8 @@
 
 | device | how |
 |---|---|
-| CUDA | one padded call over all parts, and a second one for long ones, such as chunks of prompts |
+| CUDA, half precision, chains | one call of FlashAttention for rows of any lengths, which reads the KV as it lies |
+| CUDA, else | one padded call over all parts, and a second one for long ones, such as chunks of prompts |
 | else | part by part, to views of the KV |
 
 On a GPU each kernel costs the time of its launch, on a CPU only what it computes.
@@ -10,7 +11,9 @@ On a GPU each kernel costs the time of its launch, on a CPU only what it compute
 Shapes: n tokens of one part, T tokens of all parts, H query heads, H_kv key/value heads, d head dim, S slots.
 """
 
+import functools
 import itertools
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +28,13 @@ from transformers import AttentionInterface
 from ...moa.nn import masks
 from ...moa.nn.attention import attend
 from ...moa.nn.masks import to_device
-from .pool import PooledKV
+from ...text import first_line
+from .pool import BLOCK_TOKENS, Pool, PooledKV
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.10
+    varlen = None  # type: ignore[assignment]
 
 ATTENTION = "moa_data_parts"
 """The name of this attention in transformers."""
@@ -138,6 +147,9 @@ class JoinedAttention:
         self.positions = to_device([at for part in parts for at in part.positions()], device)  # [T] int64
         pending = [part.first_slot + index for part in parts for index in range(len(part.tokens))]
         self._pending = to_device(pending, device)  # [T], slots of the pool
+        self._ragged = _Ragged(parts, device) if _takes_ragged(parts, n_heads) else None
+        if self._ragged is not None:
+            return
         self._batches: list[_Batch] = []
         places, n_places = [0] * len(pending), 0  # of each token among those of the padded calls
         for is_long in (False, True):
@@ -157,10 +169,69 @@ class JoinedAttention:
         kv = self._buffer[:, layer]  # [2, H_kv, slots, d]
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
+        if self._ragged is not None:
+            return self._ragged.attend(q, kv, self._windows[layer])
         queries = q.transpose(1, 2).flatten(0, 2)  # [T * H, d]
         attended = [batch.attend(queries, kv, self._windows[layer]) for batch in self._batches]
         together = attended[0] if len(attended) == 1 else torch.cat(attended)
         return together.index_select(0, self._places).view(1, -1, self._n_heads, q.shape[3])
+
+
+class _Ragged:
+    """Parts that are chains as rows of any lengths of one call, in the order of their slots."""
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        sizes, seen = [len(part.tokens) for part in parts], [part.start + len(part.tokens) for part in parts]
+        self._longest = max(sizes), max(seen)
+        stops = [0, *itertools.accumulate(sizes)]
+        slots = [*(part.kv.first_slot for part in parts), parts[0].kv.pool.buffer.shape[3]]
+        self._stops, self._slots, self._seen = (to_device(x, device, torch.int32) for x in (stops, slots, seen))
+
+    def attend(self, q: Tensor, kv: Tensor, window: int | None) -> Tensor:
+        """Attend with q [1, H, T, d] to a layer's kv [2, H_kv, slots, d] -> [1, T, H, d]."""
+        q, k, v = (x.transpose(0, 1) for x in (q[0], kv[0], kv[1]))
+        attended: Any = varlen.varlen_attn(
+            q, k, v, self._stops, self._slots, *self._longest, window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[1], seqused_k=self._seen,
+        )  # fmt: skip
+        together: Tensor = attended[None]
+        return together
+
+
+def _takes_ragged(parts: Sequence[Part], n_heads: int) -> bool:
+    buffer, slots = parts[0].kv.pool.buffer, [part.kv.first_slot for part in parts]
+    if not all(part.is_chain for part in parts) or slots != sorted(slots):
+        return False
+    return _ragged_works(buffer.device, buffer.dtype, n_heads, buffer.shape[2], buffer.shape[4])
+
+
+@functools.cache
+def _ragged_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> bool:
+    """Whether FlashAttention for rows of any lengths agrees with attention part by part on this machine."""
+    # Its arguments change from version to version of torch, so it is tried.
+    if varlen is None or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        windows, sizes = (None, 7), {"n_layers": 2, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+        pool, parts = Pool(5 * BLOCK_TOKENS, sizes, dtype, device), []
+        pool.buffer.fill_(torch.nan)
+        for start, n_tokens in ((21, 5), (0, 11), (9, 1)):
+            pool.reserve(kv := PooledKV(pool), 1)
+            kv.view(0, start).normal_()
+            kv.length = start
+            parts.append(Part(kv, [0] * n_tokens))
+        parts.sort(key=lambda part: part.first_slot)
+        shapes = [(1, heads, 17, head_dim) for heads in (n_heads, n_kv_heads, n_kv_heads)]
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+        plain, own = PartsAttention(parts, windows, device), _Ragged(parts, device)
+        for layer, window in enumerate(windows):
+            expected = plain.attend(layer, q, k, v)
+            torch.testing.assert_close(own.attend(q, pool.buffer[:, layer], window), expected, rtol=0.05, atol=0.05)
+    except Exception as error:  # noqa: BLE001 - whatever it is means no
+        text = f"served texts are padded for attention, as torch's varlen_attn fails here: {first_line(error):.200}"
+        warnings.warn(text, stacklevel=2)
+        return False
+    return True
 
 
 class _Batch:

@@ -63,6 +63,7 @@ class Scheduler:
             sequence.last_served = self._n_served
             n_known = min(sequence.n_missing + 1, chunk)
             scheduled.append(Scheduled(sequence, n_known, n_known == sequence.n_missing + 1))
+        scheduled.sort(key=lambda one: one.sequence.kv.first)  # as attention wants them on a GPU
         return scheduled, evicted
 
     def _make_room(

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.utils._pytree import tree_iter, tree_map_only
 
 try:
@@ -311,6 +312,29 @@ def attend(
     return _whole(lambda *inner: _attend(*inner, mask, is_causal=is_causal, **options), q, k, v)
 
 
+def attend_ragged(
+    q: Any, k: Any, v: Any, stops: Any, slots: Any, longest: int, most_seen: int, *, window_size: Any, enable_gqa: bool,
+    seqused_k: Any,
+) -> Any:  # fmt: skip
+    """Count FlashAttention for rows of any lengths as one kernel, and compute it row by row."""
+    for x in (stops, slots, seqused_k):
+        assert x.dtype == torch.int32
+    assert q.dtype in (torch.bfloat16, torch.float16)
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    COUNTS.kernels["flash for rows of any lengths"] += 1
+    COUNTS.launch("attention (flash for rows of any lengths)")
+    out = []
+    tables = stops.inner[:-1], stops.inner[1:], slots.inner[:-1], seqused_k.inner
+    for first, stop, slot, n_seen in torch.stack(tables, dim=1).tolist():
+        assert stop - first <= longest
+        assert n_seen <= most_seen
+        distance = torch.arange(n_seen - (stop - first), n_seen)[:, None] - torch.arange(n_seen)
+        mask = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        own = (q.inner[first:stop], k.inner[slot : slot + n_seen], v.inner[slot : slot + n_seen])
+        out.append(_attend(*(x.transpose(0, 1)[None] for x in own), mask, enable_gqa=enable_gqa)[0].transpose(0, 1))
+    return CudaTensor(torch.cat(out))
+
+
 def rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
     """Count one kernel."""
     if not isinstance(x, CudaTensor):
@@ -428,6 +452,7 @@ def simulated_device() -> Iterator[Counts]:
             )
         patch.setattr(F, "scaled_dot_product_attention", attend)
         patch.setattr(F, "rms_norm", rms_norm)
+        patch.setattr(varlen, "varlen_attn", attend_ragged)
         patch.setattr(torch, "empty", _empty_of)
         patch.setattr(Tensor, "pin_memory", lambda self, *_: self)
         patch.setattr(torch, "Generator", _HostGenerator)

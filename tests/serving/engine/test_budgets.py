@@ -8,6 +8,7 @@ import torch
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions
+from moa_data.serving.engine import attention
 from moa_data.serving.engine.attention import Part
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool, PooledKV
@@ -88,31 +89,50 @@ def test_texts_are_those_of_the_cpu(device: Counts, kind: str, options: dict[str
     assert found[0] == found[1]
 
 
+# Of each part: committed tokens, tokens before the drafts, parents of these.
+CHAINS: Any = [(0, 30, ()), (11, 1, ()), (7, 1, (-1, 0, 1)), (9, 18, (-1, 0)), (1, 1, ())]
+TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-mixed"])
-def test_one_padded_call_gives_what_parts_give_one_by_one(device: Counts, family: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_gives_what_parts_give_one_by_one(device: Counts, family: str, dtype: torch.dtype) -> None:
     """Chunks of prompts beside steps, chains and trees, alone too, with and without sliding windows."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(4, 67, (120,), generator=draw).tolist()
-    # Of each part: committed tokens, tokens before the drafts, parents of these.
-    mixed = [(0, 30, ()), (11, 1, ()), (7, 1, (-1, 0, 1)), (20, 3, (-1, -1, 0, 1, 1)), (9, 18, (-1, 0)), (1, 1, ())]
-    for kinds in (mixed, mixed[:1], mixed[1:2], mixed[3:4], mixed[1:3]):
+    tokens = torch.randint(4, 67, (120,), generator=torch.Generator().manual_seed(0)).tolist()
+    for kinds in (CHAINS + TREES, CHAINS, CHAINS[:1], CHAINS[1:2], TREES, CHAINS[1:3]):
         found = []
         for where in ("cpu", "cuda"):
-            target = Target(build_model(family).to(where))
-            pool, runner = Pool(640, target.sizes, torch.float32, target.device), Runner(target)
+            target = Target(build_model(family).to(where, dtype))
+            pool, runner = Pool(640, target.sizes, dtype, target.device), Runner(target)
             pool.buffer.fill_(torch.nan)  # what nobody has written must not be read
             kvs = [PooledKV(pool) for _ in kinds]
             for kv in kvs:
                 pool.reserve(kv, 2)
-            for kv, (n_committed, _, _) in zip(kvs, kinds, strict=True):
+            parts = []
+            for kv, (n_committed, n_known, parents) in zip(kvs, kinds, strict=True):
                 if n_committed:
                     runner.run([Part(kv, tokens[:n_committed])])
                     kv.commit(range(n_committed))
-            parts = [
-                Part(kv, tokens[start : start + n_known + len(parents)], parents)
-                for kv, (start, n_known, parents) in zip(kvs, kinds, strict=True)
-            ]
+                parts.append(Part(kv, tokens[n_committed : n_committed + n_known + len(parents)], parents))
+            parts.sort(key=lambda part: part.first_slot)
+            device.kernels.clear()
             outputs = zip(runner.run(parts), parts, strict=True)
             found.append([(out.hidden.cpu(), p.kv.view(0, p.start + len(p.tokens)).cpu()) for out, p in outputs])
+        is_ragged = dtype == torch.bfloat16 and kinds[-1] is not TREES[0]
+        assert ("flash for rows of any lengths" in device.kernels) == is_ragged
         for own, expected in zip(*found, strict=True):
-            torch.testing.assert_close(own, expected)
+            if dtype == torch.float32:
+                torch.testing.assert_close(own, expected)
+            else:
+                torch.testing.assert_close(own, expected, rtol=0.1, atol=0.1)
+
+
+def test_texts_are_padded_where_flash_attention_gives_other_values(
+    device: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *_, **__: q)
+    arguments = torch.device("cuda", 0), torch.float16, 4, 2, 8
+    attention._ragged_works.cache_clear()
+    with pytest.warns(UserWarning, match="padded for attention"):
+        assert not attention._ragged_works(*arguments)
+    attention._ragged_works.cache_clear()
