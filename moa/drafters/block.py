@@ -362,29 +362,28 @@ class BlockDrafter(KVEncoder, Drafter):
         draws = replace(step.draws, blocks=chosen)
         anchors, valid = training.draw_anchors(inputs.response_mask, draws)
         shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
-        at = shares > 0
-        places = training.draft_positions(anchors, self.config.n_drafts)
+        at = training.places(shares > 0)
         hidden = self.text_hidden(frozen, inputs, anchors, valid)
         features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]  # [P, F]
-        rows = torch.arange(len(at), device=at.device)[:, None, None].expand_as(at)[at]
-        positions, share = places[at], shares[at]
+        rows, share = at[0], shares[at]
+        positions = training.draft_positions(anchors, self.config.n_drafts)[at]
         own_hidden, markov = self.split_features(features)
         head = self.markov_head
         code = None if head is None else head.code(markov, own_hidden)
         matrix = None if head is None else head.markov_w2.weight
         labels = inputs.tokens[rows, positions + 1]
         n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
-        scale = step.scale(float(share.sum()))
+        scale = step.scale(share.sum())
         if chosen.d_pace is not None:
             wrong = torch.zeros_like(shares)
             wrong[at] = losses.chunked_cross_entropy(own_hidden, labels, frozen.lm_head_weight, code, matrix)
-            share = share * losses.d_pace_weights(wrong, at, chosen.d_pace)[at]
-        of_terms = torch.tensor([weights.forward_kl, weights.l1, weights.cross_entropy], device=share.device)
+            share = share * losses.d_pace_weights(wrong, shares > 0, chosen.d_pace)[at]
+        of_terms = [share * scale * weight for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)]
         total, terms = losses.chunked_losses(
             own_hidden[:, None],
             inputs.hidden[rows, positions],
             frozen.lm_head_weight,
-            (share[:, None] * scale * of_terms)[:, None],
+            torch.stack(of_terms, dim=-1)[:, None],
             labels=labels[:, None],
             code=None if code is None else code[:, None],
             correction=matrix,

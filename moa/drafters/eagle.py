@@ -198,8 +198,9 @@ class EagleDrafter(FeatureDrafter):
         noise = _draw_noise(step.draws, inputs.hidden)
         seen = hidden if noise is None else hidden + noise
         queries, valid = training.loss_queries(inputs.response_mask[:, 1:].bool())
-        features = self(self.join(embeddings, seen[:, :-1]), queries)[valid]  # [P, E]
-        goal = training.at_queries(hidden[:, 1:], queries)[valid]
+        at = training.places(valid)
+        features = self(self.join(embeddings, seen[:, :-1]), queries)[at]  # [P, E]
+        goal = training.at_queries(hidden[:, 1:], queries)[at]
         kl, feature = training.distillation(frozen, features, goal, step.scale(len(features)), weights.divergence)
         return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, len(features))
 

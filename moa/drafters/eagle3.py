@@ -40,7 +40,7 @@ from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm
 from ..targets.bundle import FrozenTarget, target_sizes
 from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
-from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries
+from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries, places
 
 STEP_DECAY = 0.8
 """Weight of a step's loss relative to the step before (official ``traineagle3/main.py``)."""
@@ -225,13 +225,14 @@ class Eagle3Drafter(FeatureDrafter):
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
-        n_positions, n_steps = int(valid.sum()), features.shape[0]
+        at, n_steps = places(valid), features.shape[0]
+        n_positions = len(at[0])
         decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
         total, by_step = losses.chunked_losses(
-            self.normed(features.transpose(0, 1).transpose(1, 2)[valid]),  # [P, J, E]
-            at_queries(inputs.hidden, queries)[valid],  # [P, E]
+            self.normed(features.transpose(0, 1).transpose(1, 2)[at]),  # [P, J, E]
+            at_queries(inputs.hidden, queries)[at],  # [P, E]
             frozen.lm_head_weight,
-            (reached * decay[:, None, None]).permute(1, 2, 0)[valid][..., None],  # [P, J, 1]
+            (reached * decay[:, None, None]).permute(1, 2, 0)[at][..., None],  # [P, J, 1]
             own_head=self.lm_head.weight,
             tokens=self.draft_tokens,
             divergence=step.weights.divergence,

@@ -85,8 +85,9 @@ class GlideDrafter(Drafter):
         inputs, draws = step.inputs, step.draws
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
-        features = self._features(frozen, inputs, last_seen, queries)[valid]  # [P, E]
-        goal = training.at_queries(inputs.hidden, queries)[valid]
+        at = training.places(valid)
+        features = self._features(frozen, inputs, last_seen, queries)[at]  # [P, E]
+        goal = training.at_queries(inputs.hidden, queries)[at]
         kl, feature = training.distillation(frozen, features, goal, step.scale(len(features)), step.weights.divergence)
         return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), len(features))
 

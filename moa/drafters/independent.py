@@ -25,7 +25,7 @@ from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features
 from .sizes import DrafterSizes, multiple_of_32
-from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, loss_queries, round_queries
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, loss_queries, places, round_queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,9 @@ class IndependentDrafter(Drafter):
         """Compute the loss of one mini-batch: the forward KL, through both LM heads."""
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
-        features = self(inputs.tokens, queries)[valid]  # [P, W]
-        goal = at_queries(inputs.hidden, queries)[valid]  # [P, E]
+        at = places(valid)
+        features = self(inputs.tokens, queries)[at]  # [P, W]
+        goal = at_queries(inputs.hidden, queries)[at]  # [P, E]
         total, _ = losses.chunked_losses(
             features[:, None], goal, frozen.lm_head_weight, features.new_ones(len(features), 1, 1),
             own_head=self.embed_tokens.weight, divergence=step.weights.divergence,

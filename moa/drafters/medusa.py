@@ -30,7 +30,7 @@ from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import RowState
 from .sizes import DrafterSizes
-from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, round_queries
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, places, round_queries
 
 HEAD_DECAY = 0.8  # the loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain
 
@@ -111,18 +111,21 @@ class MedusaDrafter(Drafter):
         # Each head's sum is divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
-        features, goals, shares = [], [], []
-        reached = self.loss_positions(inputs.response_mask, step.draws)  # [B, T]
-        n_positions = int(reached.sum())
+        features, shares = [], []
+        reached = [self.loss_positions(inputs.response_mask, step.draws)]  # of each head [B, T]
+        for _ in self.heads[1:]:
+            reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))  # the position before is reached too
+        every = torch.stack(reached)
+        counts = every.sum(dim=(1, 2)).tolist()
+        n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
-        for k, head in enumerate(self.heads, start=1):
-            mask = reached[:, k:]  # [B, T - k]; nothing is reached before position k
-            features.append(head(hidden[:, : mask.shape[1]][mask]))  # [P_k, E], each from k positions before
-            goals.append(hidden[:, k:][mask])
-            shares.append(torch.full((len(goals[-1]),), HEAD_DECAY**k / total_share, device=hidden.device))
-            reached = reached & F.pad(reached[:, :-1], (1, 0))  # the position before is reached too
+        _, rows, at = places(every)  # nothing is reached by head k before position k
+        of_heads = zip(self.heads, rows.split(counts), at.split(counts), strict=True)
+        for k, (head, own_rows, own) in enumerate(of_heads, start=1):
+            features.append(head(hidden[own_rows, own - k]))  # [P_k, E], each from k positions before
+            shares.append(torch.full((len(own),), HEAD_DECAY**k / total_share, device=hidden.device))
         kl, _ = losses.chunked_losses(
-            torch.cat(features)[:, None], torch.cat(goals), frozen.lm_head_weight, torch.cat(shares)[:, None, None],
+            torch.cat(features)[:, None], hidden[rows, at], frozen.lm_head_weight, torch.cat(shares)[:, None, None],
             divergence=step.weights.divergence,
         )  # fmt: skip
         mean = kl * step.scale(n_positions)

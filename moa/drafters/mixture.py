@@ -43,7 +43,17 @@ from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, multiple_of_32
-from .training import Draws, LossTerms, Reads, Rounds, TrainingInputs, TrainingStep, at_queries, distillation
+from .training import (
+    Draws,
+    LossTerms,
+    Reads,
+    Rounds,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+    distillation,
+    places,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,19 +188,19 @@ class MoADrafter(KVEncoder, Drafter):
     ) -> LossTerms:
         """Compare what :meth:`forward` gives with the target's states at the loss positions of some rounds."""
         inputs, n_layers = step.inputs, self.config.target_layer_inference
-        valid = rounds.weights > 0
-        weights = rounds.weights[valid]  # [P]
-        scale = step.scale(float(weights.sum()))
-        features = features[valid]  # [P, E]
-        hidden = at_queries(inputs.hidden, rounds.queries)[valid]  # [P, E]
+        at = places(rounds.weights > 0)
+        weights = rounds.weights[at]  # [P]
+        scale = step.scale(weights.sum())
+        features = features[at]  # [P, E]
+        hidden = at_queries(inputs.hidden, rounds.queries)[at]  # [P, E]
         kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights)
         before, feature_term = None, feature
         if n_layers:
             if inputs.entering_hidden is None:
                 layer = self.config.n_layers - n_layers - 1
                 raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
-            goal = at_queries(inputs.entering_hidden, rounds.queries)[valid]
-            before = (losses.feature_loss(entering[valid], goal) * weights).sum() * scale
+            goal = at_queries(inputs.entering_hidden, rounds.queries)[at]
+            before = (losses.feature_loss(entering[at], goal) * weights).sum() * scale
             # Features are taught after and before the last N layers alike.
             feature_term = 0.5 * feature + 0.5 * before
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term

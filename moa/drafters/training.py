@@ -179,6 +179,14 @@ def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(valid, order, 0), valid
 
 
+def places(mask: Tensor) -> tuple[Tensor, ...]:
+    """List the indices where a mask is set, [P] int64 of each dimension, row by row.
+
+    The host waits for them once; a mask as an index makes it wait each time, and again in the backward.
+    """
+    return mask.nonzero(as_tuple=True)
+
+
 def at_queries(x: Tensor, queries: Tensor) -> Tensor:
     """Gather x [B, T, E] at queries [B, Q]: [B, Q, E]."""
     return x.gather(1, queries[..., None].expand(-1, -1, x.shape[-1]))
@@ -288,10 +296,10 @@ class TrainingStep:
     weights: LossWeights = LossWeights()
     denominator: float | None = None
 
-    def scale(self, n_positions: float) -> float:
-        """The factor of sums over loss positions."""
+    def scale(self, n_positions: float | Tensor) -> float:
+        """The factor of sums over loss positions; with a denominator nothing waits for their number."""
         # Without a denominator as in the released code.
-        return 1.0 / (self.denominator if self.denominator is not None else n_positions + 1e-5)
+        return 1.0 / (self.denominator if self.denominator is not None else float(n_positions) + 1e-5)
 
 
 @dataclass
