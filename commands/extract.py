@@ -204,19 +204,25 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
     """
     if model and drop:
         raise StageFailure("give --model to extract the damaged parts again, or --drop to delete them, not both.")
+    if _repair(store, model, dataset, device, drop):
+        _repair(store, model, dataset, device, drop)  # of the parts, which could not be checked before
+
+
+def _repair(store: StorePath, model: str | None, dataset: str | None, device: str | None, drop: bool) -> bool:
+    """Repair what can be found; returns whether there may be more behind it."""
     from ..storage.write.repair import drop_damage, plan_repair
 
     with ProgressLine("B", scaled=True) as progress:
         damage = plan_repair(store, progress=progress)
     out.print(damage.describe() or f"{store} is whole, there is nothing to repair")
     if not damage.damages and (drop or not damage.missing):
-        return
+        return False
     if drop:
         dropped = drop_damage(damage)
         out.print(
             f"dropped: {counted(len(dropped), 'part')}{' and the target bundle' * bool(damage.of_kind('target'))}"
         )
-        return
+        return damage.hides_parts
     if model is None and damage.damages:
         raise StageFailure(
             f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts "
@@ -234,6 +240,7 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
     with ProgressLine("token") as progress:
         report = run_repair(damage, model, dataset, device, progress, collect_provenance())
     out.print(report.describe())
+    return damage.hides_parts
 
 
 @click.command()

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def generate(
     prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
     *,
     max_new_tokens: int = 256,
-    tree: TreeShape | ShapePolicy | None = None,
+    tree: str | TreeShape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
@@ -151,7 +152,8 @@ def generate(
     Args:
         prompt: what the user says, a chat (messages with ``role`` and ``content``), or token ids.
         max_new_tokens: limit of the answer.
-        tree: shape of the drafts; None for ``auto``, chains that give way to plain decoding where they do not pay.
+        tree: shape of the drafts, also as a text such as ``6x8x62``; None for ``auto``, chains that give way to plain
+            decoding where they do not pay.
         on_tokens: called with each run of tokens, and for each of them whether it was drafted.
 
     Returns:
@@ -163,11 +165,14 @@ def generate(
     """
     if not isinstance(drafter, Drafter):
         raise DrafterError(f"the drafter is {drafter!r:.60}, expected what load_drafter gives.")
+    if isinstance(tree, str):
+        tree = TreeShape.parse(tree)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     try:
-        messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-        tokens = [int(token) for token in prompt if not isinstance(token, Mapping)]
+        items: list[Any] = list(prompt) if not isinstance(prompt, bytes) else [prompt]
+        messages = [dict(item) for item in items if isinstance(item, Mapping)]
+        tokens = [index(token) for token in items if not isinstance(token, Mapping)]
     except (TypeError, ValueError) as error:
         raise DrafterError(f"the prompt is {prompt!r:.60}, expected a text, messages or token ids.") from error
     if messages:

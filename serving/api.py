@@ -88,6 +88,12 @@ class _StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+# A body of a megabyte can hold half a million wrong items, and each would become an error, for seconds.
+_FAILS_FAST = Field(fail_fast=True)
+_MAX_MESSAGES = 10_000
+_MAX_CONTAINERS = 100_000  # lists and objects of a body, counted by their brackets: Python takes 0.2 s to make them
+
+
 class AnswerRequest(BaseModel):
     """The settings that requests for chat completions and for completions have in common."""
 
@@ -100,7 +106,7 @@ class AnswerRequest(BaseModel):
     top_k: Annotated[int, Field(ge=0)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], _FAILS_FAST] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     drafter: str | None = None
@@ -114,6 +120,10 @@ class AnswerRequest(BaseModel):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Read the body of a request, or raise ApiError."""
+        if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
+            raise ApiError(
+                400, f"the body has more than {_MAX_CONTAINERS:,} brackets; send less.", code="invalid_value"
+            )
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
@@ -136,7 +146,7 @@ class AnswerRequest(BaseModel):
 class ChatRequest(AnswerRequest):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES), _FAILS_FAST]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @override
@@ -155,18 +165,21 @@ class ChatRequest(AnswerRequest):
 class CompletionRequest(AnswerRequest):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[Any]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
 
     @property
     def single_prompt(self) -> str | list[int]:
         """The prompt, as a text or as tokens; ApiError where there are several."""
         prompt = self.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             if len(prompt) > 1:
                 raise ApiError(400, "one request takes one prompt; send several requests.", "prompt", "invalid_value")
-            prompt = prompt[0]
-        return prompt  # type: ignore[return-value]  # a list of strings or lists has gone
+            (prompt,) = prompt
+        # By hand: pydantic would try each kind of prompt on half a million items.
+        if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+            raise ApiError(400, "prompt: Input should be a text or a list of token ids.", "prompt", "invalid_value")
+        return prompt
 
 
 def _invalid(error: ValidationError) -> ApiError:

@@ -60,6 +60,11 @@ class RepairPlan:
         return not self.of_kind("manifest") and not self.of_kind("codec")
 
     @property
+    def hides_parts(self) -> bool:
+        """Whether parts could not be checked for damage elsewhere, so that a repair has to be followed by another."""
+        return any(map(self.of_kind, ("manifest", "metadata", "manifest_commit", "codec")))
+
+    @property
     def others(self) -> list[Finding]:
         """Damages that a repair does not help with."""
         return self.of_kind("others")
@@ -70,8 +75,8 @@ class RepairPlan:
         if self.parts:
             lines.append(f"{counted(len(self.parts), 'damaged part')}: {', '.join(map(str, self.parts))}")
         lines += [meaning for kind, (_, meaning) in _KINDS.items() if meaning and self.of_kind(kind)]
-        if any(map(self.of_kind, ("manifest", "metadata", "manifest_commit", "codec"))):
-            lines.append("so the parts were not checked yet: afterwards run this command once more")
+        if self.hides_parts:
+            lines.append("so the parts are checked afterwards")
         lines += [f"{damage.path} belongs to no part" for damage in self.of_kind("strays")]
         lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
         return "\n".join(lines)

@@ -156,9 +156,10 @@ def test_texts_chats_and_tokens_give_one_answer(room: Path) -> None:
         generate(target, drafter, prompt, max_new_tokens=7) for prompt in (str(chat[0]["content"]), chat, tokens)
     )
     plain = plain_generate(target, tokens, max_new_tokens=7)
+    assert generate(target, drafter, tokens, max_new_tokens=7, tree="2x2x3").tokens == plain.tokens
     assert by_text.tokens == by_chat.tokens == by_tokens.tokens == plain.tokens
     assert by_text.stats.n_drafted > 0  # without a shape auto chooses, after three plain steps
     assert by_text.text == target.tokenizer.decode(by_text.tokens, skip_special_tokens=True)
-    for wrong in ([chat], None, 5):
+    for wrong in ([chat], None, 5, [1.5], b"hi"):
         with pytest.raises(DrafterError, match="expected a text"):
             generate(target, drafter, wrong, max_new_tokens=5)  # type: ignore[arg-type]

@@ -325,6 +325,16 @@ def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pyt
     assert read_tree(store) == whole
 
 
+@pytest.mark.parametrize("name", ["store.json", "plan.parquet", "parts/kv/zarr.json"])
+def test_parts_that_other_damage_hides_are_repaired_by_the_same_command(config: ExtractConfig, name: str) -> None:
+    store, whole = extracted(config)
+    flip(store / name)
+    flip(next((store / "parts/kv").glob("c.1.*")))
+    done = run("repair", store, "--model", config.model)
+    assert done.exit_code == 0, done.output
+    assert read_tree(store) == whole
+
+
 def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
     store, whole = extracted(config)
     (store / "commits/target.json").unlink()

@@ -193,6 +193,27 @@ def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
             assert stream.read().endswith(b"data: [DONE]\n\n"), "an answer may take longer"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"messages": [1] * 9_000}, {"messages": [{}] * 20_000}, {"messages": [{}] * 200_000}, {"stop": [1] * 200_000}],
+    ids=str,
+)
+def test_a_body_with_many_wrong_items_is_refused_at_the_first(wrong: dict[str, Any]) -> None:
+    """An error for each of half a million took seconds of the event loop."""
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | wrong).encode()
+    with pytest.raises(api_module.ApiError) as refused:
+        api_module.ChatRequest.parse(body)
+    assert refused.value.status == 400
+    assert getattr(refused.value.__cause__, "error_count", lambda: 0)() <= 2  # one for each kind that is allowed
+
+
+@pytest.mark.parametrize("prompt", [[0.5] * 9, [1, None], [{}], [[[]]], [["a"]], [True]], ids=str)
+def test_prompts_are_texts_or_token_ids(prompt: list[Any]) -> None:
+    body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
+    with pytest.raises(api_module.ApiError, match="a text or a list of token ids"):
+        _ = api_module.CompletionRequest.parse(body).single_prompt
+
+
 def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:
     with LiveServer(target, allowed_host=("LLM.example.org",)) as server:
         for host, status in (
