@@ -3,6 +3,7 @@
 ``demo.json`` in its folder holds the settings, and for each finished phase its seconds and figures.
 """
 
+import importlib
 import json
 import shutil
 import time
@@ -103,6 +104,8 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _corpus(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+    for stage in ("target", "serving"):  # which need every package: before anything is written
+        importlib.import_module(f"{__package__}.{stage}")
     corpus = generate_corpus(config.n_chats, config.n_held_out, config.seed)
     (folder / "corpus").mkdir(exist_ok=True)
     write_jsonl(corpus.held_out, _held_out(folder))

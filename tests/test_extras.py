@@ -105,6 +105,7 @@ def test_storage_settings_and_the_table_of_installs_without_torch(tmp_path: Path
         if extra:
             assert errors.splitlines()[-1].startswith("Error: "), errors
             assert f"'moa-data[{extra}]'" in errors
+    assert not (tmp_path / "OUT" / "corpus").exists(), "the demo needs torch before it makes chats"
 
 
 def test_every_file_of_the_package_is_installed() -> None:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Literal, SupportsIndex
 
@@ -371,7 +372,10 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
     if spec.layer_axis != 1:
         raise SelectionInvalid(f"Field {spec.name!r} has no layers; leave `layers` out.")
     n_layers = spec.token_shape[0]
-    chosen = list(range(n_layers))[layers] if isinstance(layers, slice) else [int(layer) for layer in layers]
+    try:
+        chosen = list(range(n_layers))[layers] if isinstance(layers, slice) else [index(layer) for layer in layers]
+    except TypeError as error:
+        raise SelectionInvalid(f"layers are {layers!r:.60}, expected a slice or a list of numbers.") from error
     for layer in chosen:
         if not -n_layers <= layer < n_layers:
             raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")

@@ -78,6 +78,8 @@ def len_of(layers: Any) -> int:
         (lambda reader: reader.read(12, "kv"), "sequence 12"),
         (lambda reader: reader["kv"], "'kv'"),
         (lambda reader: reader[0:2], "slice"),
+        (lambda reader: reader.read(0, "kv", layers=-1), "-1"),
+        (lambda reader: reader.read(0, "kv", layers=[1.5]), "1.5"),
         (lambda reader: reader.read(0, "kv", tokens=slice(0, 10, 2)), "step"),
         (lambda reader: reader.read_batch([0], ["kv", "k"]), "'k'"),
         (lambda reader: reader.read_batch([0], "tokens", layers=[0]), "'tokens'"),
