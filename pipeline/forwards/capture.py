@@ -124,7 +124,9 @@ class Capture:
         with torch.inference_mode():
             encoded = [
                 codecs.encode(
-                    {name: self.fields[name][index, :n_tokens] for name in codecs.fields}, self.tokens[index, :n_tokens]
+                    {name: self.fields[name][index, :n_tokens] for name in codecs.fields},
+                    self.tokens[index, :n_tokens],
+                    is_finite=True,
                 )
                 for index, n_tokens in enumerate(self.n_tokens)
             ]

@@ -34,7 +34,7 @@ import numpy as np
 from array_api_compat import array_namespace, device
 
 from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
-from .field import Codes, Layers
+from .field import Codes, Layers, placed
 
 EARLY_POSITIONS = 8
 """Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
@@ -119,7 +119,8 @@ class GroupFit:
 def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
     """Quantise components that are divided by their steps, [n, n_components], to codes as floats of the same shape."""
     xp = array_namespace(scaled)
-    codes = xp.sign(scaled) * xp.floor(xp.abs(scaled) + rounding)
+    codes = xp.floor(xp.abs(scaled) + rounding)
+    codes = xp.where(scaled < 0, -codes, codes)  # xp.sign looks for NaN, by a mask as index
     return xp.minimum(xp.maximum(codes, -limit), limit)
 
 
@@ -183,7 +184,7 @@ class GroupTransform:
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
-        rows = xp.asarray(mean_rows(0, parts[0].shape[0]), device=device(parts[0]))
+        rows = placed(mean_rows(0, parts[0].shape[0]), parts[0])
         if constants["regression"]:
             parts = [values - features @ matrix for values, matrix in zip(parts, constants["regression"], strict=True)]
         scaled = [
@@ -216,7 +217,7 @@ class GroupTransform:
         """
         columns = self._columns(codes, n_tokens)
         xp, constants = array_namespace(columns), self._on(columns)
-        early = xp.asarray(mean_rows(first_position, n_tokens), device=device(columns))
+        early = placed(mean_rows(first_position, n_tokens), columns)
         decoded = []
         names = ("mean", "synthesis", "regression") if constants["regression"] else ("mean", "synthesis")
         for part, own in enumerate(constants["own"]):
@@ -261,9 +262,7 @@ class GroupTransform:
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
             self._constants[key] = {
-                name: [xp.asarray(item, device=device(like)) for item in value]
-                if isinstance(value, list)
-                else xp.asarray(value, device=device(like))
+                name: [placed(item, like) for item in value] if isinstance(value, list) else placed(value, like)
                 for name, value in self._make_constants().items()
             }
         return self._constants[key]
@@ -319,7 +318,7 @@ class GroupTransform:
 def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Array:
     """Take the columns of some layers: [rows, width] -> [rows, width * len(layers) / n_layers]."""
     by_layer = xp.reshape(matrix, (matrix.shape[0], n_layers, -1))
-    ids = xp.asarray(np.asarray(layers, np.int32), device=device(matrix))
+    ids = placed(np.asarray(layers, np.int32), matrix)
     return xp.reshape(xp.take(by_layer, ids, axis=1), (matrix.shape[0], -1))
 
 

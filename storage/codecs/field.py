@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace, device
 
 from ...errors import StoreError
 from ...text import Progress
@@ -17,6 +18,15 @@ Codes = Mapping[str, Array]
 """Name of a stored array -> rows of it."""
 Layers = list[int] | None
 """The chosen layers in the order wanted; None for all."""
+
+
+def placed(array: np.ndarray, like: Array) -> Array:
+    """Copy an array of the host to the namespace and device of ``like``, without waiting for a CUDA device."""
+    xp = array_namespace(like)
+    if getattr(like, "is_cuda", False):
+        # A copy from memory that is not pinned would wait until the device has done all that it was asked for before.
+        return xp.asarray(array).pin_memory().to(device(like), non_blocking=True)
+    return xp.asarray(array, device=device(like))
 
 
 class FieldCodec:
@@ -91,14 +101,14 @@ class FieldCodec:
         """List the codecs that decoding the field takes: those of all that it is predicted from, then itself."""
         return list(dict.fromkeys([*(one for source in self.sources for one in source.with_sources()), self]))
 
-    def finite(self, xp: Any, values: Array) -> Array:
-        """Return values as float32; raises StoreError where one is NaN or infinite."""
+    def check_finite(self, values: Array) -> None:
+        """Raise StoreError where a value is NaN or infinite; this waits for the device of the values."""
+        xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
             raise StoreError(
                 f"Field {self.spec.name!r} has NaN or infinite values, which only codec lossless holds. Extract with "
                 "it, or drop the sequence."
             )
-        return xp.astype(values, xp.float32)
 
 
 # Upper estimates of stored bits per raw bit: in bfloat16 KV measures 0.66 to 0.70 and hidden states up to 0.70.

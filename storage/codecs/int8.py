@@ -75,7 +75,7 @@ class Int8Codec(FieldCodec):
     @override
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         xp = array_namespace(values)
-        values = self.finite(xp, values)
+        values = xp.astype(values, xp.float32, copy=False)
         parts = [values[:, :, :, 0, :], values[:, :, :, 1, :]] if self._is_kv else [values]
         encoded: dict[str, Array] = {}
         for part, own in zip(self._parts, parts, strict=True):

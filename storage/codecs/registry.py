@@ -91,10 +91,13 @@ class StoreCodec:
         """All fields, each after those that it is predicted from."""
         return list(dict.fromkeys(one for name in self.fields for one in self.with_sources(name) if one in self.fields))
 
-    def encode(self, values: Mapping[str, Array], tokens: Array) -> dict[str, dict[str, Array]]:
+    def encode(
+        self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
+    ) -> dict[str, dict[str, Array]]:
         """Encode fields of one whole sequence, as ``FieldCodec.encode`` does: field -> array name -> rows.
 
-        With a field that is predicted from others, these must be given too.
+        With a field that is predicted from others, these must be given too. Checking that values are finite waits for
+        their device. Raises StoreError where one is not.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
@@ -104,6 +107,8 @@ class StoreCodec:
             names = sources.get(name, ())
             has_all = bool(names) and set(names) <= offered.keys()  # else the codec says what it lacks
             features = side_by_side([offered[one] for one in names]) if has_all else None
+            if not is_finite:
+                self.fields[name].check_finite(values[name])
             encoded[name] = self.fields[name].encode(values[name], tokens, features)
             if name in used:
                 codes = encoded[name] | {TOKENS: tokens}

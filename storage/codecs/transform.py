@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -49,7 +49,7 @@ from .coding import (
     Pieces,
     piece_bytes,
 )
-from .field import Codes, FieldCodec, Layers, Learning
+from .field import Codes, FieldCodec, Layers, Learning, placed
 from .fit import fit_groups
 
 AUTO_GROUP_WIDTH = 4_096
@@ -128,6 +128,8 @@ class Rope:
 
     inv_freq: np.ndarray  # radians per position, float32 [rotary_dim / 2], or [n_layers, ...] where layers differ
     scaling: np.ndarray  # factor on rotated dimensions, float32 [] or [n_layers]
+    # Namespace and device -> cosine and sine of positions from 0 on.
+    _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", np.asarray(self.inv_freq, np.float32))
@@ -149,24 +151,36 @@ class Rope:
         Args:
             layers: the target's layer of each index of axis 1; None for all in order.
         """
+        xp, tables = array_namespace(keys), self._tables(first_position, keys.shape[0], layers, undo, keys)
+        cosine, sine = (xp.astype(table, keys.dtype, copy=False) for table in tables)
+        half = self.inv_freq.shape[-1]
+        low, high = keys[..., :half], keys[..., half : 2 * half]
+        turned = [low * cosine - high * sine, high * cosine + low * sine]
+        return xp.concat([*turned, keys[..., 2 * half :]], axis=-1)
+
+    def _tables(self, first: int, n_tokens: int, layers: Layers, undo: bool, like: Array) -> list[Array]:
+        """Return cosine and sine of positions, times the scaling: float32 [n_tokens, n_layers or 1, 1, half]."""
+        stop = first + n_tokens
+        if self.inv_freq.ndim == 2 or self.scaling.ndim == 1:
+            return self._compute(np.arange(first, stop), layers, undo, like)
+        # Kept where all layers share them, for up to twice as many positions as are needed: on a device nothing is then
+        # computed or copied for the next sequence.
+        key = f"{array_namespace(like).__name__} {device(like)} {undo}"
+        if key not in self._kept or len(self._kept[key][0]) < stop:
+            self._kept[key] = self._compute(np.arange(1 << stop.bit_length()), None, undo, like)
+        return [table[first:stop] for table in self._kept[key]]
+
+    def _compute(self, positions: np.ndarray, layers: Layers, undo: bool, like: Array) -> list[Array]:
         sign = -1.0 if undo else 1.0
         frequencies, scaling = self.inv_freq, self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
             scaling = scaling[layers] if scaling.ndim == 1 else scaling
         # In float64: angles of late positions have too few digits in float32.
-        positions = np.arange(first_position, first_position + keys.shape[0], dtype=np.float64)
-        angles = positions[:, None, None] * np.atleast_2d(frequencies).astype(np.float64)
+        angles = positions[:, None, None].astype(np.float64) * np.atleast_2d(frequencies).astype(np.float64)
         factor = scaling.astype(np.float64).reshape(-1, 1) ** sign
-        xp = array_namespace(keys)
-        cosine, sine = (  # [n_tokens, n_layers or 1, 1, rotary_dim / 2]
-            xp.astype(xp.asarray(table[:, :, None].astype(np.float32), device=device(keys)), keys.dtype)
-            for table in (np.cos(angles) * factor, sign * np.sin(angles) * factor)
-        )
-        half = self.inv_freq.shape[-1]
-        low, high = keys[..., :half], keys[..., half : 2 * half]
-        turned = [low * cosine - high * sine, high * cosine + low * sine]
-        return xp.concat([*turned, keys[..., 2 * half :]], axis=-1)
+        values = np.cos(angles) * factor, sign * np.sin(angles) * factor
+        return [placed(table[:, :, None].astype(np.float32), like) for table in values]
 
 
 class TransformCodec(FieldCodec):
@@ -335,8 +349,8 @@ class TransformCodec(FieldCodec):
 
     @override
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
-        values = self.finite(array_namespace(values), values)
-        return self.encode_parts(self.parts(values), tokens, features)
+        xp = array_namespace(values)
+        return self.encode_parts(self.parts(xp.astype(values, xp.float32, copy=False)), tokens, features)
 
     def encode_parts(
         self, groups: Sequence[Sequence[Array]], tokens: Array | None = None, features: Array | None = None
@@ -387,7 +401,7 @@ class TransformCodec(FieldCodec):
         joined = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
         if order == sorted(order):
             return joined
-        return xp.take(joined, xp.asarray(np.argsort(order).astype(np.int32), device=device(joined)), axis=1)
+        return xp.take(joined, placed(np.argsort(order).astype(np.int32), joined), axis=1)
 
     def as_features(self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None) -> Array:
         """Decode what the fields that are predicted from this one see: float32 [n_tokens, n_features].
@@ -458,7 +472,7 @@ class TransformCodec(FieldCodec):
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
-            self._feature_tables[key] = xp.asarray(self._features, device=device(like))
+            self._feature_tables[key] = placed(self._features, like)
         ids = xp.asarray(tokens[:n_tokens], device=device(like))  # the table stays on the device, ids are small
         # An id outside the vocabulary would stop a whole CUDA device.
         ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
@@ -498,7 +512,8 @@ class Observation:
             raise ValueError(
                 f"Codec {codec.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens."
             )
-        values = codec.finite(np, np.asarray(values, np.float32))
+        values = np.asarray(values, np.float32)
+        codec.check_finite(values)
         if len(values):
             self._sample.add(codec.parts(values), tokens if codec.needs_tokens else None)
 

@@ -420,4 +420,6 @@ def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -
             f"{spec.name!r} is predicted from {names}: encode the sequence by StoreCodec.encode, and give `write` the "
             "rows."
         )
-    return codec.encode(to_float32(values, spec.dtype), tokens)
+    exact = to_float32(values, spec.dtype)
+    codec.check_finite(exact)
+    return codec.encode(exact, tokens)

@@ -36,6 +36,17 @@ def test_a_batch_gives_what_the_cpu_gives(device: Counts) -> None:
         assert np.array_equal(own, expected)
 
 
+def test_encoding_a_batch_waits_once_a_field(device: Counts) -> None:
+    """That is for the check that all values are finite, however many sequences there are."""
+    for n_sequences in (1, 8):
+        model, sequences = build_text_model().to("cuda"), [np.arange(4, 13).astype(np.int32)] * n_sequences
+        captured = capture(model, sequences, SPEC, torch.float32)
+        codec = StoreCodec("int8", field_specs(SPEC, target_sizes(model.config), "float32"))
+        device.reset()
+        captured.encode(codec, [str(i) for i in range(n_sequences)])
+        assert device.waits <= len(captured.fields), device.worst()
+
+
 def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
     """A copy comes as late as it may: what is read before `wait` is not there yet."""
     captured = capture(build_text_model().to("cuda"), [np.arange(4, 9).astype(np.int32)], SPEC, torch.float32)

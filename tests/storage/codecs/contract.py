@@ -39,6 +39,7 @@ from moa_data.storage.schema import (
     to_float32,
     tokens_field,
 )
+from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.stores import make_recipe, read_tree
 
 KV, LOW, HIGH, LAST = "kv", "hidden/layer_2", "hidden/layer_10", "hidden/last"
@@ -237,13 +238,27 @@ class LossyContract(CodecContract):
             got, expected = (codec.fields[field].decode(rows, 0, len(tokens)) for rows in (on_device, codes))
             np.testing.assert_allclose(got.cpu().numpy(), expected, rtol=0, atol=self.slice_atol)
 
+    def test_a_device_is_not_waited_for(self, codec: StoreCodec, device: Counts) -> None:
+        found: list[list[torch.Tensor]] = []
+        for kind in ("cpu", "cuda"):
+            values = {name: torch.from_numpy(LONG[name]).view(torch.bfloat16).to(kind) for name in ACTIVATIONS}
+            tokens = torch.from_numpy(LONG[TOKENS]).to(kind)
+            device.reset()
+            of_fields = codec.encode(values, tokens, is_finite=True)
+            codes = {TOKENS: tokens} | {name: rows for own in of_fields.values() for name, rows in own.items()}
+            decoded = [codec.fields[name].decode(codes, 0, len(tokens)) for name in ACTIVATIONS]
+            assert device.waits == 0, device.worst()
+            found.append([array.cpu() for array in (*codes.values(), *decoded)])
+        for own, expected in zip(*found, strict=True):
+            assert torch.equal(own, expected)
+
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_values_that_are_not_finite_are_refused(self, codec: StoreCodec, bad: float) -> None:
         for field, values in exact(LONG).items():
             values.reshape(-1)[7] = bad
             for given in (values, torch.from_numpy(values)):
                 with pytest.raises(StoreError, match=f"'{field}'"):
-                    codec.fields[field].encode(given, LONG[TOKENS])
+                    codec.encode(exact(LONG) | {field: given}, LONG[TOKENS])
 
     @pytest.mark.parametrize("fields", [(KV, LAST), (LAST, KV)])
     def test_what_comes_undecoded_can_be_decoded(self, written: Path, fields: tuple[str, str]) -> None:
