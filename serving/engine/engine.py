@@ -39,7 +39,7 @@ from .attention import Part
 from .pool import BLOCK_TOKENS, Pool, PooledKV
 from .runner import Output, Runner
 from .scheduler import Scheduled, Scheduler
-from .sequence import Commit, Request, Sequence, Work
+from .sequence import Commit, Request, Sequence, Work, contexts_to_host
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
@@ -374,12 +374,14 @@ class Engine:
                 for sequence in group:
                     with self._alone(sequence):
                         self._encode(name, [sequence])
-        for sequence in sequences:
-            is_open = not sequence.finish and sequence.id in self._sequences
-            if is_open and sequence.n_unsent >= _contexts_at_once(sequence):
-                with self._alone(sequence):
-                    commit = sequence.take_contexts(sequence.commit())
-                    self._report(sequence, replace(commit, answers=0))
+        ready = [
+            s for s in sequences if s.id in self._sequences and not s.finish and s.n_unsent >= _contexts_at_once(s)
+        ]
+        contexts_to_host(ready)
+        for sequence in ready:
+            with self._alone(sequence):
+                commit = sequence.take_contexts(sequence.commit())
+                self._report(sequence, replace(commit, answers=0))
 
     def _encode(self, name: str, sequences: Rows[Sequence]) -> None:
         """Encode the contexts of sequences of a drafter, and let it have them too."""

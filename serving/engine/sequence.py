@@ -158,3 +158,12 @@ class Sequence:
         first, context = self.n_context - self.n_unsent, torch.cat(self.encoded)
         self.encoded.clear()
         return replace(commit, context_start=first, context=context)
+
+
+def contexts_to_host(sequences: Rows[Sequence]) -> None:
+    """Copy contexts that were not sent yet to the host, with one wait for the device for all of a drafter."""
+    for name in dict.fromkeys(sequence.request.drafter for sequence in sequences):
+        own = [sequence for sequence in sequences if sequence.request.drafter == name]
+        together = torch.cat([part for sequence in own for part in sequence.encoded]).cpu()
+        for sequence, part in zip(own, together.split([one.n_unsent for one in own]), strict=True):
+            sequence.encoded = [part]

@@ -96,8 +96,7 @@ class StoreCodec:
     ) -> dict[str, dict[str, Array]]:
         """Encode fields of one whole sequence, as ``FieldCodec.encode`` does: field -> array name -> rows.
 
-        With a field that is predicted from others, these must be given too. Checking that values are finite waits for
-        their device. Raises StoreError where one is not.
+        With a field that is predicted from others, these must be given too. To refuse NaN waits for the values' device.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}

@@ -151,28 +151,27 @@ class Rope:
         Args:
             layers: the target's layer of each index of axis 1; None for all in order.
         """
-        xp, tables = array_namespace(keys), self._tables(first_position, keys.shape[0], layers, undo, keys)
-        cosine, sine = (xp.astype(table, keys.dtype, copy=False) for table in tables)
+        xp, stop = array_namespace(keys), first_position + keys.shape[0]
+        cosine, sine = (
+            xp.astype(x, keys.dtype, copy=False) for x in self._tables(first_position, stop, layers, undo, keys)
+        )
         half = self.inv_freq.shape[-1]
         low, high = keys[..., :half], keys[..., half : 2 * half]
         turned = [low * cosine - high * sine, high * cosine + low * sine]
         return xp.concat([*turned, keys[..., 2 * half :]], axis=-1)
 
-    def _tables(self, first: int, n_tokens: int, layers: Layers, undo: bool, like: Array) -> list[Array]:
+    def _tables(self, first: int, stop: int, layers: Layers, undo: bool, like: Array) -> list[Array]:
         """Return cosine and sine of positions, times the scaling: float32 [n_tokens, n_layers or 1, 1, half]."""
-        stop = first + n_tokens
         if self.inv_freq.ndim == 2 or self.scaling.ndim == 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
-        # Kept where all layers share them, for up to twice as many positions as are needed: on a device nothing is then
-        # computed or copied for the next sequence.
+        # Kept where all layers share them, so that nothing is computed and copied to a device for the next sequence.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
         if key not in self._kept or len(self._kept[key][0]) < stop:
             self._kept[key] = self._compute(np.arange(1 << stop.bit_length()), None, undo, like)
         return [table[first:stop] for table in self._kept[key]]
 
     def _compute(self, positions: np.ndarray, layers: Layers, undo: bool, like: Array) -> list[Array]:
-        sign = -1.0 if undo else 1.0
-        frequencies, scaling = self.inv_freq, self.scaling
+        sign, frequencies, scaling = -1.0 if undo else 1.0, self.inv_freq, self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
             scaling = scaling[layers] if scaling.ndim == 1 else scaling

@@ -13,15 +13,24 @@ from moa_data.serving.engine.attention import Part
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool, PooledKV
 from moa_data.serving.engine.runner import Runner
-from moa_data.serving.engine.sequence import Request, Work
+from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import never_ending
 
 N_LAYERS = 32  # as many as an 8B target has, of which most launches are
-BUDGETS = {"": (1340, 1), "eagle": (1570, 2), "moa": (1750, 2)}
-"""Launches and waits of a step with 8 texts by the drafter, with chains of 4."""
+SAMPLED = SamplingConfig(temperature=0.9, top_k=20)
+CONTEXTS = {"wants_context": True}
+BUDGETS: list[tuple[str, dict[str, Any], int, int]] = [
+    ("", {}, 1340, 1),
+    ("eagle", {}, 1570, 2),
+    ("moa", {}, 1750, 2),
+    ("moa", CONTEXTS, 1780, 2),
+    ("moa", {"tree": "3x2x6"}, 1750, 2),
+    ("eagle3", {"tree": "4@0.3"}, 1620, 3),  # which asks once whether it is sure enough
+]
+"""Launches and waits of a step with 8 texts, by the drafter and the settings; chains of 4 where nothing is said."""
 MAX_GROWTH = 1.1
 
 
@@ -47,22 +56,48 @@ def engine_on(
     return engine, texts
 
 
-def step_counts(counts: Counts, n_texts: int, kind: str) -> tuple[int, int, str]:
+def step_counts(counts: Counts, n_texts: int, kind: str, options: dict[str, Any]) -> tuple[int, int, str]:
     """Launches and waits of a step, and the lines that launched and waited most."""
-    engine, _ = engine_on("cuda", n_texts, kind, N_LAYERS)
+    engine, _ = engine_on("cuda", n_texts, kind, N_LAYERS, **options)
     for _ in range(4):
         counts.reset()
         engine.step()
     return counts.launches, counts.waits, counts.worst()
 
 
-@pytest.mark.parametrize("kind", BUDGETS)
-def test_a_step_launches_and_waits_little_however_many_texts_share_it(device: Counts, kind: str) -> None:
-    alone, _, _ = step_counts(device, 1, kind)
-    launches, waits, lines = step_counts(device, 8, kind)
-    assert launches <= BUDGETS[kind][0], lines
+@pytest.mark.parametrize(("kind", "options", "max_launches", "max_waits"), BUDGETS)
+def test_a_step_launches_and_waits_little_however_many_texts_share_it(
+    device: Counts, kind: str, options: dict[str, Any], max_launches: int, max_waits: int
+) -> None:
+    alone, _, _ = step_counts(device, 1, kind, options)
+    launches, waits, lines = step_counts(device, 8, kind, options)
+    assert launches <= max_launches, lines
     assert launches <= MAX_GROWTH * alone, lines
-    assert waits <= BUDGETS[kind][1], lines
+    assert waits <= max_waits, lines
+
+
+@pytest.mark.parametrize("n_texts", [1, 8])
+def test_contexts_of_all_texts_come_to_the_host_together(device: Counts, n_texts: int) -> None:
+    """With drafts of clients: each call's contexts are sent at once, and a session copies what it is given."""
+    engine = Engine(never_ending(build_model().to("cuda")), {"it": build("moa", build_model()).to("cuda")})
+    contexts: list[torch.Tensor] = []
+
+    def take(commit: Commit) -> None:
+        if commit.context is not None:
+            contexts.append(commit.context.to("cpu"))
+
+    for prompt in random_prompts(n_texts, 3, longest=40):
+        own = engine.add(Request(tuple(prompt), len(prompt), 20, GREEDY, 0, "it", wants_context=True), take)
+        engine.set_work(own, Work.VERIFY)
+    while engine.step():
+        pass
+    contexts.clear()
+    for own in list(engine._sequences):
+        engine.set_work(own, Work.VERIFY, (7,))
+    device.reset()
+    assert engine.step()
+    assert len(contexts) == n_texts
+    assert device.waits <= 2, device.worst()
 
 
 @pytest.mark.parametrize(
