@@ -151,11 +151,9 @@ class Rope:
         Args:
             layers: the target's layer of each index of axis 1; None for all in order.
         """
-        xp, stop = array_namespace(keys), first_position + keys.shape[0]
-        cosine, sine = (
-            xp.astype(x, keys.dtype, copy=False) for x in self._tables(first_position, stop, layers, undo, keys)
-        )
-        half = self.inv_freq.shape[-1]
+        xp, half = array_namespace(keys), self.inv_freq.shape[-1]
+        tables = self._tables(first_position, first_position + keys.shape[0], layers, undo, keys)
+        cosine, sine = (xp.astype(table, keys.dtype, copy=False) for table in tables)
         low, high = keys[..., :half], keys[..., half : 2 * half]
         turned = [low * cosine - high * sine, high * cosine + low * sine]
         return xp.concat([*turned, keys[..., 2 * half :]], axis=-1)
@@ -166,9 +164,9 @@ class Rope:
             return self._compute(np.arange(first, stop), layers, undo, like)
         # Kept where all layers share them, so that nothing is computed and copied to a device for the next sequence.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
-        if key not in self._kept or len(self._kept[key][0]) < stop:
-            self._kept[key] = self._compute(np.arange(1 << stop.bit_length()), None, undo, like)
-        return [table[first:stop] for table in self._kept[key]]
+        if (tables := self._kept.get(key)) is None or len(tables[0]) < stop:
+            tables = self._kept[key] = self._compute(np.arange(1 << stop.bit_length()), None, undo, like)
+        return [table[first:stop] for table in tables]  # not from `_kept`, where another thread may put shorter ones
 
     def _compute(self, positions: np.ndarray, layers: Layers, undo: bool, like: Array) -> list[Array]:
         sign, frequencies, scaling = -1.0 if undo else 1.0, self.inv_freq, self.scaling

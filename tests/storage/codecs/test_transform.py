@@ -314,3 +314,16 @@ def test_unrotating_undoes_rotating_at_any_positions_and_layers(rope: Rope) -> N
 def test_arrays_that_are_no_rotation_are_refused(inv_freq: np.ndarray, scaling: int) -> None:
     with pytest.raises(ValueError, match="inv_freq"):
         Rope(inv_freq, np.array(scaling))
+
+
+def test_another_thread_may_replace_the_tables_of_rope() -> None:
+    class Shorter(dict[str, list[np.ndarray]]):
+        """Keeps what a thread with a shorter sequence puts in place right afterwards."""
+
+        def __setitem__(self, key: str, tables: list[np.ndarray]) -> None:
+            super().__setitem__(key, [table[:1] for table in tables])
+
+    rope = Rope(INV_FREQ, np.array(1))
+    expected = rope.rotate(KEYS)
+    object.__setattr__(rope, "_kept", Shorter())
+    np.testing.assert_array_equal(rope.rotate(KEYS), expected)
