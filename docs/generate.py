@@ -13,7 +13,7 @@ from moa_data.commands.options import StageCommand, default_text, help_text, typ
 from moa_data.config import Config, Setting
 from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.moa.formats.checkpoint import LAYOUTS
-from moa_data.moa.targets.bundle import SUPPORTED_MODEL_TYPES
+from moa_data.moa.targets.families import FAMILIES, OTHER
 from moa_data.pipeline.exchange.config import Format
 from moa_data.trainer.config import TrainConfig
 
@@ -134,11 +134,13 @@ SUPPORTED = """# What works with what
 
 ## Targets
 
-Decoder models of these families, as transformers loads them; others are refused in a line. Every drafter below works
-with each.
+Causal language models as transformers loads them, the text model of those that also see and hear. On loading, our
+logits are compared with the model's on a few tokens, and calls over cached tokens with one call over all; a model that
+fails is refused in a line. Drafters that read keys and values need a store of them; GLIDE, and DSpark with
+`--context kv`, also keys that are rotated as Llama's. Chains of one prompt at a time work with every family.
 
-| family | architecture |
-|---|---|
+| family | model | hidden states | keys and values | trees, batches, `serve` | `--target-layers` |
+|---|---|---|---|---|---|
 {families}
 
 ## Drafters
@@ -159,7 +161,12 @@ Formats are those of `export-drafter`; wherever `--drafter` takes a run it takes
 
 def supported_page() -> str:
     """The families of targets, the drafters, and the formats of both and of stores."""
-    families = [f"| `{name}` | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]} |" for name in SUPPORTED_MODEL_TYPES]
+    families = []
+    for name in (*FAMILIES, "any other"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "causal LMs of transformers")
+        family = FAMILIES.get(name, OTHER)
+        does = (True, family.keeps_kv, not family.carries_state, family.has_llama_layers)
+        families.append(f"| `{name}` | {model} | {' | '.join('yes' if one else 'no' for one in does)} |")
     drafters = []
     for kind in DRAFTERS:
         formats = "; ".join(f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind)

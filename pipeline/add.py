@@ -14,7 +14,8 @@ import torch
 
 from ..errors import OptionInvalid, StoreError, StoreMismatch, WorkerError
 from ..machine import fix_sums
-from ..moa.targets.bundle import held_layers, load_target_config, target_sizes
+from ..moa.targets.bundle import held_layers
+from ..moa.targets.families import load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
 from ..storage.paths import StorePath

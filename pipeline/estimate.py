@@ -23,7 +23,7 @@ import torch
 from ..errors import NotEnoughMemory
 from ..files import check_room
 from ..machine import free_memory
-from ..moa.targets.bundle import target_sizes
+from ..moa.targets.families import count_weights, family_of, mlp_width, target_sizes
 from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
@@ -114,7 +114,7 @@ class ForwardPlan:
         n_tokens = max(self.batch_tokens, self.longest_tokens)
         # The cache that the forward fills, and the intermediate values of one layer.
         cache = 2 * sizes["n_layers"] * sizes["n_kv_heads"] * sizes["head_dim"]
-        layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * config.intermediate_size
+        layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * mlp_width(config)
         # While gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
@@ -310,8 +310,11 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
 
 
 def _layer_weights(config: Any) -> int:
-    """Count the weights of a decoder layer: projections of attention and MLP, two norms."""
+    """Count the weights of a decoder layer, the mean where they differ."""
     sizes = target_sizes(config)
+    if not family_of(config).has_llama_layers:
+        n_embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+        return int((count_weights(config) - n_embeddings) // sizes["n_layers"])
     heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"])
     return int(sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size + 2))
 
@@ -333,7 +336,10 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", trust_remote_code=False, dtype=getattr(torch, forward.compute_dtype)
+            config,
+            attn_implementation=family_of(config).attention,
+            trust_remote_code=False,
+            dtype=getattr(torch, forward.compute_dtype),
         )
     model = model.to_empty(device=forward.device).eval().requires_grad_(False)
     for weight in model.parameters():
@@ -342,7 +348,9 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         else:
             weight.fill_(1.0)
     # Buffers must not be random: those of the rotation are computed from the config, as on loading.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(forward.device)
+    for module in model.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            model._init_weights(module)
     return model
 
 

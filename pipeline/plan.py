@@ -34,7 +34,8 @@ from ..errors import (
     WorkerError,
 )
 from ..files import parse_object
-from ..moa.targets.bundle import hash_target, load_target_config, target_sizes, weight_files
+from ..moa.targets.bundle import hash_target, weight_files
+from ..moa.targets.families import check_kv, load_target_config, target_sizes
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
 from ..storage.backend import names_in, open_path, read_file
@@ -192,6 +193,8 @@ def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, 
     model_config = load_target_config(folder)
     sizes, uses_vllm = target_sizes(model_config), config.forward.source == "vllm"
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
+    if spec.kv:
+        check_kv(model_config)
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
         config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))  # which needs one more

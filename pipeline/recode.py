@@ -15,7 +15,8 @@ import numpy as np
 from ..errors import CodecUnknown, Interrupted, OptionInvalid
 from ..files import check_room, walk
 from ..machine import fix_sums
-from ..moa.targets.bundle import FrozenTarget, load_target_config
+from ..moa.targets.bundle import FrozenTarget
+from ..moa.targets.families import load_target_config
 from ..storage.backend import exists, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec

@@ -19,7 +19,8 @@ from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from ..moa.formats.layout import EMBEDDINGS, LM_HEAD
-from ..moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
+from ..moa.targets.bundle import FROZEN_FILE, hash_target, weight_files
+from ..moa.targets.families import load_target_config, target_sizes
 from ..moa.targets.live import resolve_model_folder
 from ..moa.targets.model_files import read_header
 from ..storage.backend import exists, open_path

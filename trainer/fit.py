@@ -37,7 +37,8 @@ from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, Tr
 from ..files import PARTIAL_SUFFIX, LockHeld, check_room, disk_full_guard, lock_file, write_atomic
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.registry import drafter_class
-from ..moa.targets.bundle import FrozenTarget, target_sizes
+from ..moa.targets.bundle import FrozenTarget
+from ..moa.targets.families import target_sizes
 from ..storage.commit import check_target_bundle
 from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at

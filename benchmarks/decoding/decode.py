@@ -34,7 +34,7 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.block import CONTEXTS
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.targets.bundle import target_sizes
+from moa_data.moa.targets.families import target_sizes
 from moa_data.moa.targets.live import Target
 from moa_data.trainer.config import AnyDrafter, MoASettings
 

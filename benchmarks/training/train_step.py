@@ -43,7 +43,8 @@ from benchmarks.kit.made import recipe
 from benchmarks.kit.shapes import SHAPES, shape_config
 from moa_data.machine import free_memory, keep_freed_memory
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
-from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes
+from moa_data.moa.targets.bundle import FROZEN_FILE
+from moa_data.moa.targets.families import target_sizes
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import (
     TARGET_NAME,

@@ -42,8 +42,9 @@ from ..nn.kv import positions_from, unpack_kv
 from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..nn.masks import to_device
-from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource, check_arrived
+from ..targets.families import check_rotation, target_sizes
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, concatenated, padded, write_after
@@ -126,6 +127,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
         facts, context = target_sizes(config), given.get("context", cls.context)
         found = super().defaults(config, given) | {"mask_token": facts["vocab_size"] - 1}
         if context == "kv":
+            check_rotation(config)
             found["kv_width"] = 2 * facts["n_kv_heads"] * facts["head_dim"]
         if context == "memory":
             found |= cls.encoder_defaults(config, given)
@@ -376,7 +378,9 @@ class BlockDrafter(KVEncoder, Drafter):
         scale = step.scale(share.sum())
         if chosen.d_pace is not None:
             wrong = torch.zeros_like(shares)
-            wrong[at] = losses.chunked_cross_entropy(own_hidden, labels, frozen.lm_head_weight, code, matrix)
+            wrong[at] = losses.chunked_cross_entropy(
+                own_hidden, labels, frozen.lm_head_weight, code, matrix, frozen.logit_cap
+            )
             share = share * losses.d_pace_weights(wrong, shares > 0, chosen.d_pace)[at]
         of_terms = [share * scale * weight for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)]
         total, terms = losses.chunked_losses(
@@ -388,6 +392,7 @@ class BlockDrafter(KVEncoder, Drafter):
             code=None if code is None else code[:, None],
             correction=matrix,
             divergence=weights.divergence,
+            cap=frozen.logit_cap,
         )
         terms = terms[:, 0]  # [P, 3]
         sums = (terms * share[:, None]).sum(dim=0) * scale

@@ -37,7 +37,8 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm
-from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget
+from ..targets.families import target_sizes
 from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries, places
@@ -236,6 +237,7 @@ class Eagle3Drafter(FeatureDrafter):
             own_head=self.lm_head.weight,
             tokens=self.draft_tokens,
             divergence=step.weights.divergence,
+            cap=frozen.logit_cap,
         )
         scale = step.scale(n_positions)
         # The first step, unweighted, is what other drafters report.

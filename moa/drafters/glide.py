@@ -31,8 +31,9 @@ from typing_extensions import override
 from ..nn import masks
 from ..nn.kv import unpack_kv
 from ..nn.layers import Attention, DecoderBlock, Rotation
-from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
+from ..targets.families import check_rotation, target_sizes
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, lengths_mask
@@ -52,6 +53,7 @@ class GlideSizes(LayerSizes):
     @classmethod
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        check_rotation(config)
         facts = target_sizes(config)
         return super().defaults(config, given) | {"kv_width": 2 * facts["n_kv_heads"] * facts["head_dim"]}
 

@@ -22,6 +22,7 @@ from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
+from ..targets.families import mlp_width
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features
 from .sizes import DrafterSizes, multiple_of_32
@@ -47,8 +48,8 @@ class IndependentSizes(DrafterSizes):
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         width = given.get("independent_width", multiple_of_32(config.hidden_size / 2))
-        mlp_width = multiple_of_32(width * config.intermediate_size / config.hidden_size)
-        return {"independent_width": width, "independent_mlp_width": mlp_width}
+        narrow = multiple_of_32(width * mlp_width(config) / config.hidden_size)
+        return {"independent_width": width, "independent_mlp_width": narrow}
 
     @property
     def own_head_dim(self) -> int:
@@ -98,7 +99,7 @@ class IndependentDrafter(Drafter):
         goal = at_queries(inputs.hidden, queries)[at]  # [P, E]
         total, _ = losses.chunked_losses(
             features[:, None], goal, frozen.lm_head_weight, features.new_ones(len(features), 1, 1),
-            own_head=self.embed_tokens.weight, divergence=step.weights.divergence,
+            own_head=self.embed_tokens.weight, divergence=step.weights.divergence, cap=frozen.logit_cap,
         )  # fmt: skip
         mean = total * step.scale(len(features))
         return LossTerms(step.weights.forward_kl * mean, mean, None, len(features))

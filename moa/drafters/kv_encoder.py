@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary
-from ..targets.bundle import target_sizes
 from ..targets.cache import KVSource, check_arrived
+from ..targets.families import check_rotation, rotates_as_llama, target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
 # In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and a long prompt
@@ -83,8 +83,11 @@ class KVEncoderSizes(DrafterSizes):
                 f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
                 f"{_layer_attention_heads(kv_width, facts['n_heads'])}."
             )
+        if given.get("unrotated_keys"):
+            check_rotation(config)
         return {
             "kv_width": kv_width,
+            "unrotated_keys": rotates_as_llama(config),
             "layer_attention_heads": heads,
             "layer_attention_head_dim": kv_width // heads,
             "layer_attention_kv_heads": next(

@@ -126,7 +126,7 @@ class MedusaDrafter(Drafter):
             shares.append(torch.full((len(own),), HEAD_DECAY**k / total_share, device=hidden.device))
         kl, _ = losses.chunked_losses(
             torch.cat(features)[:, None], hidden[rows, at], frozen.lm_head_weight, torch.cat(shares)[:, None, None],
-            divergence=step.weights.divergence,
+            divergence=step.weights.divergence, cap=frozen.logit_cap,
         )  # fmt: skip
         mean = kl * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)

@@ -37,8 +37,9 @@ from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import DecoderBlock
-from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
+from ..targets.families import mlp_width, target_sizes
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
@@ -88,12 +89,12 @@ class MoASizes(KVEncoderSizes):
         """Choose sizes in the proportions of the official Llama-3-8B drafter."""
         facts = target_sizes(config)
         half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)
-        mlp_width = multiple_of_32(config.intermediate_size * 3 / 7)
+        narrow = multiple_of_32(mlp_width(config) * 3 / 7)
         return {
             "self_attention_kv_heads": half_kv_heads,
-            "self_attention_mlp_width": mlp_width,
+            "self_attention_mlp_width": narrow,
             "cross_attention_kv_heads": half_kv_heads,
-            "cross_attention_mlp_width": mlp_width,
+            "cross_attention_mlp_width": narrow,
         } | cls.encoder_defaults(config, given)
 
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ...errors import DrafterError, TargetError
 from ..nn.layers import BlockSizes, Rotary
-from ..targets.bundle import rope_parameters, target_sizes
+from ..targets.families import mlp_width, norm_eps, rope_parameters, target_sizes
 
 _MAX_SIZE = 1 << 26
 
@@ -82,7 +82,7 @@ class DrafterSizes:
         known = target_sizes(config)
         names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
         facts = {name: known[name] for name in names} | {
-            "norm_eps": config.rms_norm_eps,
+            "norm_eps": norm_eps(config),
             "rope_parameters": rope_parameters(config),
             "qkv_bias": config.model_type == "qwen2",
             "target": dict(target or {}),
@@ -155,7 +155,7 @@ class LayerSizes(DrafterSizes):
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         n_kv_heads = target_sizes(config)["n_kv_heads"]
-        return {"self_attention_kv_heads": n_kv_heads, "self_attention_mlp_width": config.intermediate_size}
+        return {"self_attention_kv_heads": n_kv_heads, "self_attention_mlp_width": mlp_width(config)}
 
     @property
     def layer(self) -> BlockSizes:
@@ -181,7 +181,7 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 
 
 def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
-    """Refuse a drafter of other sizes than the target's, as :func:`.bundle.target_sizes` gives them."""
+    """Refuse a drafter of other sizes than the target's, as :func:`.families.target_sizes` gives them."""
     sizes = {**sizes, "kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
     wrong = [
         f"{name} {getattr(config, name)}, this target has {sizes[name]}"

@@ -325,5 +325,7 @@ def distillation(
     """Sum forward KL (or another divergence) and feature loss over P positions with weights [P], times a scale."""
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
     head, of_terms = frozen.lm_head_weight, weights[:, None, None]
-    kl, _ = losses.chunked_losses(features[:, None], hidden, head, of_terms, divergence=divergence)
+    kl, _ = losses.chunked_losses(
+        features[:, None], hidden, head, of_terms, divergence=divergence, cap=frozen.logit_cap
+    )
     return kl * scale, (losses.feature_loss(features, hidden) * weights).sum() * scale

@@ -34,7 +34,7 @@ import torch
 from ...errors import DrafterError
 from ..drafters.eagle import EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
-from ..targets.bundle import parse_target_config
+from ..targets.families import parse_target_config
 from . import layout
 from .layout import ForeignConfig, Layout, Weights
 

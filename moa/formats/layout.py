@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from ...errors import DrafterError
 from ...files import parsing
 from ..drafters.sizes import DrafterSizes
-from ..targets.bundle import rope_parameters
+from ..targets.families import norm_eps, rope_parameters
 
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 Weights = dict[str, Tensor]
@@ -122,7 +122,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "n_layers": 0,
             "vocab_size": known.vocab_size,
             "max_position_embeddings": known.max_position_embeddings,
-            "norm_eps": known.rms_norm_eps,
+            "norm_eps": norm_eps(known),
             "rope_parameters": rope_parameters(known),
         }
     for name in ("hidden_size", "n_heads", "head_dim"):  # the others are checked with the sizes

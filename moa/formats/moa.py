@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..drafters.mixture import MoASizes
-from ..targets.bundle import parse_target_config
+from ..targets.families import parse_target_config
 from . import layout
 from .layout import Layout, Weights
 

@@ -51,6 +51,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=is_grouped)
 
 
+def attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend as :func:`attend`, with scores that a tanh keeps within ``cap``, and sinks [H], one more score a head.
+
+    A sink takes a share of the probability and has no value (gpt-oss). PyTorch's kernels know neither.
+    """
+    k, v = (expand_heads(x.to(q.dtype), q.shape[1]) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), dim=3)
+    probability = scores.softmax(dim=3, dtype=torch.float32).to(v.dtype)[..., : k.shape[2]]
+    return torch.matmul(probability, v)
+
+
 def needs_equal_heads(device: torch.device, dtype: torch.dtype, has_mask: bool) -> bool:
     """Whether groups of heads would send PyTorch to the math kernel: flash takes neither masks nor float32."""
     return device.type == "cuda" and (has_mask or dtype == torch.float32)

@@ -82,6 +82,11 @@ def logits_of(x: Tensor, head: Tensor) -> Tensor:
     return logits
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Keep logits within a bound as their model does, by a tanh; None for no bound."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
     """The dtype to compute in, and a frozen head: cast to it under autocast, else as it is stored."""
     if not torch.is_autocast_enabled(features.device.type):
@@ -101,11 +106,17 @@ def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _log_draft(features: Tensor, head: Tensor, code: Tensor | None, correction: Tensor | None) -> Tensor:
-    logits = logits_of(features, head).float()
+def _log_draft(
+    features: Tensor, head: Tensor, cap: float | None, code: Tensor | None, correction: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log probabilities, and the derivative of what is capped in what is not; None without a cap."""
+    logits, slope = logits_of(features, head).float(), None
+    if cap is not None:
+        logits = capped(logits, cap)
+        slope = 1 - (logits / cap).square()
     if code is not None and correction is not None:
         logits += F.linear(code, correction.to(code.dtype))
-    return logits.log_softmax(dim=-1)
+    return logits.log_softmax(dim=-1), slope
 
 
 def _terms_and_error(
@@ -152,7 +163,7 @@ class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, weights: Tensor, own_head: Any, tokens: Any,
-        labels: Any, code: Any, correction: Any, divergence: Divergence,
+        labels: Any, code: Any, correction: Any, divergence: Divergence, cap: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         draft_head = head if own_head is None else own_head
         dtype, terms = features.dtype, torch.empty_like(weights, dtype=torch.float32)
@@ -165,8 +176,11 @@ class _ChunkedLosses(torch.autograd.Function):
         n_rows = chunk_rows(len(features), n_logits if is_plain else n_logits + len(head))
         for first in range(0, len(features), n_rows):
             part = slice(first, first + n_rows)
-            mass, probability = None, logits_of(hidden[part], head).float().softmax(dim=-1)[:, None]  # [n, 1, V]
-            log_draft = _log_draft(features[part], draft_head, None if code is None else code[part], correction)
+            goal = capped(logits_of(hidden[part], head).float(), cap)
+            mass, probability = None, goal.softmax(dim=-1)[:, None]  # [n, 1, V]
+            own_cap = cap if own_head is None else None
+            own_code = None if code is None else code[part]
+            log_draft, slope = _log_draft(features[part], draft_head, own_cap, own_code, correction)
             if tokens is not None:
                 probability = probability[..., tokens]
             if dtype == torch.float16:
@@ -184,8 +198,9 @@ class _ChunkedLosses(torch.autograd.Function):
             )
             # The weights are factors of the narrow features, not of logits.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
+            bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)
-            grads[0][part] = _through_head(error, draft_head, dtype) * scale
+            grads[0][part] = _through_head(bent, draft_head, dtype) * scale
             if own_head is not None:
                 scaled = (features[part] * scale).flatten(0, 1)
                 for block in _blocks(own_head):
@@ -206,7 +221,7 @@ class _ChunkedLosses(torch.autograd.Function):
         for grad in (own_head, correction):
             if grad is not None:
                 grad.mul_(grad_outputs[0])
-        return features, None, None, None, own_head, None, None, code, correction, None
+        return features, None, None, None, own_head, None, None, code, correction, None, None
 
 
 def chunked_losses(
@@ -221,6 +236,7 @@ def chunked_losses(
     code: Tensor | None = None,
     correction: Tensor | None = None,
     divergence: Divergence = KL,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compare drafts with the target's distributions, and with the tokens of the text, without all logits at once.
 
@@ -238,6 +254,7 @@ def chunked_losses(
         labels: [N, J] int64, tokens of the text.
         code: [N, J, r]; None for no correction of the drafter's logits.
         correction: [V, r], trained.
+        cap: bound of what the frozen head gives (:func:`capped`), of target and drafter, before a correction.
 
     Returns:
         The weighted sum in nats, which alone has gradients, and the terms [N, J, K], both float32.
@@ -245,7 +262,7 @@ def chunked_losses(
     dtype, head = _autocast(features, head)
     own_head, code, correction = (None if x is None else x.to(dtype) for x in (own_head, code, correction))
     total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features.to(dtype), hidden.to(dtype), head, weights, own_head, tokens, labels, code, correction, divergence
+        features.to(dtype), hidden.to(dtype), head, weights, own_head, tokens, labels, code, correction, divergence, cap
     )
     return total, terms
 
@@ -257,14 +274,19 @@ def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def chunked_cross_entropy(
-    features: Tensor, labels: Tensor, head: Tensor, code: Tensor | None = None, correction: Tensor | None = None
+    features: Tensor,
+    labels: Tensor,
+    head: Tensor,
+    code: Tensor | None = None,
+    correction: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute the cross-entropy to labels of :func:`chunked_losses` alone, without a gradient: [N] float32, in nats."""
     found = features.new_empty(len(features), dtype=torch.float32)
     n_rows = chunk_rows(len(features), head.shape[0])
     for first in range(0, len(features), n_rows):
         part = slice(first, first + n_rows)
-        log_draft = _log_draft(features[part], head, None if code is None else code[part], correction)
+        log_draft, _ = _log_draft(features[part], head, cap, None if code is None else code[part], correction)
         found[part] = F.nll_loss(log_draft, labels[part], reduction="none")
     return found
 

@@ -24,6 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+class Chunk(int):
+    """A window that begins at each multiple of so many tokens, in place of so many before each token."""
+
+
 def to_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy numbers of the host, such as lengths, to a device without waiting for it."""
     made = torch.tensor(values, dtype=dtype)
@@ -129,7 +133,7 @@ def round_mask(
         # A context query is its own drafted key too, so it must not see its verified position a second time.
         position = queries[row, query]
         seen = (key <= context[row, query]) & (key != position)
-        return seen if window is None else seen & (position - key < window)
+        return seen if window is None else seen & _reaches(position, key, window)
 
     def drafted(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position, other = queries[row, query], queries[row, key]
@@ -137,7 +141,7 @@ def round_mask(
         if pass_index is not None:
             seen = seen & (pass_index[query] == pass_index[key])
         seen = seen | (query == key)  # padding too, so that no row is empty: its softmax would be NaN
-        return seen if window is None else seen & (position - other < window)
+        return seen if window is None else seen & _reaches(position, other, window)
 
     n_rows, n_queries = queries.shape
     return Mask(n_rows, n_queries, ((n_keys, verified), (n_queries, drafted)), queries.device)
@@ -172,10 +176,16 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
     if window is None:
         return mask
     # The position of a token is the number of tokens that it sees, less itself.
-    return mask & (mask.sum(dim=2, keepdim=True) - mask.cumsum(dim=2) < window)
+    return mask & _reaches(mask.sum(dim=2, keepdim=True) - 1, mask.cumsum(dim=2) - 1, window)
 
 
 def causal_mask(positions: Tensor, n_slots: int, window: int | None = None) -> Tensor:
     """Mask a run of tokens at positions [B, Q] in a cache whose slot i holds the token at position i: [B, Q, S]."""
-    distance = positions[..., None] - torch.arange(n_slots, device=positions.device)
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    slots = torch.arange(n_slots, device=positions.device)
+    seen = positions[..., None] >= slots
+    return seen if window is None else seen & _reaches(positions[..., None], slots, window)
+
+
+def _reaches(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Whether a key's position is within the window of a query's."""
+    return query // window == key // window if isinstance(window, Chunk) else query - key < window

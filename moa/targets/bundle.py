@@ -20,109 +20,33 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...errors import DrafterError, TargetError
-from ...files import parsing, write_atomic
+from ...errors import TargetError
+from ...files import write_atomic
 from ...text import Progress
-from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
-from ..nn.losses import logits_of
-from .model_files import FLOATS, check_model_folder, find_problems, read_header, read_json
+from ..nn.layers import DecoderBlock, RMSNorm, Rotary
+from ..nn.losses import capped, logits_of
+from .families import (
+    family_of,
+    layer_sizes,
+    layer_windows,
+    load_target_config,
+    logit_cap,
+    logit_scale,
+    norm_eps,
+    rope_parameters,
+    target_sizes,
+    text_model,
+)
+from .model_files import find_problems, read_header, read_json
 
 FROZEN_FILE = "frozen.safetensors"
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
-# Upper limits of the sizes in a config.json, far above those of the largest models.
-_LARGEST = {
-    "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12,
-    "hidden_size": 1 << 18, "intermediate_size": 1 << 20, "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26,
-    "sliding_window": 1 << 26,
-}  # fmt: skip
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # A file that changed less than this before it was hashed could change again within one tick of its clock.
 _SETTLED_S = 2.0
-
-
-def load_target_config(folder: Path) -> Any:
-    """Load the transformers config of a model folder of a supported family, with plausible sizes."""
-    folder, file = Path(folder), Path(folder) / "config.json"
-    if not file.is_file():
-        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
-    check_model_folder(folder)
-    return parse_target_config(read_json(file, TargetError), file, folder)
-
-
-def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
-    """Make the transformers config of a target from the values of its config.json, of a folder if there is one."""
-    _check_family(values.get("model_type"), source)
-    _check_counts(values, source)  # before transformers makes lists of that length
-    with parsing(f"cannot read {source}", TargetError):
-        if folder is not None:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        else:
-            config = AutoConfig.for_model(**values)
-    _check_config(config, source)
-    sizes = target_sizes(config)
-    try:
-        Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
-    except DrafterError as error:
-        raise TargetError(f"{source}: {error}") from error
-    return config
-
-
-def _check_family(model_type: object, source: object = "its config") -> None:
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        known = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise TargetError(f"model type {model_type!r} is not supported; expected one of {known} ({source}).")
-
-
-def _check_counts(values: Mapping[str, Any], source: object) -> None:
-    for name, largest in _LARGEST.items():
-        value = values.get(name)
-        if value is not None and (type(value) is not int or not 1 <= value <= largest):
-            shown = f"{str(value)[:60]!r}, expected a whole number from 1 to {largest}"
-            raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
-
-
-def _check_config(config: Any, source: object) -> None:
-    """Refuse sizes that do not fit together, including those that transformers fills in."""
-    _check_counts({name: getattr(config, name, None) for name in _LARGEST}, source)
-    n_heads, n_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if n_heads % (n_kv_heads or n_heads):
-        trouble = f"{n_kv_heads} KV heads do not divide {n_heads} heads"
-    elif not 0 <= config.rms_norm_eps <= 1:
-        trouble = f"rms_norm_eps is {config.rms_norm_eps!r}, expected a number from 0 to 1"
-    elif config.dtype not in (None, *FLOATS):
-        trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
-    elif kinds - {"full_attention", "sliding_attention"}:
-        trouble = "layer_types are not all full_attention or sliding_attention"
-    elif "sliding_attention" in kinds and getattr(config, "sliding_window", None) is None:
-        trouble = "layers have sliding_attention and there is no sliding_window"
-    else:
-        return
-    raise TargetError(f"{source}: {trouble}. Restore the file.")
-
-
-def target_sizes(config: Any) -> dict[str, Any]:
-    """The sizes of a target, from its transformers config, checked to be of the Llama family."""
-    _check_family(config.model_type)
-    rope_type = rope_parameters(config).get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise TargetError(
-            f"the target's rope type {rope_type!r} changes with the length of the input, so no drafter can use its "
-            f"keys; expected one of {', '.join(ROPE_TYPES)}. Choose another target."
-        )
-    return {
-        "n_layers": config.num_hidden_layers,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads or config.num_attention_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "architecture": config.model_type,
-    }
 
 
 def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
@@ -140,43 +64,6 @@ def load_eos_token_ids(folder: Path) -> frozenset[int]:
     """Read the ids that end a generation from a model folder or a bundle."""
     files = [folder / name for name in ("generation_config.json", "config.json")]
     return find_eos_token_ids(read_json(file, TargetError).get("eos_token_id") for file in files if file.is_file())
-
-
-def layer_kinds(config: Any) -> list[str]:
-    """The kind of attention of each decoder layer, as transformers names it; only the Qwen families mix them."""
-    slides = getattr(config, "sliding_window", None) is not None
-    kinds = getattr(config, "layer_types", None) if config.model_type.startswith("qwen") else None
-    return list(kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
-
-
-def layer_windows(config: Any) -> list[int | None]:
-    """The attention window of each decoder layer in tokens, the query included; None for full attention."""
-    window = getattr(config, "sliding_window", None)
-    return [window if kind == "sliding_attention" else None for kind in layer_kinds(config)]
-
-
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """The RoPE parameters of a transformers config as a plain dict (``rope_theta``, ``rope_type``, ...)."""
-    return {key: value for key, value in dict(config.rope_parameters).items() if value is not None}
-
-
-def layer_sizes(config: Any) -> BlockSizes:
-    """The block sizes of the target's own decoder layers."""
-    if config.hidden_act != "silu":
-        raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
-    sizes, has_bias = target_sizes(config), bool(getattr(config, "attention_bias", False))
-    return BlockSizes(
-        width=sizes["hidden_size"],
-        n_heads=sizes["n_heads"],
-        n_kv_heads=sizes["n_kv_heads"],
-        head_dim=sizes["head_dim"],
-        mlp_width=config.intermediate_size,
-        norm_eps=config.rms_norm_eps,
-        qkv_bias=has_bias or config.model_type == "qwen2",
-        output_bias=has_bias,
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        query_key_norm=config.model_type == "qwen3",
-    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -244,10 +131,11 @@ def save_target_bundle(
     """Write the bundle of a loaded target, with its last N decoder layers, into a new folder; a dtype converts it."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    n_layers = model.config.num_hidden_layers
+    text_config = model.config.get_text_config(decoder=True)
+    n_layers = text_config.num_hidden_layers
     if not 0 <= n_layers_kept <= n_layers:
         raise TargetError(f"cannot keep the last {n_layers_kept} layers of a target with {n_layers}.")
-    config = copy.copy(model.config)
+    config = copy.copy(text_config)
     config.dtype = dtype or model.dtype
     config.save_pretrained(path)
     if model.generation_config is not None:
@@ -282,15 +170,43 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
 
 def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
     """List the live target's weights under the names of a bundle, not copied."""
-    body, n_layers = model.model, model.config.num_hidden_layers
+    body: Any = text_model(model)
+    n_layers = body.config.num_hidden_layers
     weights = {
-        "embed_tokens.weight": body.embed_tokens.weight,
-        "norm.weight": body.norm.weight,
-        "lm_head.weight": model.lm_head.weight,
+        "embed_tokens.weight": _embeddings(model),
+        "norm.weight": _final_norm(body, body.config),
+        "lm_head.weight": scaled_head(model),
     }
     for index in range(n_layers - n_layers_kept, n_layers):
         weights |= {f"layers.{index}.{name}": value for name, value in body.layers[index].state_dict().items()}
     return {name: value.detach() for name, value in weights.items()}
+
+
+def _embeddings(model: PreTrainedModel) -> Tensor:
+    """The embeddings of all tokens, scaled as a layer sees them where the embedding itself does that: [V, E]."""
+    table: Any = model.get_input_embeddings()
+    scale = getattr(table, "embed_scale", None)
+    weight: Tensor = table.weight
+    return weight if scale is None else weight * torch.as_tensor(scale, device=weight.device).to(weight.dtype)
+
+
+def _final_norm(body: nn.Module, config: Any) -> Tensor:
+    """The factors of the norm after the last layer, 1 where it has none: [E]."""
+    norm = next((getattr(body, name) for name in _FINAL_NORMS if getattr(body, name, None) is not None), None)
+    weight: Tensor | None = getattr(norm, "weight", None)
+    if weight is None:
+        return torch.ones(config.hidden_size, dtype=cast(Any, body).dtype, device=cast(Any, body).device)
+    offset = family_of(config).norm_offset
+    return weight + offset if offset else weight
+
+
+def scaled_head(model: PreTrainedModel) -> Tensor:
+    """The LM head with the scale of its outputs, [V, E]."""
+    head, config = cast(Any, model).get_output_embeddings(), text_model(model).config
+    if head is None or getattr(head, "bias", None) is not None:
+        raise TargetError(f"the LM head of {config.model_type} is no plain matrix, which drafters need.")
+    weight, scale = cast(Tensor, head.weight), logit_scale(config)
+    return weight if scale == 1 else weight * scale
 
 
 class FrozenTarget(nn.Module):
@@ -310,11 +226,12 @@ class FrozenTarget(nn.Module):
         dtype = weights["lm_head.weight"].dtype
         self.compute_dtype: torch.dtype | None = None  # of what embed and logits give; None for that of the weights
         self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=norm_eps(config), dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
+        self.logit_cap = logit_cap(config)
         sizes = target_sizes(config)
-        self.rotary = Rotary(sizes["head_dim"], rope_parameters(config), config.max_position_embeddings)
+        self.rotary = Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
         first = sizes["n_layers"] - n_layers
         with torch.device("meta"):
             self.layers = nn.ModuleList(DecoderBlock(layer_sizes(config)) for _ in range(n_layers))
@@ -368,7 +285,7 @@ class FrozenTarget(nn.Module):
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
         """Make the frozen target from a live one, sharing its weights."""
         weights = _frozen_weights(model, n_layers)
-        return cls(model.config, weights, n_layers).to(weights["lm_head.weight"].device)
+        return cls(text_model(model).config, weights, n_layers).to(weights["lm_head.weight"].device)
 
     @property
     def blocks(self) -> list[DecoderBlock]:
@@ -390,4 +307,4 @@ class FrozenTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to features (after the final norm): [..., E] -> [..., V]."""
-        return logits_of(hidden, self.lm_head_weight)
+        return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)

@@ -24,12 +24,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn.kv import KVBuffer, unpack_kv
 from ..nn.masks import to_device
+from .families import KVShape
 
 _INITIAL_SLOTS = 256
 
@@ -57,18 +59,35 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     """The KV of L layers for B rows, which transformers writes to; with ``buffers``, in released ones."""
 
     def __init__(
-        self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS, buffers: Buffers | None = None
+        self,
+        n_layers: int,
+        n_rows: int = 1,
+        n_slots: int = _INITIAL_SLOTS,
+        buffers: Buffers | None = None,
+        shapes: Sequence[KVShape | None] | None = None,
     ) -> None:
+        # ``shapes`` are of layers that are not alike, None of those that carry a state in place of KV.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
         self._whole: Tensor | None = None  # the allocated buffer, of which `buffer` is the rows that are left
         self.n_pending = 0  # tokens per row written by the last call, all its chunks, and not yet committed
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._is_static = False
+        self._shapes = shapes
         self.watched_layers: tuple[int, ...] = ()  # decoder layers whose outputs each call leaves here
         self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
         self._slots: int | Tensor = 0  # of the tokens of the call or chunk, as next_slots gives them
-        Cache.__init__(self, layers=[_Layer(self, layer) for layer in range(n_layers)])
+        self._states = [LinearAttentionLayer() for shape in shapes or () if shape is None]
+        self._before: list[list[Tensor]] = []  # the states before the last call, where it may be taken back
+        self._tokens = torch.empty(0)  # of the last call, [1, n], where layers carry a state
+        self._n_again = 0  # tokens of the call that an earlier one had, and whose states were taken back
+        states = iter(self._states)
+        Cache.__init__(
+            self,
+            layers=[
+                next(states) if shapes and shapes[layer] is None else _Layer(self, layer) for layer in range(n_layers)
+            ],
+        )
 
     @property
     def n_slots(self) -> int:
@@ -79,6 +98,21 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def n_seen(self) -> int:
         """The tokens of the longest row before the present call, or the present chunk of it."""
         return max(self.lengths) + self._n_before
+
+    def take_up(self, tokens: Tensor) -> Tensor:
+        """Put before the tokens [1, n] of a call those that were accepted and whose states were taken back.
+
+        Layers that carry a state can't forget rejected drafts: after a call of which some were rejected, the states are
+        those before it, and the next one begins with what it accepted.
+        """
+        if not self._states:
+            return tokens
+        if self._n_again:
+            self.lengths = [self.lengths[0] - self._n_again]
+            tokens = torch.cat((self._tokens[:, : self._n_again], tokens), dim=1)
+        self._tokens = tokens
+        self._before = [[x.clone() for x in _tensors_of(state)] for state in self._states]
+        return tokens
 
     def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
         """Reserve slots for a call of n tokens per row.
@@ -106,11 +140,21 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         if not self._layer_outputs:
             raise DrafterError("the target's last call kept no layer outputs; begin with the proposer before the call.")
         outputs, self._layer_outputs = torch.cat(self._layer_outputs, dim=1), []
-        return outputs
+        return outputs[:, self._n_again :]
 
     @override
+    @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        super().commit(kept)
+        if self._states:
+            n_kept = self._n_again + len(kept[0])
+            super().commit([range(n_kept)])
+            is_whole = n_kept == self.n_pending
+            for state, before in [] if is_whole else zip(self._states, self._before, strict=True):
+                for tensor, value in zip(_tensors_of(state), before, strict=True):
+                    tensor.copy_(value)
+            self._n_again = 0 if is_whole else n_kept
+        else:
+            super().commit(kept)
         self.n_pending = self._n_before = 0
 
     @torch.inference_mode()
@@ -143,9 +187,16 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
             all_values[rows, :, self._slots] = values.transpose(1, 2)
             return all_keys, all_values
         n_slots = self.n_slots
-        self.reserve(n_slots, keys)
-        self.write(layer, keys, values, self._slots)
-        return self.layer_view(layer, n_slots)
+        if self._shapes is None:
+            self.reserve(n_slots, keys)
+            self.write(layer, keys, values, self._slots)
+            return self.layer_view(layer, n_slots)
+        own = [shape for shape in self._shapes if shape is not None]
+        most = max(shape.n_heads for shape in own), max(max(shape.key_width, shape.value_width) for shape in own)
+        self.reserve(n_slots, keys.new_empty(1, most[0], 1, most[1]))
+        self.write(layer, _widened(keys, *most), _widened(values, *most), self._slots)
+        all_keys, all_values = self.layer_view(layer, n_slots)
+        return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[:, : keys.shape[1], :, : values.shape[3]]
 
     @override
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -160,6 +211,15 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def _view(self, buffer: Tensor) -> None:
         super()._place(buffer)
         torch._dynamo.mark_static_address(buffer)  # a CUDA graph may write to it only where it stays
+
+
+def _widened(x: Tensor, n_heads: int, width: int) -> Tensor:
+    return pad(x, (0, width - x.shape[3], 0, 0, 0, n_heads - x.shape[1]))
+
+
+def _tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
+    found = (*state.conv_states.values(), *state.recurrent_states.values())
+    return [tensor for tensor in found if tensor is not None]
 
 
 class _Layer(CacheLayerMixin):

@@ -20,8 +20,9 @@ from ...files import parsing
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 from ..nn import masks
+from ..nn.losses import capped
 from ..nn.masks import to_device
-from . import bundle
+from . import bundle, families, proof
 from .cache import Buffers, TargetCache
 from .model_files import check_model_folder, read_header, read_json
 from .template import ChatTemplate
@@ -62,7 +63,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
     check_model_folder(folder)
     if (folder / "config.json").is_file():
-        bundle.load_target_config(folder)  # the class of a tokenizer depends on it
+        families.load_target_config(folder)  # the class of a tokenizer depends on it
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
@@ -73,12 +74,12 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Load the causal LM in evaluation mode; raises TargetError if it does not fit in the free memory."""
-    config = bundle.load_target_config(folder)
+    config = families.load_target_config(folder)
     _check_memory(folder, _check_weights(folder, config), dtype, device)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, use_safetensors=True,
-            trust_remote_code=False,
+            folder, dtype=dtype, attn_implementation=families.family_of(config).attention, output_loading_info=True,
+            use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
@@ -102,10 +103,7 @@ def _check_weights(folder: Path, config: Any) -> int:
             "folder. Download it again."
         )
     # transformers would allocate what the config asks for before it misses the weights.
-    sizes, held = bundle.target_sizes(config), sum(math.prod(header.shape) for header in headers)
-    heads = sizes["n_heads"] + sizes["n_kv_heads"]
-    layer_values = sizes["hidden_size"] * (2 * heads * sizes["head_dim"] + 3 * config.intermediate_size)
-    expected = sizes["vocab_size"] * sizes["hidden_size"] + sizes["n_layers"] * layer_values
+    held, expected = sum(math.prod(header.shape) for header in headers), families.count_weights(config)
     if held < expected:
         raise TargetError(
             f"{folder}: the weights hold {held:,} values, config.json calls for more than {expected:,}. Download the "
@@ -151,16 +149,25 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.folder = folder
-        self.config = model.config
-        self.sizes = bundle.target_sizes(model.config)
-        self.max_positions: int = model.config.max_position_embeddings  # tokens of the longest text
+        self.body: Any = families.text_model(model)  # the text model without its LM head
+        self.config = self.body.config
+        self.sizes = families.target_sizes(self.config)
+        # Tokens of the longest text. From some position on layers of Llama 4 sharpen attention by positions that they
+        # count themselves, not knowing of drafts.
+        bound = (
+            getattr(self.config, "floor_scale", None) if getattr(self.config, "attn_temperature_tuning", 0) else None
+        )
+        self.max_positions: int = min(self.sizes["max_position_embeddings"], bound - 1 if bound else math.inf)
         self.eos_token_ids = bundle.find_eos_token_ids(
-            getattr(source, "eos_token_id", None) for source in (model.generation_config, model.config)
+            getattr(source, "eos_token_id", None) for source in (model.generation_config, model.config, self.config)
         )
         # Each kind of layer -> its sliding window in tokens; None for full attention.
-        self._windows = dict(zip(bundle.layer_kinds(self.config), bundle.layer_windows(self.config), strict=True))
+        self._windows = dict(zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True))
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
+        self._kv_shapes = families.kv_shapes(self.config)
+        self.has_states = None in self._kv_shapes  # of layers, in place of KV
+        self.has_uniform_kv = families.has_uniform_kv(self.config)
 
     @classmethod
     def load(
@@ -169,7 +176,10 @@ class Target:
         """Load a target from a folder or the Hub."""
         folder = resolve_model_folder(path_or_id, revision=revision)
         model = load_target_model(folder, dtype, pick_device(device))
-        return cls(model, load_target_tokenizer(folder), folder)
+        target = cls(model, load_target_tokenizer(folder), folder)
+        if not target.is_llama:
+            proof.prove_logits(target)
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -186,9 +196,21 @@ class Target:
         """The chat template, without arguments unless the caller sets one that has some."""
         return ChatTemplate(self.tokenizer)
 
+    @property
+    def is_llama(self) -> bool:
+        """Whether the layers are those of Llama, of which nothing has to be proven."""
+        return families.family_of(self.config).has_llama_layers
+
+    @cached_property
+    def decoding_problem(self) -> str:
+        """Why drafts can't be verified; empty where they can."""
+        return "" if self.is_llama else proof.decoding_problem(self)
+
     def compile(self, n_slots: int, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile the calls after the prefill for texts of ``n_slots`` tokens; longer ones are compiled for again."""
-        self._static = StaticCalls(self.model.model, n_slots, backend, self.device)
+        if not self.has_uniform_kv:
+            raise TargetError(f"layers of {self.config.model_type} are not alike. Leave out --compile.")
+        self._static = StaticCalls(self.body, n_slots, backend, self.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
@@ -202,11 +224,17 @@ class Target:
         """
         # A causal run never builds a mask of all tokens by all tokens: a full-attention prefill needs none, any other
         # run is computed in chunks.
+        n_given, tokens = tokens.shape[1], cache.take_up(tokens)
         n_tokens, device = tokens.shape[1], tokens.device
         # A static call is short, and comes after a prompt.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             with layer_outputs(self.model, cache.watched_layers) as outputs:
                 return self._static.forward(tokens, seen, cache, self._attention_mask, outputs)
+        if seen is not None and self.has_states:
+            raise TargetError(
+                f"layers of {self.config.model_type} carry a state, which has no branches; draft a chain, such as "
+                "--method chain."
+            )
         if seen is not None:
             cache.begin_call(n_tokens, device)
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
@@ -230,13 +258,13 @@ class Target:
             build = partial(masks.causal_mask, positions, cache.n_slots)
             mask = self._attention_mask(build) if needs_mask else None
             hidden.append(self._call(part, positions, mask, cache))
-        return hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)
+        together = hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)
+        return together[:, n_tokens - n_given :]
 
     def _call(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> Tensor:
         """Run one forward of the model: [B, n] -> [B, n, E]."""
-        model: Any = self.model
-        with layer_outputs(model, cache.watched_layers) as outputs:
-            hidden: Tensor = model.model(
+        with layer_outputs(self.model, cache.watched_layers) as outputs:
+            hidden: Tensor = self.body(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             ).last_hidden_state
         if outputs:
@@ -245,8 +273,12 @@ class Target:
 
     def _attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
         """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind where layers differ."""
-        by_kind, dtype = {}, self.model.dtype
+        by_kind: dict[str, Tensor | None] = {}
+        dtype = self.model.dtype
         for kind, window in self._windows.items():
+            if kind == "linear_attention":
+                by_kind[kind] = None  # which knows no mask: its tokens follow each other
+                continue
             mask = build(window)[:, None]  # [B, 1, n, S]
             if not self._takes_bool_masks:
                 mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -256,13 +288,30 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head: [..., E] -> [..., V]."""
-        logits: Tensor = self.model.lm_head(hidden)
-        return logits
+        return self.logits_by(self.model.get_output_embeddings(), hidden)
+
+    def logits_by(self, head: Any, hidden: Tensor) -> Tensor:
+        """Apply an LM head as the model does, with its scale and bound: [..., E] -> [..., V]."""
+        logits: Tensor = head(hidden)
+        scale = families.logit_scale(self.config)
+        return capped(logits if scale == 1 else logits * scale, families.logit_cap(self.config))
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`."""
-        shared = () if self._static is None else (self._static.n_slots, self._static.buffers)
-        return TargetCache(self.config.num_hidden_layers, n_rows, *shared)
+        shared = {} if self._static is None else {"n_slots": self._static.n_slots, "buffers": self._static.buffers}
+        if self.decoding_problem:
+            raise TargetError(f"{self.decoding_problem}.")
+        if self.has_states and n_rows > 1:
+            raise TargetError(
+                f"layers of {self.config.model_type} carry a state, which padding would change; decode one prompt at a "
+                "time."
+            )
+        return self.make_cache(n_rows, **shared)
+
+    def make_cache(self, n_rows: int = 1, **shared: Any) -> TargetCache:
+        """Make an empty cache, also where nothing is known of decoding."""
+        shapes = None if self.has_uniform_kv else self._kv_shapes
+        return TargetCache(len(self._kv_shapes), n_rows, shapes=shapes, **shared)
 
 
 @contextmanager
@@ -273,7 +322,8 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
     def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
         outputs[layer] = output[0] if isinstance(output, tuple) else output
 
-    handles = [model.model.layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
+    decoder_layers: Any = families.decoder_layers(model) if layers else []
+    handles = [decoder_layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
     try:
         yield outputs
     finally:

@@ -17,14 +17,8 @@ from torch import Tensor
 
 from ...errors import DatasetError, OutputOccupied, SelectionInvalid
 from ...files import parse_object, whole_number, write_atomic
-from ...moa.targets.bundle import (
-    FrozenTarget,
-    hash_target,
-    layer_windows,
-    load_target_config,
-    save_target_bundle,
-    target_sizes,
-)
+from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
+from ...moa.targets.families import layer_windows, load_target_config, target_sizes
 from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
 from ...storage.plan import plan_counts, plan_parts

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
+from ...moa.targets.families import text_model
 from ...moa.targets.live import DeviceClock, layer_outputs
 from ...storage.codecs.registry import StoreCodec
 from ...storage.schema import StoredArray
@@ -220,7 +221,9 @@ def capture(
     cache = new_cache() if spec.kv or uses_cache else None
     fields: dict[str, Tensor] = {}
     with torch.inference_mode(), layer_outputs(model, spec.layers) as outputs:
-        last = model.model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+        last = text_model(model)(
+            input_ids=input_ids, past_key_values=cache, use_cache=cache is not None
+        ).last_hidden_state
         if cache is not None and spec.kv:
             keys, values = cache_layers(cache)
             packed = pack_kv([key.to(dtype) for key in keys], [value.to(dtype) for value in values])  # [B, T, L, D]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import WorkerError
-from ...moa.targets.bundle import layer_windows
+from ...moa.targets.families import layer_windows
 from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import ActivationSpec
@@ -153,7 +153,7 @@ class VllmSource:
         states = {layer: [found["hidden"][:, i] for found in values] for i, layer in enumerate(self._states)}
         kept = {"kv": [found["kv"] for found in values]} if self._spec.kv else {}
         if self._spec.last:
-            norm = self._target.model.model.norm
+            norm = self._target.body.norm
             with torch.inference_mode():
                 kept["hidden/last"] = [norm(each.to(norm.weight.dtype)) for each in states[self._n_layers]]
         kept |= {f"hidden/layer_{layer}": states[layer + 1] for layer in self._spec.layers}

@@ -28,7 +28,8 @@ from ...moa.decoding.sampling import GREEDY, SamplingConfig, choose, penalised
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_sizes_fit
 from ...moa.formats.checkpoint import load_drafter
-from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids, target_sizes
+from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids
+from ...moa.targets.families import target_sizes
 from ...moa.targets.live import load_target_tokenizer
 from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from ...moa.nn import masks
-from ...moa.nn.attention import attend
+from ...moa.nn.attention import attend, attend_plainly
 from ...moa.nn.masks import to_device
 from ...text import first_line
 from .pool import BLOCK_TOKENS, Pool, PooledKV
@@ -36,6 +36,8 @@ try:
 except ImportError:  # before torch 2.10
     varlen = None  # type: ignore[assignment]
 
+_MORE = {"cap": "softcap", "sinks": "s_aux"}
+"""What some families pass to attention besides: argument here -> in transformers."""
 ATTENTION = "moa_data_parts"
 """The name of this attention in transformers."""
 # A kernel works on blocks of some queries, so that padding short parts to so many tokens costs nothing. Long ones are
@@ -122,17 +124,26 @@ class PartsAttention:
         }
         self._masks = [by_window[window] for window in windows]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]; see ``attend_plainly``."""
+        is_plain = cap is None and sinks is None
+        n_kv_heads, width, value_width = k.shape[1], k.shape[3], v.shape[3]
+        if value_width < width:
+            v = pad(v, (0, width - value_width))
         new = torch.cat((k, v)).split(self._sizes, dim=2)  # of each part [2, H_kv, n, d]
         attended = []
         for pending, pair, seen, own_q, mask in zip(
             self._pending[layer], new, self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
         ):
+            if seen.shape[1] > n_kv_heads or seen.shape[3] > width:  # other layers have more heads, or wider ones
+                pending, seen = pending[:, :n_kv_heads, :, :width], seen[:, :n_kv_heads, :, :width]
             pending.copy_(pair)
-            attended.append(attend(own_q, seen[:1], seen[1:], mask))
+            own = (own_q, seen[:1], seen[1:], mask)
+            attended.append(attend(*own) if is_plain else attend_plainly(*own, cap, sinks))
         together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-        return together.transpose(1, 2).contiguous()
+        return together[..., :value_width].transpose(1, 2).contiguous()
 
 
 class JoinedAttention:
@@ -147,7 +158,8 @@ class JoinedAttention:
         self.positions = to_device([at for part in parts for at in part.positions()], device)  # [T] int64
         pending = [part.first_slot + index for part in parts for index in range(len(part.tokens))]
         self._pending = to_device(pending, device)  # [T], slots of the pool
-        self._ragged = _Ragged(parts, device) if _takes_ragged(parts, n_heads) else None
+        is_ragged = _takes_ragged(parts, n_heads) and not any(isinstance(window, masks.Chunk) for window in windows)
+        self._ragged = _Ragged(parts, device) if is_ragged else None
         if self._ragged is not None:
             return
         self._batches: list[_Batch] = []
@@ -294,7 +306,12 @@ def _parts_attention(
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for it; the call's own comes with the keyword arguments."""
     attention: PartsAttention | JoinedAttention = kwargs["parts_attention"]
-    return attention.attend(module.layer_idx, query, key, value), None
+    plain_scale, scale = query.shape[3] ** -0.5, kwargs.get("scaling")
+    if scale is not None and scale != plain_scale:
+        query = query * (scale / plain_scale)
+    # What :class:`JoinedAttention` lacks; the runner doesn't give it to such families.
+    more = {name: kwargs[key] for name, key in _MORE.items() if kwargs.get(key) is not None}
+    return attention.attend(module.layer_idx, query, key, value, **more), None
 
 
 AttentionInterface.register(ATTENTION, _parts_attention)

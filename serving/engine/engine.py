@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 
-from ...errors import Overloaded, RequestInvalid, ServingError
+from ...errors import Overloaded, RequestInvalid, ServingError, TargetError
 from ...moa.decoding.policy import AUTO_SHAPE
 from ...moa.decoding.sampling import Text, accept_argmax, accept_chosen, cut_answer
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.masks import to_device
+from ...moa.targets.families import attention_sizes
 from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import EngineOptions
@@ -86,7 +87,14 @@ class Engine:
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
         self.max_drafts = options.max_drafts  # of one VERIFY
         # Tokens that a text can have: what the model allows, and the KV memory with the drafts of a round besides.
-        self._pool = Pool(options.kv_tokens, target.sizes, target.model.dtype, target.device)
+        if target.decoding_problem or target.has_states:
+            raise TargetError(
+                f"{target.config.model_type} can't be served: "
+                + (target.decoding_problem or "its layers carry a state. `moa-data generate` decodes it with chains")
+                + "."
+            )
+        sizes = target.sizes | attention_sizes(target.config)
+        self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device)
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self._max_open = options.max_sequences + options.max_waiting

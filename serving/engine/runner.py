@@ -19,12 +19,13 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ...moa.nn.masks import to_device
-from ...moa.targets.bundle import layer_windows
+from ...moa.targets.families import family_of, layer_windows, text_model
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
 
@@ -47,20 +48,25 @@ class Runner:
         weights = {id(tensor): tensor for tensor in itertools.chain(target.model.parameters(), target.model.buffers())}
         self._model = copy.deepcopy(target.model, weights)
         self._model.set_attn_implementation(ATTENTION)
-        self._device, self._min_s = target.device, min_s
+        for module in self._model.modules():
+            if hasattr(module, "attn_temperature_tuning"):
+                # It counts positions by itself; within ``Target.max_positions`` it does nothing.
+                cast(Any, module).attn_temperature_tuning = False
+        self._device, self._min_s, self._logits = target.device, min_s, target.logits_by
+        self._is_joined = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
         self._windows, self._n_heads = layer_windows(target.config), target.sizes["n_heads"]
 
     def run(self, parts: Sequence[Part], watched_layers: Sequence[int] = ()) -> list[Output]:
         """Run the tokens of all parts; their KV stays pending until it is committed."""
         began = time.perf_counter()
         attention: PartsAttention | JoinedAttention
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._is_joined:
             attention = JoinedAttention(parts, self._windows, self._n_heads, self._device)
         else:
             attention = PartsAttention(parts, self._windows, self._device)
         tokens = to_device([list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device)
         with layer_outputs(self._model, watched_layers) as outputs:
-            hidden = self._model.model(
+            hidden = text_model(self._model)(
                 input_ids=tokens,
                 position_ids=attention.positions[None],
                 use_cache=False,
@@ -72,7 +78,7 @@ class Runner:
         wanted = [
             own[part.n_known - 1 :] if part.is_read else own[:0] for own, part in zip(by_part, parts, strict=True)
         ]
-        together = self._model.lm_head(torch.cat(wanted))
+        together = self._logits(self._model.get_output_embeddings(), torch.cat(wanted))
         logits = together.split([len(rows) for rows in wanted])
         best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}

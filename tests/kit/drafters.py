@@ -15,6 +15,7 @@ from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.training import Draws, LossTerms, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import cache_layers, pack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.families import text_model
 from moa_data.moa.targets.live import Target, layer_outputs
 
 from .models import SIZES
@@ -35,7 +36,7 @@ def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any)
     drafter_type = drafter_class(kind)
     if kind in ("eagle3", "dspark", "dflash"):  # the default layers are those of a deeper target
         sizes = {"fused_layers": (0, 1)} | sizes
-    drafter = drafter_type(drafter_type.config_class.from_target(model.config, **sizes))
+    drafter = drafter_type(drafter_type.config_class.from_target(text_model(model).config, **sizes))
     generator = torch.Generator().manual_seed(seed)
     drafter.initialize(generator, std=std)
     drafter.adopt(frozen_for(drafter, model), token_counts)
@@ -80,14 +81,14 @@ def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
 @torch.no_grad()
 def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
     """Return the activations of a batch that a store would give this drafter, and no others."""
-    config, n_layers, cache = drafter.config, model.config.num_hidden_layers, DynamicCache()
-    every = range(n_layers)
+    config, n_layers = drafter.config, text_model(model).config.num_hidden_layers
+    reads, every = type(drafter).reads(n_layers, config), range(n_layers)
+    cache = DynamicCache() if reads.kv else None
     with layer_outputs(model, every) as outputs:
-        hidden = model.model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = text_model(model)(tokens, past_key_values=cache, use_cache=reads.kv).last_hidden_state
     states = {f"hidden/layer_{layer}": outputs[layer] for layer in every} | {"hidden/last": hidden}
-    reads = type(drafter).reads(n_layers, config)
     found: dict[str, Any] = {name: states[field] for name, field in reads.fields.items() if field != "kv"}
-    if reads.kv:
+    if cache is not None:
         assert len(cache_layers(cache)[0]) == n_layers
         kv = pack_kv(*cache_layers(cache))
         found["kv"] = kv if reads.kv_layers is None else kv[:, :, list(reads.kv_layers)]

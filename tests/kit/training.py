@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from moa_data.moa.targets.bundle import save_target_bundle, target_sizes
+from moa_data.moa.targets.bundle import save_target_bundle
+from moa_data.moa.targets.families import target_sizes
 from moa_data.pipeline.config import parse_activations
 from moa_data.pipeline.estimate import field_specs
 from moa_data.pipeline.forwards.capture import capture

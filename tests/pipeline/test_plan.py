@@ -21,7 +21,7 @@ from moa_data.errors import (
     StoreMismatch,
     TargetError,
 )
-from moa_data.moa.targets.bundle import parse_target_config
+from moa_data.moa.targets.families import parse_target_config
 from moa_data.moa.targets.live import resolve_model_folder
 from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline import plan as plan_module

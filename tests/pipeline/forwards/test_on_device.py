@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from moa_data.moa.targets.bundle import target_sizes
+from moa_data.moa.targets.families import target_sizes
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ActivationSpec
 from moa_data.pipeline.estimate import field_specs

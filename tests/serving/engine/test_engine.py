@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.errors import Overloaded, RequestInvalid, ServingError
+from moa_data.errors import Overloaded, RequestInvalid, ServingError, TargetError
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.targets.live import Target
@@ -18,6 +18,7 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
+from moa_data.tests.kit.families import FEATURES, build_family
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import never_ending, wait_for
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
@@ -122,6 +123,27 @@ SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
     "keys and values": ("dspark", BLOCK | {"context": "kv", "fused_layers": (1,)}),
     "memory": ("dflash", BLOCK | {"context": "memory", "fused_layers": None}),
 }
+
+
+@pytest.mark.parametrize("family", FEATURES)
+def test_families_of_targets(family: str) -> None:
+    """With their odd features on: three texts at once, one that speculates with a tree, one with a chain."""
+    target = never_ending(build_family(family))
+    drafters = {"it": build("medusa", target.model, medusa_heads=3)}
+    if target.has_states:
+        with pytest.raises(TargetError, match="carry a state"):
+            engine_for(target)
+        return
+    for tree in ("3", "2x2x6"):
+        engine = engine_for(target, drafters, tree=tree, prefill_chunk=24)
+        readers = [add(engine, prompt, drafter="it") for prompt in PROMPTS[:3]]
+        for reader in readers[:2]:
+            engine.set_work(reader.id, Work.SPECULATE)
+        engine.set_work(readers[2].id, Work.PLAIN)
+        run(engine)
+        for prompt, reader in zip(PROMPTS, readers, strict=False):
+            assert not reader.errors
+            assert reader.tokens == plain(target, prompt)
 
 
 @pytest.mark.parametrize(

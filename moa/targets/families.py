@@ -1,0 +1,343 @@
+"""Targets by their transformers config: what is known of each family, its sizes, and which layers see how far.
+
+Any causal LM of transformers gives hidden states, from which most drafters learn. What a family has besides is data, an
+entry of :data:`FAMILIES`; what an entry says, and what is assumed of families without one, is proven on the loaded
+model before it is used (``live.prove``).
+
+| level | what works | which targets |
+|---|---|---|
+| hidden states | stores of hidden states, drafters that read no KV | every causal LM of transformers |
+| keys and values | stores of KV, drafters that read it | those of :data:`FAMILIES` whose layers have KV of one shape |
+| decoding | chains, trees, batches, serving | those whose attention takes masks; proven for each model |
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...errors import DrafterError, TargetError
+from ...files import parsing
+from ..nn.layers import ROPE_TYPES, BlockSizes, Rotary
+from ..nn.masks import Chunk
+from .model_files import FLOATS, check_model_folder, read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is known of a model type beyond its config."""
+
+    keeps_kv: bool = True  # whether keys and values of all layers are of one shape, and known by the config
+    mixes_layers: bool = False  # whether ``layer_types`` is heeded; else all layers slide where there is a window
+    rotates_halves: bool = True  # whether all keys are rotated as a drafter rotates its own, by pairs (i, i + d / 2)
+    carries_state: bool = False  # whether some layers have a state in place of KV
+    has_llama_layers: bool = False  # whether ``layers.DecoderBlock`` computes its layers
+    attention: str = "sdpa"  # kernels of transformers that compute all that the attention has
+    norm_offset: float = 0.0  # what is added to the weights of norms
+
+
+class KVShape(NamedTuple):
+    """The keys and values that a layer caches for a token."""
+
+    n_heads: int
+    key_width: int  # of a head, as for values
+    value_width: int
+
+
+_MIXED = Family(mixes_layers=True)
+_WITH_STATES = Family(mixes_layers=True, keeps_kv=False, carries_state=True, norm_offset=1.0)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(has_llama_layers=True),
+    "mistral": Family(has_llama_layers=True),
+    "qwen2": Family(has_llama_layers=True, mixes_layers=True),
+    "qwen3": Family(has_llama_layers=True, mixes_layers=True),
+    "qwen3_moe": Family(),
+    "mixtral": Family(),
+    "granite": Family(),
+    "olmo2": Family(),
+    "phi3": Family(),
+    "ministral": _MIXED,
+    "ministral3": Family(),
+    "glm4_moe": Family(),
+    "smollm3": Family(mixes_layers=True, rotates_halves=False),  # some layers rotate nothing
+    "cohere2": Family(mixes_layers=True, rotates_halves=False),
+    "gemma2": Family(mixes_layers=True, attention="eager", norm_offset=1.0),
+    "gemma3_text": Family(mixes_layers=True, rotates_halves=False, norm_offset=1.0),  # two rotations
+    "gpt_oss": Family(mixes_layers=True, attention="eager"),
+    "llama4_text": Family(mixes_layers=True, rotates_halves=False),
+    "qwen3_next": _WITH_STATES,
+    "qwen3_5_text": _WITH_STATES,
+    "qwen3_5_moe_text": _WITH_STATES,
+    "gemma4_text": Family(mixes_layers=True, keeps_kv=False, rotates_halves=False),
+    "deepseek_v3": Family(keeps_kv=False, rotates_halves=False),
+    "glm4_moe_lite": Family(keeps_kv=False, rotates_halves=False),
+}
+"""Model type of the text model -> what is known of it."""
+OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
+"""What is assumed of the others."""
+
+
+# Upper limits of the sizes in a config.json, far above those of the largest models.
+_LARGEST = {
+    "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12,
+    "hidden_size": 1 << 18, "intermediate_size": 1 << 20, "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26,
+    "sliding_window": 1 << 26,
+}  # fmt: skip
+_MANY_POSITIONS = 1 << 20
+"""Positions of a target whose config names no bound."""
+
+
+def load_target_config(folder: Path) -> Any:
+    """Load the transformers config of a model folder, that of its text model, with plausible sizes."""
+    folder, file = Path(folder), Path(folder) / "config.json"
+    if not file.is_file():
+        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+    check_model_folder(folder)
+    return parse_target_config(read_json(file, TargetError), file, folder)
+
+
+def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
+    """Make the transformers config of a target from the values of its config.json, of a folder if there is one."""
+    _check_loads(values, source)
+    own = values.get("text_config")
+    _check_counts(own if isinstance(own, dict) else values, source)  # before transformers makes lists of that length
+    with parsing(f"cannot read {source}", TargetError):
+        if folder is not None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        else:
+            config = AutoConfig.for_model(**values)
+        dtype, config = config.dtype, config.get_text_config(decoder=True)
+        config.dtype = config.dtype or dtype
+    _check_config(config, source)
+    sizes = target_sizes(config)
+    try:
+        Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
+    except DrafterError as error:
+        raise TargetError(f"{source}: {error}") from error
+    return config
+
+
+def family_of(config: Any) -> Family:
+    """Return what is known of the family of a target's config."""
+    return FAMILIES.get(config.model_type, OTHER)
+
+
+def _check_loads(values: Mapping[str, Any], source: object) -> None:
+    """Refuse what transformers loads as no causal LM, or quantised, where its values are not those of the weights."""
+    model_type, quantised = values.get("model_type"), values.get("quantization_config")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise TargetError(
+            f"model type {str(model_type)[:60]!r} is no causal language model of transformers "
+            f"{transformers.__version__} ({source}). Choose another target, or a transformers that has it."
+        )
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise TargetError(
+            f"{source}: the weights are quantised by {str(method)[:60]!r}. Give the folder that they were made from, "
+            "or save them dequantised with transformers."
+        )
+
+
+def _check_counts(values: Mapping[str, Any], source: object) -> None:
+    for name, largest in _LARGEST.items():
+        value = values.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= largest):
+            shown = f"{str(value)[:60]!r}, expected a whole number from 1 to {largest}"
+            raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
+
+
+def _check_config(config: Any, source: object) -> None:
+    """Refuse sizes that do not fit together, including those that transformers fills in."""
+    _check_counts({name: getattr(config, name, None) for name in _LARGEST}, source)
+    known, family = target_sizes(config), family_of(config)
+    kinds = set(getattr(config, "layer_types", None) or ()) if family.mixes_layers else set()
+    n_heads, n_kv_heads, epsilon = known["n_heads"], known["n_kv_heads"], norm_eps(config)
+    if family.keeps_kv and n_heads % n_kv_heads:
+        trouble = f"{n_kv_heads} KV heads do not divide {n_heads} heads"
+    elif type(epsilon) not in (int, float) or not 0 <= epsilon <= 1:
+        trouble = f"the epsilon of its norms is {epsilon!r}, expected a number from 0 to 1"
+    elif config.dtype not in (None, *FLOATS):
+        trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
+    elif family.keeps_kv and kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+        trouble = "layer_types are not all full_attention or sliding_attention"
+    elif "sliding_attention" in kinds and getattr(config, "sliding_window", None) is None:
+        trouble = "layers have sliding_attention and there is no sliding_window"
+    else:
+        return
+    raise TargetError(f"{source}: {trouble}. Restore the file.")
+
+
+def target_sizes(config: Any) -> dict[str, Any]:
+    """The sizes of a target, from its transformers config; those of its heads are of any layer where layers differ."""
+    n_heads = config.num_attention_heads
+    own = (getattr(config, "per_layer_config", None) or [config])[0]
+    return {
+        "n_layers": config.num_hidden_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": getattr(own, "num_key_value_heads", None) or n_heads,
+        "head_dim": getattr(own, "head_dim", None) or config.hidden_size // n_heads,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS,
+        "architecture": config.model_type,
+    }
+
+
+def count_weights(config: Any) -> int:
+    """Count the weights of a text model, of tied ones those of one matrix; less biases and norms of Llama's layers."""
+    if not family_of(config).has_llama_layers:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return sum(weight.numel() for weight in model.parameters())
+    sizes = target_sizes(config)
+    heads = sizes["n_heads"] + sizes["n_kv_heads"]
+    layer = sizes["hidden_size"] * (2 * heads * sizes["head_dim"] + 3 * config.intermediate_size)
+    return int(sizes["vocab_size"] * sizes["hidden_size"] + sizes["n_layers"] * layer)
+
+
+def text_model(model: Any) -> Any:
+    """Find the text model in a causal LM: what gives hidden states, without the LM head."""
+    found = model.get_decoder()
+    return model.model if found is model else found  # as in Llama 4, which calls itself another name
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Find the decoder layers of a causal LM."""
+    body = text_model(model)
+    for name in ("layers", "h", "blocks", "decoder.layers"):
+        with contextlib.suppress(AttributeError):
+            return cast(nn.ModuleList, body.get_submodule(name))
+    raise TargetError(f"the decoder layers of {type(body).__name__} are not found. Leave out hidden:layer:K.")
+
+
+def norm_eps(config: Any) -> float:
+    """The epsilon of a target's norms."""
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), 1e-5)
+
+
+def mlp_width(config: Any) -> int:
+    """The width of a target's dense MLPs; four times its own where the config names none."""
+    width = getattr(config, "intermediate_size", None)
+    return width if isinstance(width, int) else 4 * int(config.hidden_size)
+
+
+def logit_scale(config: Any) -> float:
+    """What a target multiplies the outputs of its LM head by."""
+    divisor = getattr(config, "logits_scaling", None)  # Granite's
+    return float(1 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0)
+
+
+def logit_cap(config: Any) -> float | None:
+    """The bound of a target's logits, which a tanh keeps them within; None for no bound."""
+    return getattr(config, "final_logit_softcapping", None)
+
+
+def check_kv(config: Any) -> None:
+    """Refuse a target whose keys and values no store takes."""
+    if not family_of(config).keeps_kv:
+        raise TargetError(
+            f"the layers of {config.model_type} have no keys and values of one known shape, so a store of them cannot "
+            "be made. Its hidden states can: --activations hidden:last,hidden:layer:1,..."
+        )
+
+
+def rotates_as_llama(config: Any) -> bool:
+    """Whether all of a target's keys are rotated as a drafter rotates its own."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
+    return family_of(config).rotates_halves and is_whole and rope.get("rope_type", "default") in ROPE_TYPES
+
+
+def check_rotation(config: Any) -> None:
+    """Refuse a drafter whose queries meet a target's own keys where these are rotated in another way."""
+    if not rotates_as_llama(config):
+        raise DrafterError(
+            f"this drafter rotates as Llama does, and keys of {config.model_type} are not rotated so. Train one that "
+            "takes keys as they are, such as moa, or that reads hidden states."
+        )
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The kind of attention of each decoder layer, as transformers names it."""
+    slides = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) if family_of(config).mixes_layers else None
+    return list(kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The attention window of each decoder layer in tokens, the query included; None for full attention."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    windows = {"sliding_attention": window, "chunked_attention": None if chunk is None else Chunk(chunk)}
+    return [windows.get(kind) for kind in layer_kinds(config)]
+
+
+def kv_shapes(config: Any) -> list[KVShape | None]:
+    """What each layer caches of keys and values; None for a layer that carries a state in their place."""
+    sizes, kinds = target_sizes(config), layer_kinds(config)
+    if (rank := getattr(config, "kv_lora_rank", None)) is not None:  # a latent, and a rotated key of all heads
+        return [KVShape(1, rank, config.qk_rope_head_dim)] * len(kinds)
+    found: list[KVShape | None] = []
+    for kind, own in zip(kinds, getattr(config, "per_layer_config", None) or [config] * len(kinds), strict=True):
+        width = getattr(own, "head_dim", None) or sizes["head_dim"]
+        heads = getattr(own, "num_key_value_heads", None) or sizes["n_kv_heads"]
+        found.append(None if kind == "linear_attention" else KVShape(heads, width, width))
+    return found
+
+
+def has_uniform_kv(config: Any) -> bool:
+    """Whether all layers cache keys and values of one shape, and keys as wide as values."""
+    first, *others = kv_shapes(config)
+    return first is not None and first.key_width == first.value_width and all(shape == first for shape in others)
+
+
+def attention_sizes(config: Any) -> dict[str, int]:
+    """The key/value heads, and their widest dim, that attention gets of any layer: of latents what they expand to."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return {"n_kv_heads": config.num_attention_heads, "head_dim": max(width, config.v_head_dim)}
+    shapes = [shape for shape in kv_shapes(config) if shape is not None]
+    return {"n_kv_heads": max(one.n_heads for one in shapes), "head_dim": max(one.key_width for one in shapes)}
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The RoPE parameters that drafters of a target have, as a plain dict (``rope_theta``, ``rope_type``, ...).
+
+    They are the target's own, of its layers with full attention; where it has none whose angles stay as a text grows,
+    the plain rotation of its base.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    own = {key: value for key, value in dict(found.get("full_attention", found)).items() if value is not None}
+    if family_of(config).has_llama_layers or (
+        own.get("rope_type", "default") in ROPE_TYPES and own.get("rope_theta") and "partial_rotary_factor" not in own
+    ):
+        return own
+    return {"rope_type": "default", "rope_theta": own.get("rope_theta") or 10_000.0}
+
+
+def layer_sizes(config: Any) -> BlockSizes:
+    """The block sizes of the target's own decoder layers."""
+    if not family_of(config).has_llama_layers:
+        raise TargetError(f"drafts cannot pass through layers of {config.model_type}. Leave --target-layers at 0.")
+    if config.hidden_act != "silu":
+        raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
+    sizes, has_bias = target_sizes(config), bool(getattr(config, "attention_bias", False))
+    return BlockSizes(
+        width=sizes["hidden_size"],
+        n_heads=sizes["n_heads"],
+        n_kv_heads=sizes["n_kv_heads"],
+        head_dim=sizes["head_dim"],
+        mlp_width=config.intermediate_size,
+        norm_eps=config.rms_norm_eps,
+        qkv_bias=has_bias or config.model_type == "qwen2",
+        output_bias=has_bias,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        query_key_norm=config.model_type == "qwen3",
+    )

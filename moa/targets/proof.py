@@ -1,0 +1,69 @@
+"""What is known of a family of targets is proven on the loaded model before it is used: a few tokens tell.
+
+Shapes: n tokens of the sample, E width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import TargetError
+from ...text import first_line
+from ..nn.losses import capped, logits_of
+from . import families
+from .bundle import scaled_head
+
+Target = Any
+"""A :class:`.live.Target`, which asks here whether it can be decoded."""
+_N_TOKENS = 12
+
+
+@torch.inference_mode()
+def prove_logits(target: Target) -> None:
+    """Compare the logits that drafters learn from and those of decoding with the model's; raises TargetError."""
+    model: Any = target.model
+    tokens, hidden = _sample(target)
+    known = model(input_ids=tokens, use_cache=False).logits
+    if not known.isfinite().all():
+        return  # what is wrong with the weights shows in the first sequence
+    own = capped(logits_of(hidden, scaled_head(model)), families.logit_cap(target.config))
+    if not (_agrees(own, known) and _agrees(target.logits(hidden), known)):
+        raise TargetError(
+            f"{target.config.model_type} does something to its logits that is not known here, so drafters would learn "
+            "from wrong ones. Choose another target."
+        )
+
+
+@torch.inference_mode()
+def decoding_problem(target: Target) -> str:
+    """Say why drafts can't be verified; empty where calls over cached tokens give what one call over all gives."""
+    half, is_right, why = _N_TOKENS // 2, True, "calls over its cache give other values"
+    try:
+        tokens, hidden = _sample(target)
+        cache = target.make_cache()
+        target.forward(tokens[:, :half], cache)
+        cache.commit([range(half)])
+        if not target.has_states:  # after a token stand a wrong one and the right one
+            branches = torch.cat((tokens[:, half : half + 1], tokens[:, :1], tokens[:, half + 1 : half + 2]), dim=1)
+            seen = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=target.device)
+            is_right = _agrees(target.forward(branches, cache, seen)[:, 2], hidden[:, half + 1])
+            cache.commit([[]])
+        is_right = _agrees(target.forward(tokens[:, half:], cache), hidden[:, half:]) and is_right
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # of code that is not ours
+        is_right, why = False, first_line(error)[:200]
+    name = target.config.model_type
+    return "" if is_right else f"{name} can't be decoded here ({why}), but drafters can be trained for it"
+
+
+def _sample(target: Target) -> tuple[Tensor, Tensor]:
+    """Make tokens [1, n], and compute their hidden states [1, n, E] in one call."""
+    tokens = torch.arange(_N_TOKENS, device=target.device)[None] * 7 % target.sizes["vocab_size"]
+    return tokens, target.body(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def _agrees(found: Tensor, known: Tensor) -> bool:
+    """Whether values [..., m] of most tokens are equal up to the rounding of their dtype."""
+    # Of most: where two experts have nearly equal scores, rounding may send a token to the other one.
+    error = (found.float() - known.float()).abs().amax(dim=-1).median()
+    return bool(error <= (1e-3 if known.dtype == torch.float32 else 0.06) * known.float().abs().max())

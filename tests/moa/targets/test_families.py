@@ -1,0 +1,162 @@
+"""Targets of every family: what drafters learn from is the model's own, and decoding with drafts is plain decoding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from moa_data.errors import DrafterError
+from moa_data.evaluation.run import generate
+from moa_data.moa.decoding.loop import generate_batch
+from moa_data.moa.decoding.proposer import Proposer
+from moa_data.moa.decoding.tree import DraftTree, TreeShape
+from moa_data.moa.drafters.training import Draws, TrainingStep
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.families import FAMILIES, family_of, rotates_as_llama, text_model
+from moa_data.moa.targets.live import Target
+from moa_data.moa.targets.proof import decoding_problem, prove_logits
+from moa_data.pipeline.config import ActivationSpec
+from moa_data.pipeline.forwards.capture import capture
+from moa_data.tests.kit.drafters import build, frozen_for, stored
+from moa_data.tests.kit.families import FEATURES, OTHERS, build_family, varied
+from moa_data.tests.kit.models import random_prompts, written_by_transformers
+from moa_data.tests.kit.variants import quick
+
+N_NEW = 24
+
+
+class Knowing(Proposer):
+    """Proposes what the target will say, with wrong tokens among it, so that some drafts are accepted and some not."""
+
+    def __init__(self, texts: Sequence[list[int]], seed: int = 0) -> None:
+        self._texts, self._random = [list(text) for text in texts], torch.Generator().manual_seed(seed)
+
+    @override
+    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+        drafts, parents = [], []
+        for row in committed:
+            text = next(text for text in self._texts if text[: len(row)] == row)
+            future = (text[len(row) :] + [5] * shape.depth)[: shape.depth]
+            wrong = torch.rand(shape.depth, generator=self._random) < 0.3
+            own = [6 if is_wrong else token for token, is_wrong in zip(future, wrong.tolist(), strict=True)]
+            if shape.is_chain:
+                drafts.append(own)
+                continue
+            # Beside each token of the text a wrong one, given first.
+            drafts.append([token for right in future for token in (7, right)])
+            parents.append([-1 if level == 0 else 2 * level - 1 for level in range(shape.depth) for _ in range(2)])
+        if parents:
+            return DraftTree(torch.tensor(drafts), torch.tensor(parents))
+        return DraftTree.chain(torch.tensor(drafts))
+
+
+def target_of(name: str, seed: int = 0, **changes: Any) -> Target:
+    target = Target(build_family(name, seed, **changes))
+    target.eos_token_ids = frozenset()
+    return target
+
+
+def assert_lossless(target: Target, prompts: list[list[int]], seed: int = 0) -> None:
+    """Chains, and trees and a batch where there is no state, give the text of transformers' own generate."""
+    model: Any = target.model
+    model.generation_config.eos_token_id = None
+    texts = [[*prompt, *written_by_transformers(model, prompt, max_new_tokens=N_NEW)] for prompt in prompts]
+    shapes = [TreeShape(4)] if target.has_states else [TreeShape(4), TreeShape(4, 2, 8)]
+    batches = [[index] for index in range(len(prompts))] if target.has_states else [range(len(prompts))]
+    for shape in shapes:
+        committed = []
+        for batch in batches:
+            own = Knowing([texts[index] for index in batch], seed)
+            asked = [prompts[index] for index in batch]
+            found = generate_batch(target, asked, max_new_tokens=N_NEW, proposer=own, tree=shape)
+            for index, generation in zip(batch, found, strict=True):
+                assert prompts[index] + generation.tokens == texts[index], (shape, index)
+                committed += generation.stats.committed_per_call
+        assert max(committed) >= 4, "no drafts were accepted"
+        assert min(committed) < 4, "no draft was refused"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+class TestFamily:
+    """With the odd features of each family on."""
+
+    def test_what_drafters_learn_from_is_the_models_own(self, name: str) -> None:
+        model = build_family(name)
+        tokens = torch.tensor(random_prompts(1, seed=3, longest=30))
+        with torch.inference_mode():
+            out = text_model(model)(input_ids=tokens, use_cache=False).last_hidden_state
+            logits = model(input_ids=tokens, use_cache=False).logits
+        frozen = FrozenTarget.from_model(model)
+        torch.testing.assert_close(frozen.logits(out), logits, rtol=1e-5, atol=1e-5)
+        prove_logits(Target(model))
+
+    def test_drafts_change_nothing(self, name: str) -> None:
+        target = target_of(name)
+        assert decoding_problem(target) == ""
+        assert_lossless(target, random_prompts(3, seed=4, longest=16))
+
+    def test_captured_is_what_the_model_computes(self, name: str) -> None:
+        model = build_family(name)
+        spec = ActivationSpec(kv=family_of(text_model(model).config).keeps_kv, last=True, layers=(1,))
+        rows = [torch.tensor(prompt, dtype=torch.int32).numpy() for prompt in random_prompts(2, seed=5, longest=30)]
+        found = capture(model, rows, spec, torch.float32)
+        for index, row in enumerate(rows):
+            tokens = torch.from_numpy(row.astype("int64"))[None]
+            with torch.inference_mode():
+                out = model(input_ids=tokens, output_hidden_states=True, use_cache=True)
+            own = slice(0, len(row))
+            last = text_model(model)(input_ids=tokens, use_cache=False).last_hidden_state[0]
+            torch.testing.assert_close(found.fields["hidden/last"][index, own], last, rtol=1e-4, atol=1e-4)
+            states = out.hidden_states[2][0]
+            torch.testing.assert_close(found.fields["hidden/layer_1"][index, own], states, rtol=1e-4, atol=1e-4)
+
+
+KINDS = ("eagle", "eagle3", "dspark", "dflash", "medusa", "independent", "moa", "glide")
+QUICK = ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", quick(FEATURES, QUICK))
+def test_every_drafter_learns_and_drafts(name: str) -> None:
+    target = target_of(name)
+    prompt, tokens = random_prompts(1, seed=7)[0], torch.tensor(random_prompts(1, seed=8, longest=30))
+    plain = generate_batch(target, [prompt], max_new_tokens=8)[0].tokens
+    for kind in KINDS:
+        try:
+            drafter = build(kind, target.model, **({"block_layers": 1} if kind in ("dspark", "dflash") else {}))
+        except DrafterError:
+            assert (kind, rotates_as_llama(target.config)) == ("glide", False)
+            continue
+        if kind in ("moa", "glide") and not family_of(target.config).keeps_kv:
+            continue
+        frozen = frozen_for(drafter, target.model)
+        inputs = stored(drafter, target.model, tokens, torch.ones_like(tokens))
+        draws = Draws(None, torch.zeros(1, dtype=torch.bool), seeds=(0,))
+        drafter.objective(frozen, TrainingStep(inputs, draws)).total.backward()
+        gradients = [weight.grad for weight in drafter.parameters() if weight.grad is not None]
+        assert gradients, kind
+        assert all(grad.isfinite().all() for grad in gradients), kind
+        found = generate(target, drafter.eval(), prompt, max_new_tokens=8, tree=TreeShape(3))
+        assert found.tokens == plain, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_random_configurations(name: str) -> None:
+    for seed in range(20):
+        target = target_of(name, seed, **varied(name, seed))
+        assert_lossless(target, random_prompts(3, seed=seed, longest=24), seed)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_that_nothing_is_known_of(name: str) -> None:
+    """They are proven on the loaded model, and decoded."""
+    target = target_of(name)
+    prove_logits(target)
+    assert target.decoding_problem == ""
+    assert_lossless(target, random_prompts(3, seed=6))
+
+
+def test_every_family_is_tested() -> None:
+    assert set(FAMILIES) - {"llama", "mistral", "qwen2", "qwen3", "qwen3_5_moe_text"} == set(FEATURES)
