@@ -210,7 +210,7 @@ def _verify(
 ) -> tuple[Tensor, list[list[int]]]:
     """Run the target once over root and drafts of each row; returns hidden states, and the nodes that it accepts."""
     roots = to_device([[row.committed[-1]] for row in rows], target.device)
-    tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1)  # [B, 1 + N]; padding becomes token 0
+    tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots  # padding is token 0
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
     logits = target.logits(hidden)  # [B, 1 + N, V]
     predicted = drafts.on_host_with(logits.argmax(dim=-1)) if sampling.is_argmax else None

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from ...errors import DrafterError
 from .layers import Rotation, rotate
-from .masks import to_device
+from .masks import DeviceLengths, added, are_alike, to_device
 
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -84,9 +84,8 @@ class KVBuffer:
         """Add keys and values [B, H_kv, n, d], ``counts`` of them real, after each row of the only layer."""
         n_tokens = keys.shape[2]
         self.reserve(max(self.lengths) + n_tokens, keys)
-        self.write(0, keys, values, self.next_slots(n_tokens, keys.device))
-        counts = counts or [n_tokens] * len(self.lengths)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        write_slots(self._layers[0], keys, values, slots_after(self.lengths, n_tokens, keys.device))
+        self.lengths = added(self.lengths, counts or n_tokens)
         return self.view()
 
     def view(self) -> tuple[Tensor, Tensor]:
@@ -99,24 +98,6 @@ class KVBuffer:
             self.reserve(n_slots, self.buffer[0, 0])
         keys, values = self._layers[layer]
         return keys[:, :, :n_slots], values[:, :, :n_slots]
-
-    def next_slots(self, n_tokens: int, device: torch.device, offset: int = 0) -> int | Tensor:
-        """Find the slots of n tokens after each row: the first where all rows are alike, else all, [B, n] int64."""
-        if len(set(self.lengths)) == 1:
-            return self.lengths[0] + offset
-        return positions_from([length + offset for length in self.lengths], n_tokens, device)
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
-        """Put keys and values [B, H_kv, n, d] of a layer into reserved slots, given as by :meth:`next_slots`."""
-        all_keys, all_values = self._layers[layer]
-        if isinstance(slots, int):
-            stop = slots + keys.shape[2]
-            all_keys[:, :, slots:stop] = keys
-            all_values[:, :, slots:stop] = values
-            return
-        rows = torch.arange(len(slots), device=keys.device)[:, None]
-        all_keys[rows, :, slots] = keys.transpose(1, 2).to(all_keys.dtype)
-        all_values[rows, :, slots] = values.transpose(1, 2).to(all_keys.dtype)
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -131,7 +112,7 @@ class KVBuffer:
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget what lies at or beyond each of the given positions."""
-        self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
+        self.lengths = lengths if isinstance(lengths, DeviceLengths) else [*map(min, self.lengths, lengths)]
 
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
@@ -140,7 +121,7 @@ class KVBuffer:
         if max(starts) + n_tokens > self.capacity:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, first_layer:]
-        if len(set(starts)) == 1:
+        if are_alike(starts):
             part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
             return part.permute(2, 4, 1, 3, 0, 5).flatten(3)
         slots = positions_from(starts, n_tokens, buffer.device)
@@ -180,12 +161,12 @@ class KVBuffer:
             capacity *= 2
         self.resize(capacity, like)
 
-    def resize(self, n_slots: int, like: Tensor) -> None:
-        """Move to a buffer of so many slots. New slots are zero: a masked slot must not hold NaN."""
+    def resize(self, n_slots: int, like: Tensor, into: Tensor | None = None) -> None:
+        """Move to a buffer of so many slots, or a given one. New slots are zero: a masked slot must not hold NaN."""
         shape = (2, self._n_layers, len(self.lengths), like.shape[1], n_slots, like.shape[3])
-        grown = self._allocate(shape, like)
+        grown = self._allocate(shape, like) if into is None else into
         if self._buffer is not None:
-            grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer
+            grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer[:, :, :, :, :n_slots]
         self._place(grown)
 
     def clear(self) -> None:
@@ -202,7 +183,25 @@ class KVBuffer:
         self._layers = list(zip(buffer[0].unbind(), buffer[1].unbind(), strict=True))
 
 
+def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> int | Tensor:
+    """Find the slots of n tokens after each row: the first where all rows are alike, else all, [B, n] int64."""
+    return lengths[0] if are_alike(lengths) else positions_from(lengths, n_tokens, device)
+
+
+def write_slots(view: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
+    """Put keys and values [B, H_kv, n, d] into others [B, H_kv, S, d], at slots as :func:`slots_after` gives them."""
+    all_keys, all_values = view
+    if isinstance(slots, int):
+        stop = slots + keys.shape[2]
+        all_keys[:, :, slots:stop] = keys
+        all_values[:, :, slots:stop] = values
+        return
+    rows = torch.arange(len(slots), device=keys.device)[:, None]
+    all_keys[rows, :, slots] = keys.transpose(1, 2).to(all_keys.dtype)
+    all_values[rows, :, slots] = values.transpose(1, 2).to(all_keys.dtype)
+
+
 def positions_from(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
     """List the positions of n tokens from each row's start: [B, n] int64, or [1, n] where all rows start alike."""
-    starts = starts[:1] if len(set(starts)) == 1 else starts
+    starts = starts[:1] if are_alike(starts) else starts
     return to_device(starts, device)[:, None] + torch.arange(n_tokens, device=device)

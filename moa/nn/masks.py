@@ -30,9 +30,33 @@ class Chunk(int):
 
 def to_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy numbers of the host, such as lengths, to a device without waiting for it."""
+    if isinstance(values, DeviceLengths):
+        return values.real
     made = torch.tensor(values, dtype=dtype)
     # A copy from memory that is not pinned would wait until the device has done all that it was asked for before.
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+class DeviceLengths(list[int]):
+    """Lengths of B rows that only the device knows; as a list, for shapes, what none of them is above."""
+
+    def __init__(self, most: int, real: Tensor) -> None:
+        super().__init__([most] * len(real))
+        self.real = real  # [B] int64
+
+
+def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> list[int]:
+    """Add to the lengths of rows, or subtract with -1, those of others or a number."""
+    if isinstance(lengths, DeviceLengths):
+        most, real = (more, more) if isinstance(more, int) else (more[0], to_device(more, lengths.real.device))
+        return DeviceLengths(lengths[0] + sign * most, lengths.real + sign * real)
+    every = [more] * len(lengths) if isinstance(more, int) else more
+    return [length + sign * other for length, other in zip(lengths, every, strict=True)]
+
+
+def are_alike(lengths: Sequence[int]) -> bool:
+    """Whether the host knows that all lengths are the same."""
+    return not isinstance(lengths, DeviceLengths) and len(set(lengths)) == 1
 
 
 def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None) -> Tensor:
@@ -165,14 +189,22 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
     """
     n_pending, device = seen.shape[2], seen.device
     n_slots = max(lengths) + n_pending
-    if len(set(lengths)) == 1:
-        committed = torch.ones(*seen.shape[:2], lengths[0], dtype=torch.bool, device=device)
-        mask = torch.cat((committed, seen), dim=2)
-    else:
-        index = torch.arange(n_slots, device=device) - to_device(lengths, device)[:, None]  # [B, S]
-        inside = (index >= 0) & (index < n_pending)
-        pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
-        mask = (index < 0)[:, None, :] | (inside[:, None, :] & seen.gather(2, pending))
+    if not are_alike(lengths):
+        return tree_mask_after(to_device(lengths, device)[:, None], seen, n_slots, window)
+    committed = torch.ones(*seen.shape[:2], lengths[0], dtype=torch.bool, device=device)
+    return _within(window, torch.cat((committed, seen), dim=2))
+
+
+def tree_mask_after(lengths: Tensor, seen: Tensor, n_slots: int, window: int | None = None) -> Tensor:
+    """Compute :func:`tree_mask` for so many slots, by tensors alone, after lengths [B, 1] int64: [B, Q, S] bool."""
+    n_pending = seen.shape[2]
+    index = torch.arange(n_slots, device=seen.device) - lengths  # [B, S]
+    inside = (index >= 0) & (index < n_pending)
+    pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
+    return _within(window, (index < 0)[:, None, :] | (inside[:, None, :] & seen.gather(2, pending)))
+
+
+def _within(window: int | None, mask: Tensor) -> Tensor:
     if window is None:
         return mask
     # The position of a token is the number of tokens that it sees, less itself.

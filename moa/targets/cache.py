@@ -29,8 +29,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from typing_extensions import override
 
 from ...errors import DrafterError
-from ..nn.kv import KVBuffer, unpack_kv
-from ..nn.masks import to_device
+from ..nn.kv import KVBuffer, slots_after, unpack_kv, write_slots
+from ..nn.masks import DeviceLengths, added, to_device
 from .families import KVShape
 
 _INITIAL_SLOTS = 256
@@ -68,7 +68,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     ) -> None:
         # ``shapes`` are of layers that are not alike, None of those that carry a state in place of KV.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
-        self._free = buffers
+        self._free, self.stays_in_place = buffers, buffers is not None
         self._whole: Tensor | None = None  # the allocated buffer, of which `buffer` is the rows that are left
         self.n_pending = 0  # tokens per row written by the last call, all its chunks, and not yet committed
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
@@ -76,7 +76,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._shapes = shapes
         self.watched_layers: tuple[int, ...] = ()  # decoder layers whose outputs each call leaves here
         self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
-        self._slots: int | Tensor = 0  # of the tokens of the call or chunk, as next_slots gives them
+        self._slots: int | Tensor = 0  # of a call or chunk, by slots_after; of a static call the lengths [B, 1]
         self._states = [LinearAttentionLayer() for shape in shapes or () if shape is None]
         self._before: list[list[Tensor]] = []  # the states before the last call, where it may be taken back
         self._tokens = torch.empty(0)  # of the last call, [1, n], where layers carry a state
@@ -123,12 +123,12 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._n_before = self.n_pending if goes_on else 0
         self._layer_outputs = self._layer_outputs if goes_on else []
         self.n_pending = self._n_before + n_tokens
-        self._slots, self._is_static = self.next_slots(n_tokens, device, self._n_before), False
+        self._slots, self._is_static = slots_after(added(self.lengths, self._n_before), n_tokens, device), False
 
-    def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
-        """Reserve slots as :meth:`begin_call`, after a prompt, for a graph that serves rows of any length."""
+    def begin_static_call(self, n_tokens: int, lengths: Tensor) -> None:
+        """Reserve slots as :meth:`begin_call`, after a prompt, for a graph that serves rows of any lengths [B, 1]."""
         self._n_before, self.n_pending, self._layer_outputs, self._is_static = 0, n_tokens, [], True
-        self._slots = to_device(self.lengths, device)[:, None] + torch.arange(n_tokens, device=device)
+        self._slots = lengths
         self.reserve(self.n_slots, self.buffer[0, 0])
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
@@ -181,20 +181,19 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
         if self._is_static:
             # Written out: a graph must not depend on the Python values that other calls look at.
-            all_keys, all_values = self.buffer[0, layer], self.buffer[1, layer]
-            rows = torch.arange(all_keys.shape[0], device=keys.device)[:, None]
-            all_keys[rows, :, self._slots] = keys.transpose(1, 2)
-            all_values[rows, :, self._slots] = values.transpose(1, 2)
-            return all_keys, all_values
+            view = self.buffer[0, layer], self.buffer[1, layer]
+            write_slots(view, keys, values, self._slots + torch.arange(keys.shape[2], device=keys.device))
+            return view
         n_slots = self.n_slots
         if self._shapes is None:
             self.reserve(n_slots, keys)
-            self.write(layer, keys, values, self._slots)
+            write_slots(self._layers[layer], keys, values, self._slots)
             return self.layer_view(layer, n_slots)
         own = [shape for shape in self._shapes if shape is not None]
         most = max(shape.n_heads for shape in own), max(max(shape.key_width, shape.value_width) for shape in own)
         self.reserve(n_slots, keys.new_empty(1, most[0], 1, most[1]))
-        self.write(layer, _widened(keys, *most), _widened(values, *most), self._slots)
+        wide = _widened(keys, *most), _widened(values, *most)
+        write_slots(self._layers[layer], *wide, self._slots)
         all_keys, all_values = self.layer_view(layer, n_slots)
         return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[:, : keys.shape[1], :, : values.shape[3]]
 
@@ -276,7 +275,7 @@ class ContextCache(KVBuffer):
 def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
     """Refuse a round where the KV, or the contexts, of a row's positions before its stop are not all here."""
     for have, stop in zip(cache.lengths, stops, strict=True):
-        if have < stop:
+        if have < stop and not isinstance(stops, DeviceLengths):  # graphs run beside the target
             raise DrafterError(
                 f"the contexts of positions {have} to {stop - 1} have not arrived; begin the round at token {have}, "
                 "and feed the known tokens after it as levels."

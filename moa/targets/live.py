@@ -345,8 +345,7 @@ class StaticCalls:
         mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
         self.buffers: Buffers = {}  # that the caches of these calls share in turn
         self._model = body
-        self._body: Any = torch.compile(body, dynamic=False, backend=backend, mode=mode)
-        self._watched_body: Any = torch.compile(_with_layer_outputs, dynamic=False, backend=backend, mode=mode)
+        self._call: Any = torch.compile(_static_call, dynamic=False, backend=backend, mode=mode)
 
     def forward(
         self,
@@ -362,46 +361,41 @@ class StaticCalls:
             as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
             outputs: where hooks put the outputs of the cache's watched layers.
         """
-        n_tokens, device = tokens.shape[1], tokens.device
-        tokens, seen = _padded(tokens, seen)  # [B, P], [B, P, P]
-        cache.begin_static_call(tokens.shape[1], device)
-        lengths = to_device(cache.lengths, device)[:, None]
-        positions = lengths + seen.sum(dim=2) - 1  # [B, P]
-        unused = cache.capacity - max(cache.lengths) - tokens.shape[1]
-
-        def mask(window: int | None) -> Tensor:
-            return nn.functional.pad(masks.tree_mask(cache.lengths, seen, window), (0, unused))  # [B, P, S]
-
-        inputs = {
-            "input_ids": tokens, "position_ids": positions, "attention_mask": as_mask(mask), "past_key_values": cache,
-            "use_cache": True,
-        }  # fmt: skip
-        if cache.watched_layers:
-            hidden, kept = self._watched_body(self._model, cache.watched_layers, outputs, inputs)
+        n_tokens = tokens.shape[1]
+        padding = next(size for size in STATIC_SIZES if size >= n_tokens) - n_tokens
+        numbers = to_device([[length, n_tokens] for length in cache.lengths], tokens.device)
+        cache.begin_static_call(n_tokens + padding, numbers[:, :1])
+        # Also where nothing is missing, for a tensor that is not of inference mode would take a graph of its own.
+        tokens = nn.functional.pad(tokens, (0, padding))
+        seen = None if seen is None else nn.functional.pad(seen, (0, padding, 0, padding))
+        hidden, kept = self._call(self._model, cache, tokens, seen, numbers, as_mask, outputs)
+        if kept:
             cache.keep_layer_outputs([states[:, :n_tokens] for states in kept])
-        else:
-            hidden = self._body(**inputs).last_hidden_state
         # A CUDA graph's output is overwritten by its next run.
         kept_hidden: Tensor = hidden[:, :n_tokens].clone()
         return kept_hidden
 
 
-def _with_layer_outputs(
-    body: nn.Module, layers: tuple[int, ...], outputs: dict[int, Tensor], inputs: dict[str, Any]
+def _static_call(
+    body: nn.Module,
+    cache: TargetCache,
+    tokens: Tensor,
+    seen: Tensor | None,
+    numbers: Tensor,
+    as_mask: Callable[[Callable[[int | None], Tensor]], Any],
+    outputs: dict[int, Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
-    # Compiled in place of the body: its graphs depend on the layers, those of a module do not on its hooks.
-    hidden = body(**inputs).last_hidden_state
-    return hidden, [outputs[layer] for layer in layers]
-
-
-def _padded(tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pad a call to the next size; padding sees itself alone."""
-    n_tokens = tokens.shape[1]
-    size = next(size for size in STATIC_SIZES if size >= n_tokens)
-    filled = torch.eye(size, dtype=torch.bool, device=tokens.device).repeat(len(tokens), 1, 1)
-    causal = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=tokens.device).tril()
-    filled[:, :n_tokens, :n_tokens] = causal if seen is None else seen
-    return nn.functional.pad(tokens, (0, size - n_tokens)), filled
+    # Compiled in place of the body: its graphs depend on the watched layers, those of a module do not on its hooks.
+    lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and, how many tokens of the call, [B, 1, 1]
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    if seen is None:
+        seen = (at <= at[:, None]) & (at[:, None] < n_real)
+    seen = seen | (at == at[:, None])  # padding sees itself alone
+    hidden = body(
+        input_ids=tokens, position_ids=lengths + seen.sum(dim=2) - 1, past_key_values=cache, use_cache=True,
+        attention_mask=as_mask(lambda window: masks.tree_mask_after(lengths, seen, cache.capacity, window)),
+    ).last_hidden_state  # fmt: skip
+    return hidden, [outputs[layer] for layer in cache.watched_layers]
 
 
 Mark = float | torch.cuda.Event  # seconds of the CPU's clock, or an event in the device's queue

@@ -7,7 +7,7 @@ import torch
 
 from moa_data.errors import DrafterError
 from moa_data.moa.nn import kv as kv_layout
-from moa_data.moa.nn.kv import KVBuffer
+from moa_data.moa.nn.kv import KVBuffer, slots_after, write_slots
 from moa_data.moa.nn.layers import Rotary, rotate
 
 ROPES = {
@@ -40,7 +40,9 @@ def test_layers_are_committed_packed_taken_and_joined() -> None:
     buffer, (first, second) = KVBuffer(2, 4, 2), torch.randn(2, 2, 3, 5, 4).unbind()  # [B, H_kv, n, d] of two layers
     for layer, values in enumerate((first, second)):
         buffer.reserve(5, values)
-        buffer.write(layer, values, -values, buffer.next_slots(5, values.device))
+        write_slots(
+            buffer.layer_view(layer, buffer.capacity), values, -values, slots_after(buffer.lengths, 5, values.device)
+        )
     buffer.commit([[0, 1, 2], [0, 2, 4]])
     kept = [first[0, :, :3], first[1, :, [0, 2, 4]]]
     packed = buffer.packed([0, 0], 3)
