@@ -16,6 +16,7 @@ from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target
+from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
@@ -127,6 +128,7 @@ class DrafterProposer(Proposer):
         self.max_depth = drafter.config.max_depth
         self._generators: list[torch.Generator] = []
         self._choose: Choose | None = None
+        self._graphs, self._uses_graphs = ChainGraphs(), False
 
     @override
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
@@ -135,10 +137,12 @@ class DrafterProposer(Proposer):
         cache.watched_layers = self.drafter.observed_layers  # whose outputs the target's calls then keep
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
+        is_captured = cache.stays_in_place and self._device.type == "cuda"
+        self._uses_graphs = is_captured and self.drafter.by_graph and self._sampling.temperature == 0
 
     def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
         """Continue with caches, and a choice of the tokens of chains, that the caller keeps in step."""
-        self.cache, self.state, self._choose = cache, state, choose
+        self.cache, self.state, self._choose, self._uses_graphs = cache, state, choose, False
 
     @override
     @torch.inference_mode()
@@ -151,15 +155,24 @@ class DrafterProposer(Proposer):
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Grow a chain or a tree (EAGLE-2, section 4.1; official inference lines 622-660)."""
         self.drafter.config.check_depth(shape.depth)
-        features = self.drafter.draft_root(self.state, self.frozen, committed, self.cache)
-        return self._chain(features, committed, shape) if shape.is_chain else self._tree(features, shape)
+        if self._uses_graphs and shape.is_chain and not (shape.stop_below or shape.cut_below):
+            drafts = self._graphs.run(
+                self.state, self._live, committed, shape, lambda own: self._drafted(own, (), shape)
+            )
+            if drafts is not None:
+                return DraftTree.chain(drafts)
+        return self._drafted(self.state, committed, shape)
+
+    def _drafted(self, state: Any, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+        features = self.drafter.draft_root(state, self.frozen, committed, self.cache)
+        return self._chain(state, features, committed, shape) if shape.is_chain else self._tree(state, features, shape)
 
     @override
     def select_rows(self, rows: Sequence[int]) -> None:
         self.state.select_rows(rows)
         self._generators = [self._generators[row] for row in rows] if self._generators else []
 
-    def _chain(self, features: Tensor, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+    def _chain(self, state: Any, features: Tensor, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         self._sampling.check_shape(shape)
         is_drawn = self._sampling.temperature > 0
         tokens: list[Tensor] = []
@@ -168,7 +181,7 @@ class DrafterProposer(Proposer):
         kept: list[Tensor] = []  # [B] bool of each draft: whether the chain is not cut before or at it
         paths = [list(row) for row in committed]
         probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
-        chain = Chain(self.drafter, self.frozen, self.state, self.cache, features)
+        chain = Chain(self.drafter, self.frozen, state, self.cache, features)
         asks_after = _ASKS_AFTER.get(self._device.type, 1)
         for level in range(min(shape.depth, shape.n_nodes)):
             if level:
@@ -203,7 +216,7 @@ class DrafterProposer(Proposer):
             probabilities=torch.stack(probabilities, dim=1) if probabilities else None,
         )
 
-    def _tree(self, features: Tensor, shape: TreeShape) -> DraftTree:
+    def _tree(self, state: Any, features: Tensor, shape: TreeShape) -> DraftTree:
         n_rows, b = features.shape[0], min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
         # Tokens, parents and scores are the candidates of all levels. The beam is the b nodes of the last level that
@@ -233,7 +246,7 @@ class DrafterProposer(Proposer):
             beam_seen = torch.cat((above, own), dim=2)
             parents_of_fed = features.gather(1, came_from.expand(-1, -1, features.shape[2]))
             nodes = DraftLevel(fed, parents_of_fed, beam_seen, level)
-            features = self.drafter.draft_level(self.state, self.frozen, nodes, self.cache)
+            features = self.drafter.draft_level(state, self.frozen, nodes, self.cache)
         return pick_best(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(scores, dim=1), shape.n_nodes)
 
 

@@ -61,6 +61,7 @@ class Drafter(nn.Module, ABC):
 
     config_class: ClassVar[type[DrafterSizes]]
     config: Any  # the sizes, of this class
+    by_graph: ClassVar[bool] = False  # whether it drafts from tokens and lengths that only the device knows
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -15,14 +15,16 @@ from typing_extensions import override
 
 from ..nn import masks
 from ..nn.attention import expand_heads
-from ..nn.kv import KVBuffer, positions_from
+from ..nn.kv import KVBuffer, positions_from, slots_after, write_slots
 from ..nn.layers import DecoderBlock, Rotary, Rotation
-from ..nn.masks import to_device
+from ..nn.masks import added, are_alike, to_device
 from .base import DraftLevel
 from .training import at_queries
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values, each [B, H_kv, S, d]."""
+Fresh = tuple[Tensor, Tensor | None, list[int]]
+"""What a round begins with: tokens [B, n] int64, states of the target [B, n, ...] or None, how many of n are real."""
 
 
 class RowState:
@@ -96,7 +98,7 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     """Let every query see the first slots of its row, so many: [B, 1, S] bool; None where rows have equally many."""
-    if len(set(lengths)) == 1:
+    if are_alike(lengths):
         return None
     slots = torch.arange(max(lengths), device=device)
     return (slots < to_device(lengths, device)[:, None])[:, None, :]
@@ -118,10 +120,7 @@ def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tenso
     n_new = keys.shape[2]
     # Calls of longer rows, or over the whole cache, later read these slots under a mask, which stops no NaN.
     keys, values = keys.nan_to_num(), values.nan_to_num()
-    for row, length in enumerate(before):
-        stop = length + n_fed
-        view[0][row, :, stop - n_new : stop] = keys[row]
-        view[1][row, :, stop - n_new : stop] = values[row]
+    write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
     return view
 
 
@@ -159,6 +158,7 @@ class LayerState(RowState):
         self.n_fed = 0  # slots of this round's tree, the root's included
         # Per row the target's states [n, ...] of committed positions that no layer has been fed with.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
+        self.given: Fresh | None = None
 
     @override
     def forget_drafts(self) -> None:
@@ -178,20 +178,18 @@ class LayerState(RowState):
         for row, new in enumerate(made.split([len(indices) for indices in kept])):
             self.fresh[row] = (*self.fresh[row], new)
 
-    def feed_tokens(
-        self,
-        blocks: Sequence[DecoderBlock],
-        rotary: Rotary,
-        embed: Callable[[Tensor], Tensor],
-        committed: Sequence[list[int]],
-        device: torch.device,
-        last: Callable[..., Tensor] | None = None,
-    ) -> tuple[Tensor, Fed]:
-        """Feed the embeddings of the committed tokens that the slots lack, as :meth:`feed_committed`."""
+    def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
+        """Take the committed tokens that the slots lack, and the target's states [B, n, ...] that are fed with them."""
         # The root is fed again in each round: where it stands, the cache may hold a draft that was rejected there.
         self.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)]
-        fresh = [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)]
-        return self.feed_committed(blocks, rotary, embed(padded(fresh, device)), [len(row) for row in fresh], last)
+        return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)], None
+
+    def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
+        """Put :meth:`fresh_rows` on the device; in a graph these are :attr:`given`, and nothing is committed."""
+        if self.given is not None:
+            return self.given
+        tokens, states = self.fresh_rows(committed)
+        return padded(tokens, device), states, [len(row) for row in tokens]
 
     def feed_committed(
         self,
@@ -213,7 +211,7 @@ class LayerState(RowState):
         """
         device, before, n_new = x.device, self.n_true, max(counts)
         rotation = rotary(positions_from(before, n_new, device), x.dtype)
-        self.n_true = [start + count for start, count in zip(before, counts, strict=True)]
+        self.n_true = added(before, counts)
         self.n_fed = 1
         for index, (block, slots) in enumerate(zip(blocks, self.slots, strict=True)):
             slots.crop(before)
@@ -226,22 +224,21 @@ class LayerState(RowState):
                 mask = masks.tree_mask(before, causal)[..., : keys.shape[2]]
             x = block(x, rotation, keys, values, mask)
         # Of the last layer only the root's feature is wanted.
-        ends = None if len(set(counts)) == 1 else to_device(counts, device)[:, None] - 1  # [B, 1]
-        x = x[:, -1:] if ends is None else at_queries(x, ends)
-        before = [n - 1 for n in self.n_true]
+        x = x[:, -1:] if are_alike(counts) else at_queries(x, to_device(counts, device)[:, None] - 1)
+        before = added(self.n_true, -1)
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
-        mask = None if len(counts) == 1 else masks.tree_mask(before, seen)
+        mask = None if len(counts) == 1 and are_alike(before) else masks.tree_mask(before, seen)
         positions = positions_from(before, 1, device)
         root = Fed(positions, rotary(positions, x.dtype), before, seen, mask)
         return (last or block)(x, root.rotation, keys, values, mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
         """Count the nodes of one level as fed; the caller appends their keys and values."""
-        n_nodes, before = level.tokens.shape[1], [n - 1 for n in self.n_true]
+        n_nodes, before = level.tokens.shape[1], added(self.n_true, -1)
         self.n_fed += n_nodes
         # All nodes of a level stand at one position.
-        positions = to_device([[n + level.depth] for n in before], level.tokens.device).expand(-1, n_nodes)
-        is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1
+        positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(-1, n_nodes)
+        is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1 and are_alike(before)
         mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
         return Fed(positions, rotary(positions, level.parent_features.dtype), before, level.seen, mask)
 

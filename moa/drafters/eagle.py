@@ -29,7 +29,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import LayerState, causal_features, padded, stacked
+from .caches import LayerState, causal_features, stacked
 from .sizes import DrafterSizes, LayerSizes
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
@@ -55,10 +55,17 @@ class FeatureState(LayerState):
         self.fresh, self.last = [()] * len(found), [states[-1:] for states in found]
         return found
 
+    @override
+    def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
+        fresh = self.take_fresh()
+        texts = zip(committed, self.n_true, fresh, strict=True)
+        return [row[start + 1 : start + 1 + len(states)] for row, start, states in texts], stacked(fresh)
+
 
 class FeatureDrafter(Drafter):
     """What EAGLE and EAGLE-3 share: layers fed with the token at t+1 and the feature of t, then with their outputs."""
 
+    by_graph = True
     rotary: Rotary
 
     @abstractmethod
@@ -125,13 +132,9 @@ class FeatureDrafter(Drafter):
         self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         # Slots up to the root's come from the target's own states; those of accepted drafts are computed again.
-        fresh = state.take_fresh()
-        counts = [len(hidden) for hidden in fresh]
-        texts = zip(committed, state.n_true, counts, strict=True)
-        tokens = [row[start + 1 : start + 1 + count] for row, start, count in texts]
-        embeddings = frozen.embed(padded(tokens, frozen.lm_head_weight.device))
-        hidden = stacked(fresh).to(self.dtype)  # [B, n, E or K * E]
-        x = self.join(embeddings, self.true_features(hidden))
+        tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
+        assert hidden is not None  # [B, n, E or K * E]
+        x = self.join(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
         return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts)[0])
 
     @override

@@ -68,6 +68,7 @@ class GlideDrafter(Drafter):
 
     config_class: ClassVar[type[DrafterSizes]] = GlideSizes
     config: GlideSizes
+    by_graph = True
 
     def __init__(self, config: GlideSizes) -> None:
         super().__init__(config)
@@ -145,8 +146,9 @@ class GlideDrafter(Drafter):
     def draft_root(
         self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        device, last = frozen.lm_head_weight.device, self._decoding_layer([len(row) - 1 for row in committed], cache)
-        return state.feed_tokens([self.self_attention], self.rotary, frozen.embed, committed, device, last)[0]
+        tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)
+        last = self._decoding_layer(masks.added(masks.added(state.n_true, counts), -1), cache)
+        return state.feed_committed([self.self_attention], self.rotary, frozen.embed(tokens), counts, last)[0]
 
     @override
     def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:

@@ -71,6 +71,7 @@ class IndependentDrafter(Drafter):
 
     config_class: ClassVar[type[DrafterSizes]] = IndependentSizes
     config: IndependentSizes
+    by_graph = True
 
     def __init__(self, config: IndependentSizes) -> None:
         super().__init__(config)
@@ -127,8 +128,8 @@ class IndependentDrafter(Drafter):
     def draft_root(
         self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        device = self.embed_tokens.weight.device
-        x, _ = state.feed_tokens(self.blocks, self.rotary, self.embed_tokens, committed, device)
+        tokens, _, counts = state.take_round(committed, self.embed_tokens.weight.device)
+        x, _ = state.feed_committed(self.blocks, self.rotary, self.embed_tokens(tokens), counts)
         features: Tensor = self.norm(x)
         return features
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary
+from ..nn.masks import added
 from ..targets.cache import KVSource, check_arrived
 from ..targets.families import check_rotation, rotates_as_llama, target_sizes
 from .sizes import DrafterSizes, multiple_of_32
@@ -146,7 +147,7 @@ class KVEncoder(nn.Module):
             positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_layers:
-            kv = kv[:, :, list(strided_layers(self.config.n_layers, self.config.layer_stride))]
+            kv = kv[:, :, strided_layers(self.config.n_layers, self.config.layer_stride)[0] :: self.config.layer_stride]
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:
@@ -170,7 +171,7 @@ class KVEncoder(nn.Module):
 
     def encode_cached(self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Encode the KV of so many positions of each row of the target's cache, from its start on: [B, n, E]."""
-        check_arrived(cache, [start + count for start, count in zip(starts, counts, strict=True)])
+        check_arrived(cache, added(starts, counts))
         n_tokens = max(counts)
         kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_layers - 1)
         return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device))

@@ -121,6 +121,7 @@ class MoADrafter(KVEncoder, Drafter):
 
     config_class: ClassVar[type[DrafterSizes]] = MoASizes
     config: MoASizes
+    by_graph = True
 
     def __init__(self, config: MoASizes) -> None:
         super().__init__(config)
@@ -222,12 +223,11 @@ class MoADrafter(KVEncoder, Drafter):
         self, state: MoADraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         state.forget_drafts()
-        lengths = state.encoded.lengths
-        counts = [len(tokens) - 1 - length for tokens, length in zip(committed, lengths, strict=True)]
-        if max(counts):
-            self.append_encoded(state, self.encode_cached(cache, lengths, counts), counts)
-        device = frozen.lm_head_weight.device
-        x, fed = state.feed_tokens([self.self_attention], self.rotary, frozen.embed, committed, device)
+        tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)
+        n_new = masks.added(masks.added(masks.added(state.n_true, counts), -1), state.encoded.lengths, sign=-1)
+        if max(n_new):
+            self.append_encoded(state, self.encode_cached(cache, state.encoded.lengths, n_new), n_new)
+        x, fed = state.feed_committed([self.self_attention], self.rotary, frozen.embed(tokens), counts)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     @override

@@ -192,8 +192,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         own = [shape for shape in self._shapes if shape is not None]
         most = max(shape.n_heads for shape in own), max(max(shape.key_width, shape.value_width) for shape in own)
         self.reserve(n_slots, keys.new_empty(1, most[0], 1, most[1]))
-        wide = _widened(keys, *most), _widened(values, *most)
-        write_slots(self._layers[layer], *wide, self._slots)
+        write_slots(self._layers[layer], _widened(keys, *most), _widened(values, *most), self._slots)
         all_keys, all_values = self.layer_view(layer, n_slots)
         return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[:, : keys.shape[1], :, : values.shape[3]]
 

@@ -6,6 +6,7 @@ Needs torch, transformers and pytest alone: `benchmarks/gpu/gpu.sh --part decode
 from typing import Any
 
 import pytest
+import torch
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
@@ -19,6 +20,7 @@ from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.variants import quick
+from moa_data.tests.moa.decoding import test_graphs
 
 PROMPTS = random_prompts(4, 3)
 N_NEW = 12
@@ -72,6 +74,26 @@ def test_compiled_calls_give_the_same_tokens(shape: TreeShape) -> None:
     proposer = DrafterProposer(target, drafter_on("cuda", "eagle"))
     found = generate_batch(target, PROMPTS, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
     assert [one.tokens for one in found] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", test_graphs.DRAFTERS)
+def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a real device, which alone captures them; the target's calls, of static shapes too, are not compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    n_replays, replay = 0, torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        nonlocal n_replays
+        n_replays += 1
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    plain, graphs = (test_graphs.proposer_on("cuda", name, is_compiled) for is_compiled in (False, True))
+    for prompts in (test_graphs.PROMPTS[:1], test_graphs.PROMPTS, test_graphs.PROMPTS[:1]):
+        found = test_graphs.drafts_of(*graphs, prompts)
+        assert found == test_graphs.drafts_of(*plain, prompts)
+    assert n_replays == 3 * (len(found) - 1)
 
 
 @pytest.mark.parametrize("kind", [None, "moa", "eagle"])

@@ -7,6 +7,9 @@ build for CPUs), to Python one on cuda:0; ``__torch_dispatch__`` sees every oper
 - launches of kernels: dispatched operations that are no views,
 - waits of the host for the device: ``.item()``, ``nonzero`` and masks as indices, copies to the host, blocking copies.
 
+A CUDA graph records operations and does them again, in the same memory, as one launch. While one is captured a wait or
+a value from the host is an error; what was computed then is gone afterwards, so that only replays give values.
+
 Copies that do not block, between pinned memory and the device on a side stream, happen as late as CUDA may do them:
 when somebody waits for them. Until then their target holds ones, so that a race shows in the values.
 """
@@ -69,12 +72,15 @@ class Counts:
         self.kernels: Counter[str] = Counter()
 
     def launch(self, name: str, n: int = 1) -> None:
-        """Count n kernels of an operation."""
+        """Count n kernels of an operation; while a graph is captured none is launched."""
+        if _graph() is not None:
+            return
         self.launches += n
         self.launch_lines[f"{_line()} {name}"] += n
 
     def wait(self, why: str) -> None:
         """Count that the host waits for the device."""
+        _refuse_in_graph(why)
         self.waits += 1
         self.wait_lines[f"{_line()} {why}"] += 1
 
@@ -102,6 +108,77 @@ def _line() -> str:
     return "elsewhere"
 
 
+class CUDAGraph:
+    """What was asked for while it was captured, to be done again."""
+
+    def __init__(self, **_: Any) -> None:
+        self.work: list[tuple[Callable[[], Any], Any]] = []  # each operation with what it gave, None if done in place
+        self.before: list[tuple[Tensor, Tensor]] = []  # what was written to, with its values
+
+    def replay(self) -> None:
+        COUNTS.launch("graph")
+        with torch.inference_mode():
+            for call, out in self.work:
+                new = call()
+                for old, one in zip(tree_iter(out), tree_iter(new), strict=True) if out is not None else ():
+                    old.copy_(one)
+
+    def forget(self) -> None:
+        """Undo what was done while this was captured, which CUDA does not do at all."""
+        for tensor, values in reversed(self.before):
+            tensor.copy_(values)
+        for _, out in self.work:
+            for tensor in tree_iter(out):
+                if tensor is not None:
+                    tensor.fill_(1)
+
+
+def _graph() -> CUDAGraph | None:
+    """Return the graph that this thread captures."""
+    return getattr(_local, "graph", None)
+
+
+def _refuse_in_graph(why: str) -> None:
+    if _graph() is not None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {why} at {_line()}")
+
+
+@contextlib.contextmanager
+def capture(graph: CUDAGraph, **_: Any) -> Iterator[None]:
+    """Stand in for ``torch.cuda.graph``."""
+    COUNTS.wait("synchronize")
+    _local.graph = graph
+    try:
+        yield
+    finally:
+        _local.graph = None
+    graph.forget()
+
+
+def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """Stand in for ``torch.compile``: each call is one launch, within which waits and values of the host are errors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        COUNTS.launch("compiled")
+        _local.graph = CUDAGraph()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _local.graph = None
+
+    return call
+
+
+def _done(call: Callable[[], Any], written: tuple[Tensor, ...] = ()) -> Any:
+    """Do an operation, on tensors of the host, and record it where a graph is captured."""
+    if (graph := _graph()) is None:
+        return call()
+    graph.before.extend((tensor, tensor.clone()) for tensor in written)
+    out = call()
+    graph.work.append((call, None if written else out))
+    return out
+
+
 class CudaTensor(Tensor):
     """Looks like a tensor on cuda:0; ``inner`` holds the values."""
 
@@ -127,6 +204,9 @@ class CudaTensor(Tensor):
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def record_stream(self, stream: Any) -> None:
         pass  # nothing gives memory away before Python does
 
@@ -151,13 +231,18 @@ class CudaTensor(Tensor):
         on_device = torch.device(kwargs.pop("device", None) or DEVICE).type in _KINDS
         kwargs.pop("pin_memory", None)
         inner_args, inner_kwargs = tree_map_only(CudaTensor, lambda tensor: tensor.inner, (args, kwargs))
-        with torch._C._AutoDispatchBelowAutograd():
-            out = func(*inner_args, **inner_kwargs)
+
+        def call() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return func(*inner_args, **inner_kwargs)
+
         if schema.returns and all(one.alias_info and one.alias_info.is_write for one in schema.returns):
             # In place, or into `out=`: the caller gets its own tensors back.
             written = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
             own = [args[i] if i < len(args) else kwargs[name] for i, name in written]
+            _done(call, tuple(tensor.inner for tensor in own))
             return own[0] if len(own) == 1 else tuple(own)
+        out = call() if func.is_view or packet in _FREE else _done(call)
         # A view in inference mode of a tensor from outside of it is none of inference mode.
         outside = func.is_view and isinstance(args[0], Tensor) and not args[0].is_inference()
         with torch.inference_mode(False) if outside else contextlib.nullcontext():
@@ -174,6 +259,8 @@ def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
             is_foreign, is_index = not isinstance(tensor, CudaTensor), packet in _INDEXED and position == 1
             if is_index and (tensor.dtype in (torch.bool, torch.uint8) or (is_foreign and tensor.dim())):
                 COUNTS.wait("a mask as index" if tensor.dtype == torch.bool else "an index from the host")
+            elif is_foreign and _graph() is not None:
+                _refuse_in_graph("a tensor of the host")
             elif is_foreign and not is_index and (tensor.dim() or packet in _STRICT):
                 raise RuntimeError(f"expected all tensors to be on cuda:0, but {func} got one on {tensor.device}")
 
@@ -185,10 +272,12 @@ def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
         COUNTS.launch("_to_copy" if is_inside else "copy to the host")
         if not is_inside:
             COUNTS.wait("copy to the host")
-        copied = args[0].inner.to(kwargs.get("dtype") or args[0].dtype, copy=True)
+        copied = _done(lambda: args[0].inner.to(kwargs.get("dtype") or args[0].dtype, copy=True))
         return CudaTensor(copied) if is_inside else copied
     into, source, late = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     host = [side for side in (into, source) if not isinstance(side, CudaTensor)]
+    if host:
+        _refuse_in_graph("a copy between host and device")
     to, of = (side.inner if isinstance(side, CudaTensor) else side for side in (into, source))
     COUNTS.launch("copy_" if not host else "copy to the host" if host[0] is into else "copy to the device")
     pinned = [(a, base) for a, b, base in _pinned if late and host and a <= host[0].data_ptr() < b]
@@ -201,7 +290,7 @@ def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
         return into
     if host and not late and host[0].numel():
         COUNTS.wait("copy to the host" if host[0] is into else "blocking copy to the device")
-    to.copy_(of)
+    _done(lambda: to.copy_(of), (to,))
     return into
 
 
@@ -284,7 +373,7 @@ class _Whole(torch.autograd.Function):
 
 def _whole(call: Any, *given: Any) -> Any:
     is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return _Whole.apply(call, *given) if is_trained else CudaTensor(call(*(x.inner for x in given)))
+    return _Whole.apply(call, *given) if is_trained else CudaTensor(_done(lambda: call(*(x.inner for x in given))))
 
 
 _attend, _empty, _rms_norm, _Generator = F.scaled_dot_product_attention, torch.empty, F.rms_norm, torch.Generator
@@ -369,7 +458,7 @@ class _Autocast(torch.autocast):
 def _made_by(real: Any) -> Any:
     def made(*args: Any, dtype: Any = None, **_: Any) -> Any:
         COUNTS.launch(real.__name__)
-        return CudaTensor(real(*args, dtype=dtype))
+        return CudaTensor(_done(lambda: real(*args, dtype=dtype)))
 
     return made
 
@@ -431,6 +520,8 @@ _CUDA: dict[str, Any] = {
     "is_bf16_supported": lambda *_, **__: True,
     "Stream": Stream,
     "Event": Event,
+    "CUDAGraph": CUDAGraph,
+    "graph": capture,
     "stream": _stream_context,
     "synchronize": lambda *_: COUNTS.wait("synchronize"),
 }

@@ -1,0 +1,175 @@
+"""Rounds of chains as CUDA graphs, on a simulated device: the drafts of other rounds, by a handful of launches."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moa_data.moa.decoding.loop import generate_batch, prefill
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.targets.live import Target
+from moa_data.tests.kit import device as kit
+from moa_data.tests.kit.device import Counts
+from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import quick
+
+DEPTH = 4
+N_SLOTS = 64
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [13, 14, 15], [16]]
+SIZES: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 97, "eos_token_id": None}
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moa": ("moa", {}),
+    "moa, a target layer": ("moa", {"target_layer_inference": 1}),
+    "moa, encoded KV alone": ("moa", {"cross_attention_drafts": False, "layer_stride": 2}),
+    "eagle": ("eagle", {}),
+    "eagle of two layers": ("eagle", {"eagle_layers": 2}),
+    "eagle3": ("eagle3", {}),
+    "eagle3 of fewer tokens": ("eagle3", {"draft_vocabulary": 40}),
+    "independent": ("independent", {}),
+    "glide": ("glide", {}),
+}
+BY_DEFAULT = ["moa", "moa, a target layer", "eagle", "eagle3", "independent"]
+
+
+@pytest.fixture
+def counts(device: Counts, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """The simulated device, on which a compiled function is one launch."""
+    monkeypatch.setattr(torch, "compile", kit.compiled)
+    return device
+
+
+def proposer_on(device: str, name: str, is_compiled: bool, family: str = "llama") -> tuple[Target, DrafterProposer]:
+    kind, settings = DRAFTERS[name]
+    target = Target(build_model(family, **SIZES).to(device))
+    if is_compiled:
+        target.compile(N_SLOTS)
+    return target, DrafterProposer(target, build(kind, build_model(family, **SIZES), **settings).to(device))
+
+
+def drafts_of(
+    target: Target, proposer: DrafterProposer, prompts: list[list[int]], around: Callable[[], Any] = lambda: None
+) -> list[Any]:
+    """Draft in each round of a text of which any number of tokens are accepted, and rows leave on the way."""
+    rng, found = random.Random(0), list[Any]()
+    committed, cache = [[*prompt, rng.randrange(97)] for prompt in prompts], target.new_cache(len(prompts))
+    proposer.begin(cache)
+    prefill(target, cache, prompts, proposer)
+    for index in range(8):
+        if index == 5 and len(committed) > 1:
+            committed = [committed[0], committed[2]]
+            cache.select_rows([0, 2])
+            proposer.select_rows([0, 2])
+        around()
+        drafts = proposer.propose(committed, TreeShape(DEPTH)).tokens
+        around()
+        found.append(drafts.tolist())
+        new = [[rng.randrange(97) for _ in range(DEPTH + 1)] for _ in committed]
+        calls = [[row[-1], *more[:-1]] for row, more in zip(committed, new, strict=True)]
+        kept = [range(1 + (index + row) * 3 % (DEPTH + 1)) for row in range(len(committed))]
+        hidden = target.forward(torch.tensor(calls).to(target.device), cache)
+        cache.commit(kept)
+        proposer.observe(hidden, kept)
+        for row, more, own in zip(committed, new, kept, strict=True):
+            row += more[: len(own)]
+    cache.release()
+    return found
+
+
+@pytest.mark.parametrize("name", quick(DRAFTERS, BY_DEFAULT))
+def test_graphs_draft_what_is_drafted_without(counts: Counts, name: str) -> None:
+    """For a row, for rows of other lengths, and for texts that follow; by a handful of launches and no wait."""
+    plain, graphs = (proposer_on("cuda", name, is_compiled) for is_compiled in (False, True))
+    marks: list[tuple[int, int]] = []
+    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2], PROMPTS):
+        marks.clear()
+        counts.reset()
+        found = drafts_of(*graphs, prompts, lambda: marks.append((counts.launches, counts.waits)))
+        assert sum(n for line, n in counts.launch_lines.items() if line.endswith(" graph")) == 7
+        message = counts.worst()
+        assert found == drafts_of(*plain, prompts)
+    rounds = [
+        (after[0] - before[0], after[1] - before[1]) for before, after in zip(marks[::2], marks[1::2], strict=True)
+    ]
+    # But the first without a graph, the next, which moves the caches, and the one after a row left.
+    rounds = [rounds[index] for index in (2, 3, 4, 6, 7)]
+    assert max(launches for launches, _ in rounds) <= 8, message
+    assert not any(waits for _, waits in rounds), message
+
+
+@pytest.mark.parametrize("family", quick(["mistral", "qwen3"], ["mistral"]))
+def test_targets_of_other_families(counts: Counts, family: str) -> None:
+    """With sliding windows, and with norms of keys."""
+    plain, graphs = (proposer_on("cuda", "moa, a target layer", one, family) for one in (False, True))
+    assert drafts_of(*graphs, PROMPTS) == drafts_of(*plain, PROMPTS)
+
+
+@pytest.mark.parametrize(("drafter", "most"), [(None, 10), ("moa", 20), ("eagle", 24)])
+def test_a_whole_round_of_graphs(counts: Counts, drafter: str | None, most: int) -> None:
+    """One upload of the target's call, one of the drafter's, and one copy to the host for which it waits."""
+    marks: list[tuple[int, int]] = []
+    target, proposer = proposer_on("cuda", drafter or "moa", is_compiled=True)
+    tree = TreeShape(DEPTH) if drafter else None
+    for _ in range(2):
+        marks.clear()
+        generate_batch(
+            target, PROMPTS[:1], max_new_tokens=24, proposer=proposer if drafter else None, tree=tree,
+            on_round=lambda *_: marks.append((counts.launches, counts.waits)),
+        )  # fmt: skip
+        counts.launch_lines.clear()
+    rounds = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(marks[2:])]
+    assert max(launches for launches, _ in rounds) <= most, counts.worst()
+    assert max(waits for _, waits in rounds) <= 1, counts.worst()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 6])
+def test_a_static_call_launches_one_graph_and_little_else(counts: Counts, n_tokens: int) -> None:
+    target, _ = proposer_on("cuda", "moa", is_compiled=True)
+    cache = target.new_cache(2)
+    prefill(target, cache, PROMPTS[:2])
+    tokens, seen = torch.ones(2, n_tokens, dtype=torch.int64).cuda(), torch.eye(n_tokens, dtype=torch.bool).cuda()
+    for given in (None, seen.repeat(2, 1, 1)):
+        counts.reset()
+        target.logits(target.forward(tokens, cache, given))
+        assert counts.launches <= 6, counts.worst()
+        assert not counts.waits, counts.worst()
+
+
+HOST_DEPENDENT: dict[str, Callable[[Tensor], object]] = {
+    "a number read": lambda tokens: tokens.max().item(),
+    "a size that depends on data": lambda tokens: tokens.nonzero(),
+    "a mask as index": lambda tokens: tokens[tokens > 3],
+    "a tensor of the host": lambda tokens: torch.tensor([1]).pin_memory().to("cuda", non_blocking=True),
+    "an index of the host": lambda tokens: tokens[[0]],
+}
+
+
+@pytest.mark.parametrize("what", HOST_DEPENDENT)
+def test_what_depends_on_the_host_cannot_be_captured(
+    counts: Counts, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, proposer = proposer_on("cuda", "independent", is_compiled=True)
+    real = proposer.drafter.draft_level
+
+    def dependent(state: Any, frozen: Any, level: Any, cache: Any) -> Tensor:
+        HOST_DEPENDENT[what](level.tokens)
+        return real(state, frozen, level, cache)
+
+    monkeypatch.setattr(proposer.drafter, "draft_level", dependent)
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        drafts_of(target, proposer, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("shape", quick(["3", "4@0.000001", "2x2x4"], ["3"]))
+def test_other_chains_and_longer_texts_are_plain_decoding_too(counts: Counts, shape: str) -> None:
+    settings: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": 72}
+    target, proposer = proposer_on("cuda", "eagle", is_compiled=True)
+    target.compile(8)  # of 72 slots, less than the longest text
+    expected = generate_batch(proposer_on("cpu", "eagle", is_compiled=False)[0], **settings)
+    found = generate_batch(target, proposer=proposer, tree=TreeShape.parse(shape), **settings)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
