@@ -143,6 +143,11 @@ class Config(BaseModel):
         if len(found) < len(values):
             keys = {setting.name: setting.key for setting in cls.settings()}
             by_name = {keys.get(name, name): value for name, value in values.items() if name not in found}
+            for key, value in by_name.items():
+                group, _, own = key.partition(".")
+                given = found.get(group)
+                if isinstance(given, Mapping) and given.get(own, value) != value:
+                    raise OptionInvalid(f"{own} is given twice, as {value!r} and as {given[own]!r}. Leave out one.")
             found = _merge(found, nested(by_name))
         return found
 

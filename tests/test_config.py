@@ -163,6 +163,8 @@ def test_python_takes_names_and_groups() -> None:
     assert both.drafter == EagleSettings(eagle_layers=2, feature_noise=0.5)
     with pytest.raises(OptionInvalid) as error:
         TrainConfig(store="s", out="o", max_steps=3, epochs=1, batch_size=0)
+    with pytest.raises(OptionInvalid, match="max_steps is given twice, as 3 and as 4"):
+        TrainConfig(store="s", out="o", max_steps=3, schedule={"max_steps": 4})
     assert "batch_size" in str(error.value)
     assert "--" not in str(error.value)
 

@@ -2,8 +2,9 @@
 
 Drafting clients come over a network that is cut and resets its connections; others stream over HTTP, read slowly, leave
 in the middle, or send garbage to both ports. Attackers never read, say nothing, drip their bodies or leave in them, ask
-as a foreign web page would, send prompts of 1 MB, and stop strings as long as the answer. Every complete answer has to
-be the text of plain decoding, nobody else may be refused, and ``/health`` has to answer all the time. ::
+as a foreign web page would, send prompts of 1 MB, bodies of many wrong items, and stop strings as long as the answer.
+Every complete answer has to be the text of plain decoding, nobody else may be refused, and ``/health`` has to answer
+all the time. ::
 
     python -m benchmarks.serving.serving_load --model MODEL --drafter RUN [--bundle STORE] [--minutes 10] [--tls]
 
@@ -36,6 +37,7 @@ from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.run import raise_file_limit
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
+    WRONG_BODIES,
     connect,
     foreign_pages,
     head_of,
@@ -168,7 +170,7 @@ class Load:
             (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2), (self._send_garbage, 2),
             (self._break_network, 1), (self._ask_health, 1), (self._ask, 2), (self._never_read, 4),
             (self._stay_silent, 3), (self._drip, 3), (self._leave_in_body, 2), (self._be_a_foreign_page, 1),
-            (self._send_long_prompt, 4), (self._send_long_stops, 1),
+            (self._send_long_prompt, 4), (self._send_long_stops, 1), (self._send_wrong_items, 2),
         ]  # fmt: skip
         self._threads = [
             threading.Thread(target=self._play, args=(role, 100 * number + one))
@@ -317,6 +319,13 @@ class Load:
         with contextlib.closing(connection):
             if response.status != 400:
                 self.wrong.append(("long stop string", "", response.read().decode()))
+
+    def _send_wrong_items(self, chance: random.Random) -> None:
+        connection, response = self._server.request(QUESTIONS[0], stream=False, **chance.choice(WRONG_BODIES))
+        with contextlib.closing(connection):
+            if response.status != 400:
+                self.wrong.append(("wrong items", "", response.read().decode()))
+        self._is_over.wait(0.1)
 
     def _break_network(self, chance: random.Random) -> None:
         self._is_over.wait(chance.uniform(0, 4))

@@ -74,6 +74,12 @@ def long_text(chance: random.Random, n_chars: int) -> str:
     return " ".join(words)
 
 
+WRONG_BODIES: tuple[dict[str, Any], ...] = (
+    {"messages": [1] * 9_000}, {"messages": [{}] * 20_000}, {"messages": [{}] * 200_000}, {"stop": [1] * 200_000},
+)  # fmt: skip
+"""Fields of requests with so many wrong items that an error for each takes seconds."""
+
+
 def foreign_pages() -> Sequence[tuple[dict[str, str], int]]:
     """Headers that a browser sends for pages of other sites, and the status that each should get."""
     json_type = {"content-type": "application/json"}

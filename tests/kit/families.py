@@ -1,10 +1,14 @@
 """Tiny random targets of every family that is described, with the odd features of each on."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from .models import build_tokenizer
+from .templates import LLAMA3_TEMPLATE
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "head_dim": 16,
@@ -100,3 +104,11 @@ def varied(model_type: str, seed: int) -> dict[str, Any]:
     if "layer_types" in own and "linear_num_key_heads" not in own and "num_kv_shared_layers" not in own:
         changes["layer_types"] = [draw.choice(own["layer_types"][:2]) for _ in range(3)] + [own["layer_types"][1]]
     return changes
+
+
+def write_family(folder: Path, model_type: str, **changes: Any) -> Path:
+    """Write a target of a family with a Llama-3-like template."""
+    sizes = {"vocab_size": 400, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 9}
+    build_family(model_type, **(sizes | changes)).save_pretrained(folder)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
+    return folder

@@ -22,6 +22,7 @@ from moa_data.serving import http as http_module
 from moa_data.serving.metrics import LOG
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
+    WRONG_BODIES,
     connect,
     foreign_pages,
     head_of,
@@ -193,11 +194,7 @@ def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
             assert stream.read().endswith(b"data: [DONE]\n\n"), "an answer may take longer"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"messages": [1] * 9_000}, {"messages": [{}] * 20_000}, {"messages": [{}] * 200_000}, {"stop": [1] * 200_000}],
-    ids=str,
-)
+@pytest.mark.parametrize("wrong", WRONG_BODIES, ids=lambda wrong: str(wrong)[:40])
 def test_a_body_with_many_wrong_items_is_refused_at_the_first(wrong: dict[str, Any]) -> None:
     """An error for each of half a million took seconds of the event loop."""
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | wrong).encode()

@@ -1,26 +1,31 @@
 """Targets of every family: what drafters learn from is the model's own, and decoding with drafts is plain decoding."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from typing_extensions import override
 
-from moa_data.errors import DrafterError
+from moa_data.errors import DrafterError, TargetError
 from moa_data.evaluation.run import generate
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import Proposer
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.families import FAMILIES, family_of, rotates_as_llama, text_model
 from moa_data.moa.targets.live import Target
 from moa_data.moa.targets.proof import decoding_problem, prove_logits
 from moa_data.pipeline.config import ActivationSpec
 from moa_data.pipeline.forwards.capture import capture
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.command import TRAIN, refused, run
 from moa_data.tests.kit.drafters import build, frozen_for, stored
-from moa_data.tests.kit.families import FEATURES, OTHERS, build_family, varied
+from moa_data.tests.kit.families import FEATURES, OTHERS, build_family, varied, write_family
+from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.models import random_prompts, written_by_transformers
 from moa_data.tests.kit.variants import quick
 
@@ -156,6 +161,58 @@ def test_families_that_nothing_is_known_of(name: str) -> None:
     prove_logits(target)
     assert target.decoding_problem == ""
     assert_lossless(target, random_prompts(3, seed=6))
+
+
+def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
+    """A drafter that reads hidden states alone, for layers that carry a state."""
+    model = write_family(tmp_path / "model", "qwen3_next")
+    chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(6))
+    out = tmp_path / "store"
+    extract = ("extract", "--model", model, "--dataset", chats, "--out", out, "--device", "cpu", "--activations")
+    refused(run(*extract, "kv,hidden:last"), "--activations hidden:last")
+    assert run(*extract, "hidden:last").exit_code == 0
+    audited = run("audit", out, "--model", model, "--device", "cpu", "--samples", "2")
+    assert audited.exit_code == 0, audited.output
+    drafter = tmp_path / "run"
+    trained = run("train", out, "--out", drafter, "--drafter", "eagle", *TRAIN)
+    assert trained.exit_code == 0, trained.output
+    generate = ("generate", "--model", model, "--prompt", "Hi", "--max-new-tokens", "9", "--device", "cpu")
+    plain, drafted = run(*generate), run(*generate, "--drafter", drafter)
+    assert drafted.exit_code == 0, drafted.output
+    assert plain.stdout.strip() in drafted.stdout
+    refused(run("serve", "--model", model, "--port", "0", "--grpc-port", "0", "--device", "cpu"), "carry a state")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        {"model_type": "bert"},
+        {"model_type": "of_another_world"},
+    ],
+    ids=str,
+)
+def test_what_is_no_target_is_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
+    model = write_family(tmp_path / "model", "gpt_oss")
+    change_json(model / "config.json", **changes)
+    named = changes.get("quantization_config", {}).get("quant_method") or changes["model_type"]
+    with pytest.raises(TargetError, match=named):
+        Target.load(str(model))
+
+
+def test_what_is_wrong_with_a_family_shows_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_family(tmp_path / "model", "cohere2")
+    monkeypatch.setattr("moa_data.moa.targets.families.logit_scale", lambda config: 1.0)
+    with pytest.raises(TargetError, match="cohere2 does something to its logits"):
+        Target.load(str(folder))
+
+
+def test_a_cache_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("gpt2")
+    monkeypatch.setattr(TargetCache, "write_pending", lambda self, layer, keys, values: (keys, values))
+    with pytest.raises(TargetError, match="can't be decoded here"):
+        target.new_cache()
 
 
 def test_every_family_is_tested() -> None:
