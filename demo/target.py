@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,16 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
 
 
 def train_target(
-    train: list[dict[str, Any]], config: DemoConfig, folder: Path, progress: Progress | None = None
+    train: list[dict[str, Any]],
+    config: DemoConfig,
+    folder: Path,
+    progress: Progress | None = None,
+    build: Callable[[DemoConfig, PreTrainedTokenizerFast], Any] = build_target,
 ) -> dict[str, Any]:
     """Train tokenizer and target on the corpus and save them; a finished folder is left as it is.
+
+    Args:
+        build: makes the untrained target, of a family whose decoder layers are ``model.model.layers``.
 
     Returns:
         n_parameters, n_tokens (seen in training, prompts included), and train_loss of the last step (nats per token).
@@ -115,7 +122,7 @@ def train_target(
         facts: dict[str, Any] = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return facts
     tokenizer = train_tokenizer([m["content"] for row in train for m in row["messages"]], config.vocab_size)
-    model = build_target(config, tokenizer)
+    model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
     facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
     shutil.rmtree(folder, ignore_errors=True)
@@ -156,9 +163,7 @@ def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generat
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _fit(
-    model: LlamaForCausalLM, train: list[_Example], config: DemoConfig, progress: Progress | None
-) -> tuple[int, float]:
+def _fit(model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None) -> tuple[int, float]:
     """Train with a linear warm-up and a cosine down to 2 % of the peak rates; return the tokens seen and the loss."""
     rng, n_steps = np.random.default_rng(config.seed), config.target_steps
     # Muon for the matrices of the decoder layers, AdamW for embeddings, norms and head.
