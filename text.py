@@ -38,13 +38,16 @@ def format_hours(seconds: float) -> str:
 
 
 def activation_name(field: str) -> str:
-    """Return what ``--activations`` calls a field of a store: ``hidden/layer_6`` is ``hidden:layer:6``."""
-    return field.replace("hidden/layer_", "hidden:layer:").replace("/", ":")
+    """Return what ``--activations`` calls a field of a store: ``hidden/layer_6`` is ``hidden:layer:6``.
+
+    Keys and values are ``kv``, also those of some layers, such as ``kv/full_attention``.
+    """
+    return "kv" if field.startswith("kv/") else field.replace("hidden/layer_", "hidden:layer:").replace("/", ":")
 
 
 def add_command(store: str | os.PathLike[str], fields: Iterable[str], target_layers: int = 0) -> str:
     """Return the command that adds fields, or decoder layers for ``target/``, to a store."""
-    names = ",".join(map(activation_name, fields))
+    names = ",".join(dict.fromkeys(map(activation_name, fields)))
     command = f"moa-data add {os.fspath(store)} --model MODEL" + (f" --activations {names}" if names else "")
     return f"`{command}{f' --target-layers {target_layers}' if target_layers else ''}`"
 

@@ -15,7 +15,7 @@ import torch
 from ..errors import OptionInvalid, StoreError, StoreMismatch, WorkerError
 from ..machine import fix_sums
 from ..moa.targets.bundle import held_layers
-from ..moa.targets.families import load_target_config, target_sizes
+from ..moa.targets.families import kv_groups, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
 from ..storage.paths import StorePath
@@ -181,7 +181,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     if HIDDEN_LAST not in reader.fields:
         return ""
     tokens, dtype = [reader.read(row, TOKENS) for row in rows], plan.forward.dtype
-    spec = ActivationSpec("kv" in reader.fields, True, ())  # keys and values may change the kernels, and so last bits
+    # Keys and values may change the kernels, and so last bits.
+    spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache).fields[HIDDEN_LAST]
     own = np.concatenate([values[: len(text)].numpy() for values, text in zip(live.float().cpu(), tokens, strict=True)])
     was = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), dtype) for row in rows])
@@ -225,9 +226,11 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     sizes = target_sizes(model_config)
     n_layers = max(settings["target_layers"], config.target_layers)
     old = parse_fields(spec.name for spec in stored.fields).fields
-    full = parse_activations((*map(activation_name, old), *config.activations), n_layers, sizes["n_layers"])
+    groups = kv_groups(model_config)
+    wanted, kv_fields = (*map(activation_name, old), *config.activations), tuple(one.field for one in groups)
+    full = parse_activations(wanted, n_layers, sizes["n_layers"], kv_fields)
     new = parse_fields(name for name in full.fields if name not in old)
-    specs = field_specs(full, sizes, settings["dtype"])
+    specs = field_specs(full, sizes, settings["dtype"], groups)
     if not set(stored.fields) <= set(specs):
         raise OptionInvalid(f"{path} describes its fields in another way than this release. Extract to a new store.")
     codec = extended_codec(codec, specs)

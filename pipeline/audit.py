@@ -20,7 +20,7 @@ from ..moa.targets.live import Target
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
-from ..storage.schema import HIDDEN_LAST, to_float32
+from ..storage.schema import HIDDEN_LAST, FieldSpec, to_float32
 from ..text import Progress, counted
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns
@@ -207,7 +207,7 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
     for name in (name for name in stored.fields if name not in TEXT_FIELDS):
         dtype = stored.fields[name].dtype
         values = torch.from_numpy(to_float32(stored.read(index, name), dtype))
-        found = {name: _compare(values, live[name][0].cpu(), name)}
+        found = {name: _compare(values, live[name][0].cpu(), stored.fields[name])}
         if name == HIDDEN_LAST:
             found["logits"] = _compare_logits(values, live[name][0], target, frozen)
         for compared, (max_error, relative, detail) in found.items():
@@ -224,13 +224,13 @@ def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
     return of_forward + _CODEC_TOLERANCES[stored.codec.name.split(":")[0]]
 
 
-def _compare(values: Tensor, live: Tensor, name: str) -> tuple[float, float, str]:
+def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, float, str]:
     """Return the largest difference and relative L2 error of [n, ...]; for kv [n, L, ...] of the worst layer."""
-    if name != "kv":
+    if spec.layer_axis is None:
         return (*_errors(values, live), "")
     errors = [_errors(values[:, layer], live[:, layer]) for layer in range(values.shape[1])]
     worst = max(range(len(errors)), key=lambda layer: errors[layer][1])
-    return max(error for error, _ in errors), errors[worst][1], f"worst in layer {worst}"
+    return max(error for error, _ in errors), errors[worst][1], f"worst in layer {spec.layer_numbers[worst]}"
 
 
 def _errors(values: Tensor, live: Tensor) -> tuple[float, float]:

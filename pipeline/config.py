@@ -13,6 +13,7 @@ from typing_extensions import override
 from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
 from ..errors import DrafterError, OptionInvalid
 from ..machine import usable_cores
+from ..storage.schema import KV
 from ..text import activation_name
 
 if TYPE_CHECKING:
@@ -297,25 +298,30 @@ class ActivationSpec:
         kv: the keys and values of all layers.
         last: the hidden state after the final norm.
         layers: decoder layers whose output is stored, from 0, ascending, without repeats.
+        kv_fields: fields of the keys and values; several where the target's layers are not alike.
     """
 
     kv: bool
     last: bool
     layers: tuple[int, ...]
+    kv_fields: tuple[str, ...] = (KV,)
 
     @property
     def fields(self) -> tuple[str, ...]:
         """All store fields, in their order in the store."""
-        names = ("kv",) * self.kv + ("hidden/last",) * self.last
+        names = self.kv_fields * self.kv + ("hidden/last",) * self.last
         return names + tuple(f"hidden/layer_{layer}" for layer in self.layers)
 
 
-def parse_activations(names: Iterable[str], target_layers: int, n_layers: int) -> ActivationSpec:
+def parse_activations(
+    names: Iterable[str], target_layers: int, n_layers: int, kv_fields: tuple[str, ...] = (KV,)
+) -> ActivationSpec:
     """Read names of activations of a target with `n_layers` decoder layers.
 
     Args:
         names: kv, hidden:last or hidden:layer:K; a negative K counts from the end.
         target_layers: decoder layers kept in the bundle; the state that enters them is added.
+        kv_fields: the fields that kv makes of this target.
 
     Raises:
         OptionInvalid: unknown name, or a layer that the target does not have.
@@ -339,12 +345,13 @@ def parse_activations(names: Iterable[str], target_layers: int, n_layers: int) -
         )
     if 0 < target_layers < n_layers:
         layers.add(n_layers - 1 - target_layers)
-    return ActivationSpec("kv" in names, "hidden:last" in names, tuple(sorted(layers)))
+    return ActivationSpec(KV in names, "hidden:last" in names, tuple(sorted(layers)), kv_fields)
 
 
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     """Return the activations that are stored as these fields; raises OptionInvalid for any other field."""
     names = [name for name in fields if name not in TEXT_FIELDS]
-    if unknown := [name for name in names if not re.fullmatch(r"kv|hidden/last|hidden/layer_\d{1,9}", name)]:
+    if unknown := [name for name in names if not re.fullmatch(r"kv(/\w+)?|hidden/last|hidden/layer_\d{1,9}", name)]:
         raise OptionInvalid(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
-    return parse_activations(map(activation_name, names), 0, 10**9)
+    kv_fields = tuple(name for name in names if activation_name(name) == KV)
+    return parse_activations(map(activation_name, names), 0, 10**9, kv_fields or (KV,))

@@ -10,7 +10,7 @@ import copy
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from ..errors import NotEnoughMemory
 from ..files import check_room
 from ..machine import free_memory
-from ..moa.targets.families import count_weights, family_of, mlp_width, target_sizes
+from ..moa.targets.families import KVGroup, count_weights, family_of, kv_groups, mlp_width, target_sizes
 from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
@@ -31,16 +31,18 @@ from ..storage.paths import RemotePath, StorePath
 from ..storage.plan import numbers, plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
+    KV,
     TOKENS,
     FieldSpec,
     StoreManifest,
     hidden_field,
     kv_field,
+    kv_group_field,
     response_mask_field,
     tokens_field,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, format_bytes, format_hours
+from ..text import Progress, activation_name, format_bytes, format_hours
 from .config import ActivationSpec
 from .forwards.calibrate import calibrate, learning_on
 from .forwards.capture import capture
@@ -54,10 +56,14 @@ _MAX_PRODUCTS = 1e11
 """Multiplications of one timed forward on a CPU: about two seconds of slow cores."""
 
 
-def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:
-    """Return the store's fields for a specification of activations."""
+def field_specs(
+    spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str, groups: Sequence[KVGroup] = ()
+) -> tuple[FieldSpec, ...]:
+    """Return the store's fields for a specification of activations; ``groups`` are those of a target's layers."""
     kv = [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype)] if spec.kv else []
-    states = [name.removeprefix("hidden/") for name in spec.fields if name != "kv"]
+    if spec.kv and spec.kv_fields != (KV,):
+        kv = [kv_group_field(one.field, one.layers, *one.shape, dtype) for one in groups if one.field in spec.kv_fields]
+    states = [name.removeprefix("hidden/") for name in spec.fields if activation_name(name) != KV]
     hidden = [hidden_field(name, sizes["hidden_size"], dtype) for name in states]
     return (tokens_field(), response_mask_field(), *kv, *hidden)
 
@@ -113,7 +119,7 @@ class ForwardPlan:
         kept_bytes = sum(codec.spec.token_bytes for codec in self.codec.fields.values())
         n_tokens = max(self.batch_tokens, self.longest_tokens)
         # The cache that the forward fills, and the intermediate values of one layer.
-        cache = 2 * sizes["n_layers"] * sizes["n_kv_heads"] * sizes["head_dim"]
+        cache = sum(len(one.layers) * one.shape.width for one in kv_groups(config))
         layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * mlp_width(config)
         # While gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
@@ -266,10 +272,13 @@ def estimate(plan: WritePlan) -> Timings:
     lengths = [numbers(batch, "n_tokens") for batch in batched]
     model = _random_target(forward, max(int(batch.sum()) for batch in lengths) + 1)
     n_layers = int(model.config.num_hidden_layers)
-    forward = replace(
-        forward,
-        spec=replace(forward.spec, layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers}))),
+    groups = kv_groups(model.config)
+    spec = replace(
+        forward.spec,
+        layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers})),
+        kv_fields=tuple(one.field for one in groups),
     )
+    forward = replace(forward, spec=spec)
     chosen = np.linspace(0, len(batched) - 1, min(_N_BATCHES, len(batched))).round().astype(int).tolist()
     table = pa.concat_tables(_cut(batched[index], model.config, forward.device) for index in chosen)
     timed = numbers(table, "n_tokens")
@@ -280,7 +289,7 @@ def estimate(plan: WritePlan) -> Timings:
     }
     # A codec that learns cannot encode before it has learned; lossless takes about as long.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
-    codec = StoreCodec(name, field_specs(forward.spec, target_sizes(model.config), forward.dtype))
+    codec = StoreCodec(name, field_specs(spec, target_sizes(model.config), forward.dtype, groups))
     forwards = forward.forwards(Target(model), codec, texts.__getitem__)
     forwards.capture([next(iter(texts.values()))[0]])  # the first forward warms up
     found = _run(forwards, table, plan.disk)
@@ -332,8 +341,11 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     config.vocab_size, config.pad_token_id = n_tokens, None
     if torch.device(forward.device).type == "cpu":
         config.num_hidden_layers = max(1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config)))
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    n_layers = config.num_hidden_layers
+    if n_layers < forward.model_config.num_hidden_layers and getattr(config, "num_kv_shared_layers", 0):
+        config.num_kv_shared_layers = 0  # those whose KV they share may be among the others
+    if kinds := getattr(config, "layer_types", None):  # where layers carry states the last has KV
+        config.layer_types = kinds[-n_layers:] if family_of(config).carries_state else kinds[:n_layers]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config,

@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..moa.targets.bundle import hash_target, weight_files
-from ..moa.targets.families import check_kv, load_target_config, target_sizes
+from ..moa.targets.families import check_kv, kv_groups, load_target_config, target_sizes
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
 from ..storage.backend import names_in, open_path, read_file
@@ -44,7 +44,7 @@ from ..storage.commit import committed_bytes
 from ..storage.paths import StorePath
 from ..storage.plan import numbers, plan_counts, plan_parts
 from ..storage.read.store import read_manifest
-from ..storage.schema import ALIGNMENT_TOKENS, RUNS_NAME, StoreManifest
+from ..storage.schema import ALIGNMENT_TOKENS, KV, RUNS_NAME, StoreManifest
 from ..text import Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
@@ -96,9 +96,12 @@ class ExtractPlan(WritePlan):
         n_response = int(numbers(self.table, "n_response_tokens").sum())
         lengths = np.sort(numbers(self.table, "n_tokens"))
         bits = {name: own.expected_bits for name, own in codec.fields.items() if own.spec.token_shape}
+        cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
+        if "kv_width" in target:
+            cached = f"which cache up to {target['kv_width']:,} numbers of a token"
         lines = [
-            f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, "
-            f"{target['n_kv_heads']} KV heads of {target['head_dim']}, width {target['hidden_size']})",
+            f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, {cached}, "
+            f"width {target['hidden_size']})",
             *self.rows_read(),
             f"sequences    {self.manifest.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
             f"{self.config.data.max_length:,} tokens)",
@@ -192,9 +195,16 @@ def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, 
     """
     model_config = load_target_config(folder)
     sizes, uses_vllm = target_sizes(model_config), config.forward.source == "vllm"
-    spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
+    groups = kv_groups(model_config)
+    kv_fields = tuple(one.field for one in groups)
+    spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"], kv_fields)
     if spec.kv:
         check_kv(model_config)
+    if spec.kv and uses_vllm and kv_fields != (KV,):
+        raise OptionInvalid(
+            f"Layers of {model_config.model_type} do not cache alike; --source vllm gives no keys and values of such. "
+            "Leave it out, or extract hidden states only."
+        )
     n_positions = sizes["max_position_embeddings"]
     if config.data.max_length is None:
         config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))  # which needs one more
@@ -207,7 +217,7 @@ def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, 
     if compute_dtype == "auto":
         compute_dtype = "float32" if is_cpu and not uses_vllm else config.storage.dtype
     try:
-        codec = StoreCodec(config.storage.codec, field_specs(spec, sizes, config.storage.dtype))
+        codec = StoreCodec(config.storage.codec, field_specs(spec, sizes, config.storage.dtype, groups))
     except CodecUnknown as error:
         raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):

@@ -12,6 +12,7 @@
         tokens                         int32    [token]
         response_mask                  uint8    [token]                                    1 = written by the assistant
         kv                             bfloat16 [token, layer, kv_head, 2, head_dim]       0 = key after RoPE, 1 = value
+        kv/full_attention              in place of kv where layers do not cache alike: the layers of one kind
         hidden/last                    bfloat16 [token, width]                             after the final norm
         hidden/layer_6                 bfloat16 [token, width]                             output of decoder layer 6
       commits/part-00000.json          written last, atomically: counts, and bytes and crc32 of every file of the part
@@ -30,8 +31,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -113,6 +114,7 @@ _TARGET_COUNTS = frozenset(
 
 _EXTRACTION_COUNTS = frozenset(("batch_tokens", "max_length", "part_tokens", "target_layers"))
 
+MAX_LAYERS = 1 << 12
 MAX_TOKEN_VALUES = 1 << 26
 """Most values that one token of a field may have; the largest models have about a million."""
 
@@ -121,6 +123,8 @@ Array = Any
 
 TOKENS = "tokens"
 """The field of the token ids, of which some codecs need rows to decode another field."""
+KV = "kv"
+"""The field of the keys and values of all layers; where layers are not alike, those of some are below it."""
 HIDDEN_LAST = "hidden/last"
 """The field of the states after the final norm."""
 
@@ -131,6 +135,8 @@ PIECE_AXIS = "piece"
 """Name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own."""
 KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")
 """Axes of one token's keys and values."""
+UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
+"""The same where keys and values are of unequal widths, and stand one after the other on the last axis."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,8 @@ class FieldSpec:
         dtype: logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
         token_shape: shape of one token's values; ``()`` for one number per token.
         axes: names of all axes, the first of them ``"token"``.
+        layers: the target's layers that the layer axis has, in its order; None for all. Keys and values only.
+        key_width: how much of the last axis is the key, where the value after it is of another width; else None.
     """
 
     name: str
@@ -149,6 +157,8 @@ class FieldSpec:
     token_shape: tuple[int, ...]
     axes: tuple[str, ...]
     description: str = ""
+    layers: tuple[int, ...] | None = None
+    key_width: int | None = None
 
     def __post_init__(self) -> None:
         relative_name(self.name)
@@ -162,6 +172,11 @@ class FieldSpec:
             )
         if any(size < 1 for size in self.token_shape):
             raise ValueError(f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at least 1.")
+        fits = self.layers is None or (self.layer_axis == 1 and len(self.layers) == self.token_shape[0])
+        has_width = self.axes[1:] == UNEQUAL_KV_AXES
+        fits &= has_width == (self.key_width is not None)
+        if not fits or (self.key_width is not None and not 0 < self.key_width < self.token_shape[-1]):
+            raise ValueError(f"Field {self.name!r}: layers or key_width do not fit token_shape {self.token_shape}.")
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -177,6 +192,14 @@ class FieldSpec:
     def layer_axis(self) -> int | None:
         """Index of the layer axis in the whole array, or None."""
         return self.axes.index(LAYER_AXIS) if LAYER_AXIS in self.axes else None
+
+    @property
+    def layer_numbers(self) -> Sequence[int]:
+        """The target's layers that the layer axis has, of a field with one."""
+        return range(self.token_shape[0]) if self.layers is None else self.layers
+
+
+_OPTIONAL_KEYS = frozenset({"layers", "key_width"})  # of a field in store.json, left out where they are None
 
 
 @dataclass(frozen=True)
@@ -232,7 +255,24 @@ def response_mask_field() -> FieldSpec:
 def kv_field(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> FieldSpec:
     """Return the field of keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim]."""
     meaning = "attention keys after RoPE (0) and values (1) of every layer"
-    return FieldSpec("kv", dtype, (n_layers, n_kv_heads, 2, head_dim), (TOKEN_AXIS, *KV_AXES), meaning)
+    return FieldSpec(KV, dtype, (n_layers, n_kv_heads, 2, head_dim), (TOKEN_AXIS, *KV_AXES), meaning)
+
+
+def kv_group_field(
+    name: str, layers: Sequence[int], n_kv_heads: int, key_width: int, value_width: int, dtype: str = "bfloat16"
+) -> FieldSpec:
+    """Return the field of the keys and values of some layers, [token, layer, kv_head, 2, head_dim].
+
+    Where they are of unequal widths it is [token, layer, kv_head, key_width + value_width].
+    """
+    of_layers = f"what layers {', '.join(map(str, layers))} cache"
+    meaning = f"{of_layers}: the key (0) and the value (1) of each head, keys after RoPE"
+    if key_width == value_width:
+        equal = kv_field(len(layers), n_kv_heads, key_width, dtype)
+        return replace(equal, name=name, layers=tuple(layers), description=meaning)
+    meaning = f"{of_layers}: {key_width} numbers as the key of each head, then {value_width} as its value"
+    shape, axes = (len(layers), n_kv_heads, key_width + value_width), (TOKEN_AXIS, *UNEQUAL_KV_AXES)
+    return FieldSpec(name, dtype, shape, axes, meaning, tuple(layers), key_width)
 
 
 def layer_field(layer: int) -> str:
@@ -293,6 +333,9 @@ class StoreManifest:
     def to_json(self) -> str:
         """Return the text of store.json: sorted keys, two spaces, ending in a newline."""
         document = {"format": FORMAT_NAME} | asdict(self)
+        for spec in document["fields"]:  # what most stores do not have
+            for name in _OPTIONAL_KEYS & {name for name, value in spec.items() if value is None}:
+                del spec[name]
         return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
@@ -315,7 +358,7 @@ class StoreManifest:
         try:
             _check_kinds(document)
             for spec in document["fields"]:
-                _check_keys(mapping(spec, "a field"), spec_keys, f"{source}: a field")
+                _check_keys(mapping(spec, "a field"), spec_keys - (_OPTIONAL_KEYS - spec.keys()), f"{source}: a field")
             return cls(**(document | {"fields": tuple(_read_field(spec) for spec in document["fields"])}))
         except (TypeError, ValueError) as error:
             if isinstance(error, StoreDamaged):
@@ -356,7 +399,18 @@ def _read_field(document: Mapping[str, Any]) -> FieldSpec:
     shape = whole_numbers(document["token_shape"], "token_shape")
     if math.prod(shape) > MAX_TOKEN_VALUES:
         raise ValueError(f"field {document['name']!r} has {math.prod(shape)} values per token")
-    return FieldSpec(document["name"], document["dtype"], shape, tuple(axes), document["description"])
+    layers, key_width = document.get("layers"), document.get("key_width")
+    if layers is not None and (not isinstance(layers, list) or len(layers) > MAX_LAYERS):
+        raise ValueError(f"the layers of field {document['name']!r} are no list of numbers")
+    return FieldSpec(
+        document["name"],
+        document["dtype"],
+        shape,
+        tuple(axes),
+        document["description"],
+        None if layers is None else tuple(whole_number(layer, "layers") for layer in layers),
+        None if key_width is None else whole_number(key_width, "key_width", 1),
+    )
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

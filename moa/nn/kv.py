@@ -14,7 +14,8 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ...errors import DrafterError
 from .layers import Rotation, rotate
@@ -42,15 +43,18 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
     return torch.stack((rotated, values), dim=-2).flatten(-3)
 
 
-def new_cache() -> DynamicCache:
-    """Make an empty transformers cache that keeps every position."""
+def new_cache(has_state: Sequence[bool] = ()) -> Cache:
+    """Make an empty transformers cache that keeps every position; some layers may have a state in place of KV."""
     # One built from the model's config drops keys outside a sliding window, and a drafter needs all of them.
+    if any(has_state):
+        return Cache(layers=[LinearAttentionLayer() if one else DynamicLayer() for one in has_state])
     return DynamicCache()
 
 
-def cache_layers(cache: DynamicCache) -> tuple[list[Tensor], list[Tensor]]:
-    """List keys and values of every layer of a transformers cache, each [B, H_kv, T, d], without a copy."""
-    layers: list[Any] = list(cache.layers)
+def cache_layers(cache: Cache, chosen: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """List keys and values of layers of a transformers cache, by default all, each [B, H_kv, T, d], without a copy."""
+    every: list[Any] = list(cache.layers)
+    layers = every if chosen is None else [every[layer] for layer in chosen]
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
@@ -117,17 +121,21 @@ class KVBuffer:
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV of n positions of each row (:func:`pack_kv`), of the layers from one on: [B, n, L, D]."""
+        return self._positions(starts, n_tokens, slice(first_layer, None)).flatten(3)
+
+    def _positions(self, starts: Sequence[int], n_tokens: int, layers: slice) -> Tensor:
+        """Take n positions of each row, of some layers: [B, n, L, H_kv, 2, d]."""
         # Rows of different lengths: what lies beyond a row's own is of no meaning, and its caller drops it.
         if max(starts) + n_tokens > self.capacity:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
-        buffer = self.buffer[:, first_layer:]
+        buffer = self.buffer[:, layers]
         if are_alike(starts):
             part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
-            return part.permute(2, 4, 1, 3, 0, 5).flatten(3)
+            return part.permute(2, 4, 1, 3, 0, 5)
         slots = positions_from(starts, n_tokens, buffer.device)
         rows = torch.arange(len(starts), device=buffer.device)[:, None]
         picked = buffer[:, :, rows, :, slots]  # [B, n, 2, L, H_kv, d]: indexed axes come first
-        return picked.permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return picked.permute(0, 1, 3, 4, 2, 5)
 
     def take_rows(self, rows: Sequence[int]) -> Self:
         """Copy these rows, in this order, to a buffer of their own."""

@@ -7,7 +7,7 @@ model before it is used (``live.prove``).
 | level | what works | which targets |
 |---|---|---|
 | hidden states | stores of hidden states, drafters that read no KV | every causal LM of transformers |
-| keys and values | stores of KV, drafters that read it | those of :data:`FAMILIES` whose layers have KV of one shape |
+| keys and values | stores of KV, drafters that read it | those of :data:`FAMILIES` |
 | decoding | chains, trees, batches, serving | those whose attention takes masks; proven for each model |
 """
 
@@ -34,7 +34,7 @@ from .model_files import FLOATS, check_model_folder, read_json
 class Family:
     """What is known of a model type beyond its config."""
 
-    keeps_kv: bool = True  # whether keys and values of all layers are of one shape, and known by the config
+    keeps_kv: bool = True  # whether the config says what each layer caches
     mixes_layers: bool = False  # whether ``layer_types`` is heeded; else all layers slide where there is a window
     rotates_halves: bool = True  # whether all keys are rotated as a drafter rotates its own, by pairs (i, i + d / 2)
     carries_state: bool = False  # whether some layers have a state in place of KV
@@ -50,9 +50,22 @@ class KVShape(NamedTuple):
     key_width: int  # of a head, as for values
     value_width: int
 
+    @property
+    def width(self) -> int:
+        """Numbers of all heads."""
+        return self.n_heads * (self.key_width + self.value_width)
+
+
+class KVGroup(NamedTuple):
+    """Layers that cache keys and values alike, as one field of a store."""
+
+    field: str  # "kv" where these are all layers of the target, else "kv/full_attention" or the like
+    layers: tuple[int, ...]  # of the target, ascending
+    shape: KVShape
+
 
 _MIXED = Family(mixes_layers=True)
-_WITH_STATES = Family(mixes_layers=True, keeps_kv=False, carries_state=True, norm_offset=1.0)
+_WITH_STATES = Family(mixes_layers=True, carries_state=True, norm_offset=1.0)
 FAMILIES: dict[str, Family] = {
     "llama": Family(has_llama_layers=True),
     "mistral": Family(has_llama_layers=True),
@@ -75,9 +88,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": _WITH_STATES,
     "qwen3_5_text": _WITH_STATES,
     "qwen3_5_moe_text": _WITH_STATES,
-    "gemma4_text": Family(mixes_layers=True, keeps_kv=False, rotates_halves=False),
-    "deepseek_v3": Family(keeps_kv=False, rotates_halves=False),
-    "glm4_moe_lite": Family(keeps_kv=False, rotates_halves=False),
+    "gemma4_text": Family(mixes_layers=True, rotates_halves=False),
+    "deepseek_v3": Family(rotates_halves=False),
+    "glm4_moe_lite": Family(rotates_halves=False),
 }
 """Model type of the text model -> what is known of it."""
 OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
@@ -155,9 +168,12 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 
 def _check_config(config: Any, source: object) -> None:
     """Refuse sizes that do not fit together, including those that transformers fills in."""
-    _check_counts({name: getattr(config, name, None) for name in _LARGEST}, source)
+    for own in getattr(config, "per_layer_config", None) or [config]:
+        _check_counts({name: getattr(own, name, None) for name in _LARGEST}, source)
     known, family = target_sizes(config), family_of(config)
     kinds = set(getattr(config, "layer_types", None) or ()) if family.mixes_layers else set()
+    known_kinds = {"full_attention", "sliding_attention", "chunked_attention"}
+    known_kinds |= {"linear_attention"} if family.carries_state else set()
     n_heads, n_kv_heads, epsilon = known["n_heads"], known["n_kv_heads"], norm_eps(config)
     if family.keeps_kv and n_heads % n_kv_heads:
         trouble = f"{n_kv_heads} KV heads do not divide {n_heads} heads"
@@ -165,8 +181,8 @@ def _check_config(config: Any, source: object) -> None:
         trouble = f"the epsilon of its norms is {epsilon!r}, expected a number from 0 to 1"
     elif config.dtype not in (None, *FLOATS):
         trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
-    elif family.keeps_kv and kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
-        trouble = "layer_types are not all full_attention or sliding_attention"
+    elif family.keeps_kv and kinds - known_kinds:
+        trouble = f"layer_types are not all {' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
     elif "sliding_attention" in kinds and getattr(config, "sliding_window", None) is None:
         trouble = "layers have sliding_attention and there is no sliding_window"
     else:
@@ -175,9 +191,14 @@ def _check_config(config: Any, source: object) -> None:
 
 
 def target_sizes(config: Any) -> dict[str, Any]:
-    """The sizes of a target, from its transformers config; those of its heads are of any layer where layers differ."""
+    """The sizes of a target, from its transformers config.
+
+    Those of its heads are of any layer where layers differ; then ``kv_width`` is that of the widest one's KV.
+    """
     n_heads = config.num_attention_heads
     own = (getattr(config, "per_layer_config", None) or [config])[0]
+    groups = kv_groups(config) if family_of(config).keeps_kv else []
+    kv_width = max((group.shape.width for group in groups if group.field != "kv"), default=0)
     return {
         "n_layers": config.num_hidden_layers,
         "n_heads": n_heads,
@@ -187,7 +208,7 @@ def target_sizes(config: Any) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS,
         "architecture": config.model_type,
-    }
+    } | ({"kv_width": kv_width} if kv_width else {})
 
 
 def count_weights(config: Any) -> int:
@@ -244,24 +265,25 @@ def check_kv(config: Any) -> None:
     """Refuse a target whose keys and values no store takes."""
     if not family_of(config).keeps_kv:
         raise TargetError(
-            f"the layers of {config.model_type} have no keys and values of one known shape, so a store of them cannot "
-            "be made. Its hidden states can: --activations hidden:last,hidden:layer:1,..."
+            f"what the layers of {config.model_type} cache is not known, so a store of keys and values cannot be made. "
+            "One of hidden states can: --activations hidden:last,hidden:layer:1,..."
         )
 
 
 def rotates_as_llama(config: Any) -> bool:
-    """Whether all of a target's keys are rotated as a drafter rotates its own."""
+    """Whether all of a target's layers have keys, all alike, and rotated as a drafter rotates its own."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
-    return family_of(config).rotates_halves and is_whole and rope.get("rope_type", "default") in ROPE_TYPES
+    is_known = family_of(config).rotates_halves and rope.get("rope_type", "default") in ROPE_TYPES
+    return is_known and is_whole and has_uniform_kv(config)
 
 
 def check_rotation(config: Any) -> None:
     """Refuse a drafter whose queries meet a target's own keys where these are rotated in another way."""
     if not rotates_as_llama(config):
         raise DrafterError(
-            f"this drafter rotates as Llama does, and keys of {config.model_type} are not rotated so. Train one that "
-            "takes keys as they are, such as moa, or that reads hidden states."
+            f"this drafter takes keys that are alike in all layers and rotated as Llama's, unlike those of "
+            f"{config.model_type}. Train one that takes keys as they are, such as moa, or that reads hidden states."
         )
 
 
@@ -281,21 +303,39 @@ def layer_windows(config: Any) -> list[int | None]:
 
 def kv_shapes(config: Any) -> list[KVShape | None]:
     """What each layer caches of keys and values; None for a layer that carries a state in their place."""
-    sizes, kinds = target_sizes(config), layer_kinds(config)
+    kinds, n_heads = layer_kinds(config), config.num_attention_heads
     if (rank := getattr(config, "kv_lora_rank", None)) is not None:  # a latent, and a rotated key of all heads
         return [KVShape(1, rank, config.qk_rope_head_dim)] * len(kinds)
     found: list[KVShape | None] = []
     for kind, own in zip(kinds, getattr(config, "per_layer_config", None) or [config] * len(kinds), strict=True):
-        width = getattr(own, "head_dim", None) or sizes["head_dim"]
-        heads = getattr(own, "num_key_value_heads", None) or sizes["n_kv_heads"]
+        width = getattr(own, "head_dim", None) or config.hidden_size // n_heads
+        heads = getattr(own, "num_key_value_heads", None) or n_heads
         found.append(None if kind == "linear_attention" else KVShape(heads, width, width))
     return found
 
 
+def kv_groups(config: Any) -> list[KVGroup]:
+    """Group the layers that cache keys and values of their own, in the order of their first layers."""
+    shapes = kv_shapes(config)
+    shared = getattr(config, "kv_sharing_modes", None) or [None] * len(shapes)
+    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    found: dict[tuple[str, KVShape], list[int]] = {}
+    for layer, (kind, shape, mode) in enumerate(zip(layer_kinds(config), shapes, shared, strict=True)):
+        if shape is not None and mode != "reuse":  # the cache of an earlier layer
+            found.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
+    kinds, n_layers = {shape for _, shape in found}, sum(map(len, found.values()))
+    if n_layers == len(shapes) and len(kinds) == 1 and all(one.key_width == one.value_width for one in kinds):
+        return [KVGroup("kv", tuple(range(n_layers)), kinds.pop())]
+    groups: list[KVGroup] = []
+    for (kind, shape), layers in found.items():
+        n_before = sum(one.field.startswith(f"kv/{kind}") for one in groups)  # of this kind, and of another shape
+        groups.append(KVGroup(f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}", tuple(layers), shape))
+    return groups
+
+
 def has_uniform_kv(config: Any) -> bool:
     """Whether all layers cache keys and values of one shape, and keys as wide as values."""
-    first, *others = kv_shapes(config)
-    return first is not None and first.key_width == first.value_width and all(shape == first for shape in others)
+    return [group.field for group in kv_groups(config)] == ["kv"]
 
 
 def attention_sizes(config: Any) -> dict[str, int]:

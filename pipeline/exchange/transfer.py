@@ -60,6 +60,8 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
     folder = Path(config.out).expanduser()
     with ActivationStore(config.store, require_complete=True) as store:
         n_layers = int(store.manifest.target["n_layers"])
+        if config.kv:
+            store.refuse_groups("--kv")
         windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
         last_layers = {"global" if window is None else "local": layer for layer, window in enumerate(windows)}
         file_format = make_format(config.format, config.layers, n_layers, last_layers)

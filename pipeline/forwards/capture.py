@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
-from ...moa.targets.families import text_model
+from ...moa.targets.families import kv_groups, kv_shapes, text_model
 from ...moa.targets.live import DeviceClock, layer_outputs
 from ...storage.codecs.registry import StoreCodec
 from ...storage.schema import StoredArray
@@ -103,6 +103,7 @@ class Capture:
         finite: field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
         fields: field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys after RoPE,
             hidden/last and hidden/layer_k [B, T, E].
+        layers: field of some layers' keys and values -> the target's layers of its layer axis.
         codes: field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one after the
             other.
         slot: the host memory that the values are copied to; None where no copy is under way.
@@ -113,6 +114,7 @@ class Capture:
     finite: dict[str, Tensor]
     fields: dict[str, Tensor]
     codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
+    layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     slot: HostSlot | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
@@ -169,7 +171,7 @@ class Capture:
         for name, flags in self.finite.items():
             if not bool(flags.all()):
                 index, layer = (int(value) for value in (~flags).nonzero()[0])
-                where = f"kv of layer {layer}" if name == "kv" else name
+                where = f"{name} of layer {self.layers[name][layer]}" if name in self.layers else name
                 raise TargetError(
                     f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
                     "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
@@ -218,22 +220,27 @@ def capture(
     padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
     input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
     valid = torch.arange(width, device=model.device) < torch.tensor(n_tokens, device=model.device)[:, None]  # [B, T]
-    cache = new_cache() if spec.kv or uses_cache else None
+    config = text_model(model).config
+    groups = kv_groups(config)
+    cache = new_cache([shape is None for shape in kv_shapes(config)]) if spec.kv or uses_cache else None
     fields: dict[str, Tensor] = {}
     with torch.inference_mode(), layer_outputs(model, spec.layers) as outputs:
         last = text_model(model)(
             input_ids=input_ids, past_key_values=cache, use_cache=cache is not None
         ).last_hidden_state
         if cache is not None and spec.kv:
-            keys, values = cache_layers(cache)
-            packed = pack_kv([key.to(dtype) for key in keys], [value.to(dtype) for value in values])  # [B, T, L, D]
-            fields["kv"] = packed.unflatten(-1, (keys[0].shape[1], 2, -1))  # [B, T, L, H_kv, 2, d]
+            for group in groups:
+                keys, values = cache_layers(cache, group.layers)
+                packed = pack_kv([key.to(dtype) for key in keys], [value.to(dtype) for value in values])  # [B, T, L, D]
+                is_equal = group.shape.key_width == group.shape.value_width
+                heads = (group.shape.n_heads, 2, -1) if is_equal else (group.shape.n_heads, -1)
+                fields[group.field] = packed.unflatten(-1, heads)  # [B, T, L, H_kv, 2, d]
         if spec.last:
             fields["hidden/last"] = last.to(dtype)
         for layer in spec.layers:
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
         finite = {name: finite_rows(values, valid) for name, values in fields.items()}
-    return Capture(n_tokens, input_ids, finite, fields)
+    return Capture(n_tokens, input_ids, finite, fields, layers={group.field: group.layers for group in groups})
 
 
 def finite_rows(values: Tensor, valid: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from array_api_compat import array_namespace, device
 from typing_extensions import override
 
 from ...errors import CodecUnknown
-from ..schema import ALIGNMENT_TOKENS, BLOCK_AXIS, KV_AXES, TOKEN_AXIS, Array, FieldSpec, StoredArray
+from ..schema import ALIGNMENT_TOKENS, BLOCK_AXIS, KV_AXES, TOKEN_AXIS, UNEQUAL_KV_AXES, Array, FieldSpec, StoredArray
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
@@ -49,18 +49,20 @@ class _Part(NamedTuple):
 
 
 class Int8Codec(FieldCodec):
-    """Quantises one field: ``kv`` [token, layer, kv_head, key_value, head_dim], or another [token, width]."""
+    """Quantises one field: keys and values, their widths equal or not, or another [token, width]."""
 
     def __init__(self, spec: FieldSpec) -> None:
-        self._is_kv = spec.axes[1:] == KV_AXES
+        self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
         if not self._is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(f"Codec {INT8!r} knows kv and [token, width], not {spec.name!r} {spec.axes}.")
         shape, axes = spec.token_shape, spec.axes[1:]
-        prefixes = {f"{spec.name}/": True}  # -> whether it has a scale per channel
+        parts = {f"{spec.name}/": (shape[-1], True)}  # -> width, whether it has a scale per channel
         if self._is_kv:
-            shape, axes = (*shape[:2], shape[3]), (*axes[:2], axes[3])
-            prefixes = {f"{spec.name}/key_": True, f"{spec.name}/value_": False}
-        self._parts = [_part(prefix, shape, axes, per_channel) for prefix, per_channel in prefixes.items()]
+            width = shape[3] if spec.key_width is None else spec.key_width
+            others = width if spec.key_width is None else shape[2] - width
+            shape, axes = shape[:3], (*axes[:2], axes[-1])
+            parts = {f"{spec.name}/key_": (width, True), f"{spec.name}/value_": (others, False)}
+        self._parts = [_part(name, (*shape[:-1], width), axes, each) for name, (width, each) in parts.items()]
         super().__init__(spec, _BITS, [array for part in self._parts for array in part])
 
     @override
@@ -75,8 +77,12 @@ class Int8Codec(FieldCodec):
     @override
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         xp = array_namespace(values)
-        values = xp.astype(values, xp.float32, copy=False)
-        parts = [values[:, :, :, 0, :], values[:, :, :, 1, :]] if self._is_kv else [values]
+        values, width = xp.astype(values, xp.float32, copy=False), self.spec.key_width
+        parts = [values]
+        if self._is_kv and width is None:
+            parts = [values[:, :, :, 0, :], values[:, :, :, 1, :]]
+        elif self._is_kv:
+            parts = [values[..., :width], values[..., width:]]
         encoded: dict[str, Array] = {}
         for part, own in zip(self._parts, parts, strict=True):
             encoded |= _encode(xp, part, own)
@@ -85,7 +91,10 @@ class Int8Codec(FieldCodec):
     @override
     def decode(self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None) -> Array:
         decoded = [_decode(part, codes, n_tokens) for part in self._parts]
-        return array_namespace(*decoded).stack(decoded, axis=3) if self._is_kv else decoded[0]
+        if not self._is_kv:
+            return decoded[0]
+        xp = array_namespace(*decoded)
+        return xp.stack(decoded, axis=3) if self.spec.key_width is None else xp.concat(decoded, axis=3)
 
 
 def _part(name: str, shape: tuple[int, ...], axes: tuple[str, ...], is_per_channel: bool) -> _Part:

@@ -201,6 +201,8 @@ class TransformCodec(FieldCodec):
     def __init__(self, spec: FieldSpec, settings: TransformSettings, rope: Rope | None = None) -> None:
         self.is_kv = spec.axes[1:] == KV_AXES
         super().__init__(spec, settings.kv_bits if self.is_kv else settings.hidden_bits)
+        if spec.layers is not None:
+            raise ValueError(f"transform codecs take no groups of layers such as {spec.name!r}. Take lossless or int8.")
         if not self.is_kv and len(spec.token_shape) != 1:
             raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
         self.settings = settings

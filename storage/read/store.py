@@ -162,6 +162,11 @@ class ActivationStore:
         """Stored bytes of all chunks that were read so far (about, where threads read at the same time)."""
         return self._shards.n_bytes_read
 
+    def refuse_groups(self, what: str) -> None:
+        """Refuse keys and values by groups of layers, which something does not take."""
+        if any(spec.layers is not None for spec in self.fields.values()):
+            raise SelectionInvalid(f"{self.path} has keys and values by groups of layers. Leave out {what}.")
+
     def read(
         self, i: int, field: str, layers: slice | Sequence[int] | None = None, tokens: slice | None = None
     ) -> np.ndarray:
@@ -224,7 +229,7 @@ class ActivationStore:
         fields: str | Sequence[str],
         *,
         out: Mapping[str, np.ndarray] | None = None,
-        layers: slice | Sequence[int] | None = None,
+        layers: slice | Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         n_threads: int = 1,
         decoded: bool = True,
     ) -> dict[str, np.ndarray]:
@@ -234,7 +239,7 @@ class ActivationStore:
             sequences: indices into ``sequences``, in the order wanted; one may appear twice.
             out: field -> the caller's array, [n_sequences, at least the longest, *token_shape] in the storage dtype,
                 to be filled; reuse it, for fresh memory costs more than reading. None for new arrays.
-            layers: as in :meth:`read`, for those of the fields that have layers.
+            layers: as in :meth:`read`, for those of the fields that have layers; or those of each field by its name.
             n_threads: threads that decode, the caller's included.
             decoded: False for the rows of the stored arrays instead, under the arrays' names (in ``out`` too).
 
@@ -254,7 +259,8 @@ class ActivationStore:
         as_stored: list[tuple[FieldCodec, Layers]] = []
         undone: list[Callable[[], None]] = []
         for spec in specs:
-            chosen = layer_indices(spec, layers if spec.layer_axis == 1 or not has_layers else None)
+            wanted = layers.get(spec.name) if isinstance(layers, Mapping) else layers
+            chosen = layer_indices(spec, wanted if spec.layer_axis == 1 or not has_layers else None)
             codec = self.codec.fields[spec.name]
             if codec.is_identity or not decoded:
                 as_stored.append((codec, chosen))

@@ -365,7 +365,7 @@ def _non_finite(
                 layers |= set(np.unique(bad[:, array.layer_axis]).tolist())
             found[array] = n_before + len(bad), first, layers
     for array, (n_bad, first, layers) in found.items():
-        yield array, n_bad, first, sorted(layers)
+        yield array, n_bad, first, [spec.layer_numbers[layer] for layer in sorted(layers)]
 
 
 # Summaries
