@@ -137,7 +137,13 @@ SUPPORTED = """# What works with what
 Causal language models as transformers loads them, the text model of those that also see and hear. On loading, our
 logits are compared with the model's on a few tokens, and calls over cached tokens with one call over all; a model that
 fails is refused in a line. Drafters that read keys and values need a store of them; GLIDE, and DSpark with
-`--context kv`, also keys that are rotated as Llama's. Chains of one prompt at a time work with every family.
+`--context kv`, also layers that are alike, with keys that are rotated as Llama's. Chains of one prompt at a time work
+with every family.
+
+Qwen3-Next, Qwen3.5, Gemma 4, DeepSeek V3 and GLM-4-MoE-Lite cache other keys and values in some layers than in others,
+or none, or latents. Their stores hold them
+[by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec `lossless` or `int8`, not by
+`--source vllm`. `moa` and DSpark with `--context memory` train from them and decode, but for `serve`.
 
 | family | model | hidden states | keys and values | trees, batches, `serve` | `--target-layers` |
 |---|---|---|---|---|---|

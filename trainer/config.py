@@ -93,9 +93,10 @@ class MemorySettings(Config):
     layer_stride: Count = 1
     """The encoded KV is made of the last layer and every so many below it: 2 halves what is read of a store and the
     work of layer self-attention; 1, as in the paper, is all."""
-    unrotated_keys: bool = True
+    unrotated_keys: bool | None = None
     """The encoded KV is made from the target's keys as they were before RoPE, which look alike at every position; in
-    the paper and the MoA authors' code from those after it (docs/decisions/0006)."""
+    the paper and the MoA authors' code from those after it (docs/decisions/0006). Default: wherever the target rotates
+    as Llama does."""
     layer_attention: bool = True
     """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
     layer_attention_heads: Count | None = None

@@ -40,7 +40,7 @@ from ..moa.nn import masks
 from ..storage.codecs.field import FieldCodec
 from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
-from ..storage.schema import TOKENS
+from ..storage.schema import KV, TOKENS
 from ..text import add_command
 from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 
@@ -79,6 +79,25 @@ class EncodedField:
 
 
 @dataclass
+class GroupedKV:
+    """The KV of layers that are not alike, as the store holds it, for all sequences of a micro-batch."""
+
+    parts: dict[str, Tensor | EncodedField]  # field -> [B, T, *token_shape] of the layers that are read
+    places: dict[str, list[int]]  # field -> which of the packed layers these are
+    width: int  # D, of the widest
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Pack on the device of the parts, narrower layers padded with zeros: [B, T, L, D]."""
+        values = {name: part if isinstance(part, Tensor) else part.decode(tokens) for name, part in self.parts.items()}
+        first = next(iter(values.values()))
+        packed = first.new_zeros(*first.shape[:2], sum(map(len, self.places.values())), self.width)
+        for name, own in values.items():
+            for place, layer in zip(self.places[name], own.flatten(3).unbind(2), strict=True):
+                packed[:, :, place, : layer.shape[2]] = layer
+        return packed
+
+
+@dataclass
 class Batch:
     """One micro-batch."""
 
@@ -92,8 +111,9 @@ class Batch:
     index: int = 0  # of a micro-batch within its step on this device; of a validation batch over all devices
     n_parts: int = 1  # micro-batches of the step on this device
     copied: torch.cuda.Event | None = None  # done when the batch has arrived; None where there is nothing to wait for
-    # Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor.
-    encoded: dict[str, EncodedField] = field(default_factory=dict)
+    # Attribute of ``inputs`` -> the EncodedField or GroupedKV that it will be decoded from; until then the attribute is
+    # an empty tensor.
+    encoded: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
         """Copy it to a device."""
@@ -121,7 +141,7 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return {name: map_tensors(value, function) for name, value in item.items()}
     if isinstance(item, list | tuple):
         return type(item)(map_tensors(value, function) for value in item)
-    if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | EncodedField):
+    if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | EncodedField | GroupedKV):
         return replace(item, **{one.name: map_tensors(getattr(item, one.name), function) for one in fields(item)})
     return item
 
@@ -224,7 +244,26 @@ def read_fields(reads: Reads) -> dict[str, str]:
 
 
 def _reads(store: ActivationStore, drafter: Any) -> Reads:
-    return drafter_class(drafter.kind).reads(int(store.manifest.target["n_layers"]), drafter)
+    kind, n_layers = drafter_class(drafter.kind), int(store.manifest.target["n_layers"])
+    reads, n_with_kv = kind.reads(n_layers, drafter), len(_kv_layers(store))
+    if reads.kv and n_with_kv not in (0, n_layers):  # those with KV of their own are counted among each other
+        return replace(reads, kv_layers=kind.reads(n_with_kv, drafter).kv_layers)
+    return reads
+
+
+def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
+    """List the target's layers whose KV a store has, ascending, with the field and its index along the layer axis."""
+    specs = [spec for name, spec in store.fields.items() if name.split("/")[0] == KV]
+    return sorted((layer, spec.name, index) for spec in specs for index, layer in enumerate(spec.layer_numbers))
+
+
+def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, int]]]:
+    """Map fields of keys and values that are read to (place among all layers that are read, index) of each layer."""
+    every, found = _kv_layers(store), dict[str, list[tuple[int, int]]]()
+    chosen = every if reads.kv_layers is None or not every else [every[layer] for layer in reads.kv_layers]
+    for place, (_, name, index) in enumerate(chosen if reads.kv else []):
+        found.setdefault(name, []).append((place, index))
+    return found
 
 
 def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
@@ -234,7 +273,12 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         raise TrainingError(
             f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
         )
-    needed = read_fields(_reads(store, config.drafter))
+    reads = _reads(store, config.drafter)
+    needed, kv = read_fields(reads), _kv_read(store, reads)
+    if kv:  # which is of several fields where layers are not alike
+        is_one = len({name for _, name, _ in _kv_layers(store)}) == 1
+        own = {KV if is_one else f"{KV}.{index}": name for index, name in enumerate(kv)}
+        needed = own | {attribute: name for attribute, name in needed.items() if attribute != KV}
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
         how = f"add with {add_command(str(store.path), missing, n_last)}"
@@ -247,7 +291,8 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
 def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
     """Return the layers of a field that the drafter is trained on; None for all, or where the field has none."""
     spec = store.fields[name]
-    return layer_indices(spec, _reads(store, config.drafter).kv_layers if spec.layer_axis == 1 else None)
+    read = _kv_read(store, _reads(store, config.drafter)).get(name)
+    return layer_indices(spec, None if read is None else [index for _, index in read])
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
@@ -268,7 +313,8 @@ class BatchReader:
         self._decodes = device.type == "cpu"
         self._copies = SideCopies(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
-        self._kv_layers = _reads(store, config.drafter).kv_layers
+        read = _kv_read(store, _reads(store, config.drafter))
+        self._kv_places = {name: [place for place, _ in layers] for name, layers in read.items()}
         self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         self._token_bytes = sequence_bytes(store, config, 1)
         largest = max(self._token_bytes * int(store.lengths.max(initial=0)), _KEPT_BATCH_BYTES)
@@ -278,7 +324,7 @@ class BatchReader:
 
     def read(
         self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
-    ) -> tuple[TrainingInputs, dict[str, EncodedField]]:
+    ) -> tuple[TrainingInputs, dict[str, Any]]:
         """Read sequences with the given token counts; padding is zero. Also returns ``Batch.encoded``.
 
         Args:
@@ -301,11 +347,11 @@ class BatchReader:
             sequences,
             [*names, *self._fields.values()],
             out=out | text,
-            layers=self._kv_layers,
+            layers={name: layers for name, layers in self._layers.items() if layers is not None},
             n_threads=self.n_threads,
             decoded=False,  # codes travel to the device, which decodes faster than the host
         )
-        encoded = {}
+        encoded: dict[str, Any] = {}
         for attribute, name in self._fields.items():
             codec, layers = self.store.codec.fields[name], self._layers[name]
             if not codec.is_identity:
@@ -313,13 +359,17 @@ class BatchReader:
                 dtype = _TORCH_DTYPES[codec.spec.dtype]
                 encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
                 buffers[name] = torch.empty(0)
+        read = {attribute: buffers[name] for attribute, name in self._fields.items()}
+        if own := [attribute for attribute in self._fields if attribute.startswith(f"{KV}.")]:
+            parts: dict[str, Any] = {self._fields[one]: encoded.pop(one, read[one]) for one in own}
+            encoded[KV] = GroupedKV(parts, self._kv_places, int(self.store.manifest.target["kv_width"]))
+            read[KV] = torch.empty(0)
         if response is None:
             response = torch.from_numpy(text["response_mask"]).bool()
-        read = {attribute: buffers[name] for attribute, name in self._fields.items()}
         inputs = TrainingInputs(
             tokens=torch.from_numpy(text["tokens"]).long(),
             response_mask=response[:, :n_tokens].contiguous(),
-            kv=read["kv"].flatten(3) if "kv" in read and "kv" not in encoded else read.get("kv"),
+            kv=read[KV].flatten(3) if KV in read and KV not in encoded else read.get(KV),
             hidden=read["hidden"],
             entering_hidden=read.get("entering_hidden"),
             layer_outputs=tuple(states for name, states in read.items() if name.startswith(_LAYER_OUTPUTS)),

@@ -35,6 +35,7 @@ _LOGITS_BYTES = 1 << 26
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
     """Return what a drafter reads of a store, or refuse a drafter that was not trained on such keys and values."""
+    store.refuse_groups("--drafter")
     check_sizes_fit(drafter.config, store.manifest.target)
     check_identity_fits(drafter.config, {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")})
     reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)

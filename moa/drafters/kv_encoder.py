@@ -1,7 +1,7 @@
 """The KV encoder of Mixture of Attentions: one vector a position, made from the target's KV of all layers.
 
-Shapes: B batch, T tokens, n positions, L target layers, H_kv target KV heads, d target head dim, D = 2 * H_kv * d,
-E target width, G groups of layers.
+Shapes: B batch, T tokens, n positions, L target layers with KV of their own, H_kv target KV heads, d target head dim,
+D = 2 * H_kv * d, the widest where layers are not alike, E target width, G groups of layers.
 
     KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear -> encoded KV [B, T, E]
 
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary
 from ..nn.masks import added
 from ..targets.cache import KVSource, check_arrived
-from ..targets.families import check_rotation, rotates_as_llama, target_sizes
+from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
 # In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and a long prompt
@@ -36,7 +37,9 @@ _MAX_POSITIONS = 1 << 13
 class KVEncoderSizes(DrafterSizes):
     """The sizes of a KV encoder; 0 in a drafter without one."""
 
-    kv_width: int = 0  # D = 2 * target KV heads * target head dim
+    kv_width: int = 0  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
+    kv_groups: tuple[int, ...] = ()  # group of each layer with KV, ascending; none where all layers are alike
+    kv_group_widths: tuple[int, ...] = ()  # numbers of a layer of each group, in place of D
     layer_attention_heads: int = 0  # query heads of layer self-attention; must divide kv_width
     layer_attention_head_dim: int = 0  # head dim of layer self-attention
     layer_attention_kv_heads: int = 0  # KV heads of layer self-attention
@@ -46,12 +49,28 @@ class KVEncoderSizes(DrafterSizes):
     unrotated_keys: bool = True  # encode the target's keys as before RoPE; in the paper as after it
     layer_stride: int = 1  # encode the last layer and every so many below it; 1 is all, as in the paper
 
+    @property
+    def n_kv_layers(self) -> int:
+        """L, the target's layers that have KV of their own."""
+        return len(self.kv_groups) or self.n_layers
+
+    @property
+    def encoded_layers(self) -> tuple[int, ...]:
+        """Those of the L layers that are encoded."""
+        layers = strided_layers(self.n_kv_layers, self.layer_stride)
+        return layers if self.layer_attention else layers[-1:]
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if value or not name.startswith("kv_group")}
+
     def encoder_problems(self) -> list[tuple[bool, str]]:
         """List what may not fit of a drafter with a KV encoder, see :meth:`check_fit`."""
         heads, kv_heads, head_dim = (
             getattr(self, f"layer_attention_{name}") for name in ("heads", "kv_heads", "head_dim")
         )
-        n_encoded = len(strided_layers(self.n_layers, self.layer_stride))
+        n_layers, n_groups = self.n_kv_layers, len(self.kv_group_widths)
+        n_encoded = len(strided_layers(n_layers, self.layer_stride))
         return [
             (
                 min(self.kv_width, heads, kv_heads, head_dim, self.layer_attention_mlp_width) < 1,
@@ -63,8 +82,12 @@ class KVEncoderSizes(DrafterSizes):
             ),
             (head_dim % 2 > 0, f"layer_attention_head_dim ({head_dim}) must be even"),
             (
-                self.layer_stride > max(1, self.n_layers),
-                f"layer_stride ({self.layer_stride}) must be between 1 and the {self.n_layers} layers",
+                self.layer_stride > max(1, n_layers),
+                f"layer_stride ({self.layer_stride}) must be between 1 and the {n_layers} layers",
+            ),
+            (
+                not set(self.kv_groups) <= set(range(n_groups)) or max(self.kv_group_widths, default=0) > self.kv_width,
+                f"kv_groups must be groups of kv_group_widths, of at most kv_width ({self.kv_width}) numbers",
             ),
             (
                 self.layer_groups > max(1, n_encoded),
@@ -75,9 +98,15 @@ class KVEncoderSizes(DrafterSizes):
     @staticmethod
     def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose sizes in the proportions of the official Llama-3-8B drafter."""
-        facts = target_sizes(config)
-        kv_width = 2 * facts["n_kv_heads"] * facts["head_dim"]
-        heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, facts["n_heads"])
+        facts, grouped = target_sizes(config), {}
+        kv_width = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
+        if "kv_width" in facts:
+            groups = kv_groups(config)
+            of_layer = sorted((layer, number) for number, group in enumerate(groups) for layer in group.layers)
+            grouped["kv_groups"] = tuple(number for _, number in of_layer)
+            grouped["kv_group_widths"] = tuple(group.shape.width for group in groups)
+        n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]  # of latents are many
+        heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The official code gives layer self-attention the target's heads and rounds their dim down.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
             raise DrafterError(
@@ -86,7 +115,7 @@ class KVEncoderSizes(DrafterSizes):
             )
         if given.get("unrotated_keys"):
             check_rotation(config)
-        return {
+        return grouped | {
             "kv_width": kv_width,
             "unrotated_keys": rotates_as_llama(config),
             "layer_attention_heads": heads,
@@ -129,6 +158,10 @@ class KVEncoder(nn.Module):
                 config.layer_attention_head_dim, config.layer_attention_mlp_width, config.norm_eps, config.qkv_bias,
             )  # fmt: skip
             self.layer_self_attention = DecoderBlock(sizes)
+        self._kv_groups = [config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups]
+        if len(widths := config.kv_group_widths) > 1:  # to the width of the widest
+            inputs = {str(one): nn.Linear(widths[one], config.kv_width, bias=False) for one in set(self._kv_groups)}
+            self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
         rope = config.rope_parameters, config.max_position_embeddings
@@ -146,8 +179,9 @@ class KVEncoder(nn.Module):
             kv: [B, T, L, D]; those layers that are encoded are enough.
             positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
         """
-        if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_layers:
-            kv = kv[:, :, strided_layers(self.config.n_layers, self.config.layer_stride)[0] :: self.config.layer_stride]
+        if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_kv_layers:
+            first = strided_layers(self.config.n_kv_layers, self.config.layer_stride)[0]
+            kv = kv[:, :, first :: self.config.layer_stride]
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:
@@ -157,7 +191,7 @@ class KVEncoder(nn.Module):
         summaries = []  # [n, G * D] each
         at = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
         for part, where in zip(kv.flatten(0, 1).split(_MAX_POSITIONS), at, strict=True):
-            part = part.to(self.kv_to_hidden.weight.dtype)
+            part = self._to_common_width(part.to(self.kv_to_hidden.weight.dtype))
             if self.config.unrotated_keys:
                 part = rotate_packed_keys(part, self.rotary.inverse(where))
             if self.config.layer_attention:
@@ -169,11 +203,23 @@ class KVEncoder(nn.Module):
         all_means: Tensor = summary.unflatten(0, kv.shape[:2])
         return all_means
 
+    def _to_common_width(self, kv: Tensor) -> Tensor:
+        """Project the layers of each group to D, where there are several: [n, L, D], padded, -> [n, L, D]."""
+        if len(self.config.kv_group_widths) < 2:
+            return kv
+        layers = list(kv.unbind(1))
+        for group, project in self.kv_inputs.items():
+            places = [place for place, one in enumerate(self._kv_groups) if str(one) == group]
+            own = torch.stack([layers[place] for place in places], dim=1)
+            for place, made in zip(places, project(own[..., : project.in_features]).unbind(1), strict=True):
+                layers[place] = made
+        return torch.stack(layers, dim=1)
+
     def encode_cached(self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Encode the KV of so many positions of each row of the target's cache, from its start on: [B, n, E]."""
         check_arrived(cache, added(starts, counts))
         n_tokens = max(counts)
-        kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_layers - 1)
+        kv = cache.packed(starts, n_tokens, 0 if self.config.layer_attention else self.config.n_kv_layers - 1)
         return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device))
 
     # On another machine than the target

@@ -182,7 +182,7 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 
 def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
     """Refuse a drafter of other sizes than the target's, as :func:`.families.target_sizes` gives them."""
-    sizes = {**sizes, "kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
+    sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong = [
         f"{name} {getattr(config, name)}, this target has {sizes[name]}"
         for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")

@@ -59,6 +59,7 @@ def _moa_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
     heads, head_dim, n_heads = sizes.layer_attention_heads, sizes.layer_attention_head_dim, sizes.n_heads
     return [
         layout.unfilled_width(sizes),
+        (bool(sizes.kv_groups), "the target's layers do not cache alike, and theirs do"),
         (
             (heads, head_dim) != (n_heads, sizes.kv_width // n_heads),
             f"layer self-attention has {heads} heads of {head_dim}, and theirs the target's {n_heads} of "
@@ -106,6 +107,7 @@ def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
     own, cross = sizes.self_attention_kv_heads, sizes.cross_attention_kv_heads
     return [
         layout.unfilled_width(sizes),
+        (bool(sizes.kv_groups), "the target's layers do not cache alike, and theirs do"),
         (own != cross, f"self- and cross-attention have {own} and {cross} KV heads, and the fork one cache for both"),
         (
             heads != n_heads or sizes.kv_width % n_heads != 0,

@@ -31,7 +31,7 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn.kv import KVBuffer, slots_after, unpack_kv, write_slots
 from ..nn.masks import DeviceLengths, added, to_device
-from .families import KVShape
+from .families import KVGroup, KVShape
 
 _INITIAL_SLOTS = 256
 
@@ -65,8 +65,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         n_slots: int = _INITIAL_SLOTS,
         buffers: Buffers | None = None,
         shapes: Sequence[KVShape | None] | None = None,
+        groups: Sequence[KVGroup] = (),
     ) -> None:
-        # ``shapes`` are of layers that are not alike, None of those that carry a state in place of KV.
+        # ``shapes`` are of layers that are not alike, None of those that carry a state in place of KV; ``groups`` of
+        # those that have KV of their own.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free, self.stays_in_place = buffers, buffers is not None
         self._whole: Tensor | None = None  # the allocated buffer, of which `buffer` is the rows that are left
@@ -74,6 +76,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._is_static = False
         self._shapes = shapes
+        self._own = sorted((layer, group.shape) for group in groups for layer in group.layers)
         self.watched_layers: tuple[int, ...] = ()  # decoder layers whose outputs each call leaves here
         self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
         self._slots: int | Tensor = 0  # of a call or chunk, by slots_after; of a static call the lengths [B, 1]
@@ -156,6 +159,21 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         else:
             super().commit(kept)
         self.n_pending = self._n_before = 0
+
+    @override
+    @torch.inference_mode()
+    def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
+        """Pack as :meth:`.KVBuffer.packed` does; of layers that are not alike those with KV, narrow ones padded."""
+        if self._shapes is None:
+            return super().packed(starts, n_tokens, first_layer)
+        made, widest = [], max(shape.width for _, shape in self._own)
+        for layer, shape in self._own[first_layer:]:
+            own = self._positions(starts, n_tokens, slice(layer, layer + 1))[
+                :, :, 0, : shape.n_heads
+            ]  # [B, n, H, 2, d]
+            both = torch.cat((own[..., 0, : shape.key_width], own[..., 1, : shape.value_width]), dim=-1).flatten(2)
+            made.append(pad(both, (0, widest - shape.width)))
+        return torch.stack(made, dim=2)
 
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:

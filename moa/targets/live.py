@@ -310,8 +310,9 @@ class Target:
 
     def make_cache(self, n_rows: int = 1, **shared: Any) -> TargetCache:
         """Make an empty cache, also where nothing is known of decoding."""
-        shapes = None if self.has_uniform_kv else self._kv_shapes
-        return TargetCache(len(self._kv_shapes), n_rows, shapes=shapes, **shared)
+        if not self.has_uniform_kv:
+            shared |= {"shapes": self._kv_shapes, "groups": families.kv_groups(self.config)}
+        return TargetCache(len(self._kv_shapes), n_rows, **shared)
 
 
 @contextmanager

@@ -93,6 +93,12 @@ class Engine:
                 + (target.decoding_problem or "its layers carry a state. `moa-data generate` decodes it with chains")
                 + "."
             )
+        for name, drafter in self.drafters.items():
+            if getattr(drafter.config, "kv_groups", ()):
+                raise TargetError(
+                    f"drafter {name!r} reads keys and values of layers that are not alike, those of "
+                    f"{target.config.model_type}, and can't be served. `moa-data generate` decodes with it."
+                )
         sizes = target.sizes | attention_sizes(target.config)
         self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device)
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from torch.nn.functional import pad
 
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.training import Draws, LossTerms, TrainingInputs, TrainingStep
-from moa_data.moa.nn.kv import cache_layers, pack_kv
+from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.moa.targets.families import text_model
+from moa_data.moa.targets.families import kv_groups, kv_shapes, text_model
 from moa_data.moa.targets.live import Target, layer_outputs
 
 from .models import SIZES
@@ -81,17 +81,21 @@ def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
 @torch.no_grad()
 def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
     """Return the activations of a batch that a store would give this drafter, and no others."""
-    config, n_layers = drafter.config, text_model(model).config.num_hidden_layers
-    reads, every = type(drafter).reads(n_layers, config), range(n_layers)
-    cache = DynamicCache() if reads.kv else None
+    own, drafters = text_model(model).config, type(drafter)
+    n_layers = own.num_hidden_layers
+    reads, every = drafters.reads(n_layers, drafter.config), range(n_layers)
+    cache = new_cache([shape is None for shape in kv_shapes(own)]) if reads.kv else None
     with layer_outputs(model, every) as outputs:
         hidden = text_model(model)(tokens, past_key_values=cache, use_cache=reads.kv).last_hidden_state
     states = {f"hidden/layer_{layer}": outputs[layer] for layer in every} | {"hidden/last": hidden}
     found: dict[str, Any] = {name: states[field] for name, field in reads.fields.items() if field != "kv"}
     if cache is not None:
-        assert len(cache_layers(cache)[0]) == n_layers
-        kv = pack_kv(*cache_layers(cache))
-        found["kv"] = kv if reads.kv_layers is None else kv[:, :, list(reads.kv_layers)]
+        layers = sorted(layer for group in kv_groups(own) for layer in group.layers)
+        made = [pack_kv(*cache_layers(cache, [layer])) for layer in layers]  # [B, T, 1, its width]
+        widest = max(one.shape[3] for one in made)
+        kv = torch.cat([pad(one, (0, widest - one.shape[3])) for one in made], dim=2)
+        chosen = drafters.reads(len(layers), drafter.config).kv_layers
+        found["kv"] = kv if chosen is None else kv[:, :, list(chosen)]
     found["layer_outputs"] = tuple(outputs[layer] for layer in reads.outputs)
     found = {"kv": None, "hidden": torch.full_like(hidden, torch.nan)} | found
     return TrainingInputs(tokens, response, **found)
