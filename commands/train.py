@@ -40,8 +40,8 @@ def train(config: TrainConfig) -> None:
     from them. --micro-batch-size sets their number: the result differs by rounding alone. --dry-run prints steps,
     tokens and disk, and trains nothing.
 
-    Several devices share each batch, with --strategy fsdp weights and optimizer state too; the result differs by
-    rounding alone. On several machines run the command under torchrun or srun, with --num-nodes.
+    Several devices share each batch; the result differs by rounding alone. On several machines run the command under
+    torchrun or srun, with --num-nodes.
 
     \b
     Examples:
@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> None:
       moa-data train store --out runs/moa --dry-run
       moa-data train store --out runs/moa --devices 8 --logger wandb
       torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
-          -m moa_data train store --out runs/moa --num-nodes 2 --devices 8 --strategy fsdp
+          -m moa_data train store --out runs/moa --num-nodes 2 --devices 8
       moa-data train store --out runs/moa --resume
       moa-data train store --out runs/moa --resume --max-steps 4000
       moa-data train other-store --out runs/more --init-from runs/moa

@@ -7,5 +7,5 @@ The target is never loaded; losses and masks live in ``moa``. One training step,
     moa        Drafter.objective: its loss
 
 Around it: ``config`` (settings), ``data`` (what is read, and how), ``callbacks`` and ``checkpoints`` (what happens
-between steps), ``sharding``, ``muon``, ``export``; ``sensitivity`` measures a trained drafter for codecs.
+between steps), ``muon``, ``export``; ``sensitivity`` measures a trained drafter for codecs.
 """

@@ -23,7 +23,6 @@ from ..text import Progress
 from .checkpoints import write_drafter
 from .config import BEST, DRAFTER, LAST
 from .data import Batch, StoreDataModule, TrainingStream, device_share
-from .sharding import ShardedStrategy
 from .step import WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -175,8 +174,7 @@ class MicroBatches(L.Callback):
         noted: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet
             noted = dict(json.loads(self.file.read_text()))
-        # Two moments, and DDP's copy of the gradients; a device of N has shares of moments, weights and gradients.
-        copies = 4 / n_devices if isinstance(trainer.strategy, ShardedStrategy) else 3 if n_devices > 1 else 2
+        copies = 3 if n_devices > 1 else 2  # two moments, and DDP's copy of the gradients
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices
         trial = Trial(module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context)

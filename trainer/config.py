@@ -378,9 +378,6 @@ class MachineSettings(Config):
     """Devices of each machine to use: auto or a number."""
     num_nodes: Count = 1
     """Machines that train together, each started by torchrun or SLURM with the same command."""
-    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """What devices share beside the batch: ddp nothing, fsdp weights, gradients and optimizer state, for drafters that
-    do not fit; auto is ddp on several devices."""
     precision: str = "auto"
     """bf16-mixed, 32-true or 16-mixed; auto is bf16-mixed on an accelerator and 32-true on CPU."""
     compile: bool = False
@@ -398,8 +395,6 @@ class MachineSettings(Config):
             )
         elif self.precision not in PRECISIONS:
             found.append(f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
-        if self.strategy == "fsdp" and self.precision == "16-mixed":
-            found.append("strategy fsdp does not scale losses as precision 16-mixed needs it; use bf16-mixed")
         return found
 
 

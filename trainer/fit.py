@@ -59,7 +59,6 @@ from .config import (
     TrainConfig,
 )
 from .data import BatchReader, StoreDataModule, device_share, sequence_bytes, target_identity
-from .sharding import ShardedStrategy
 from .step import WHAT_HELPS, DrafterModule
 
 matplotlib.use("Agg")  # no display is needed; before pyplot is imported
@@ -68,7 +67,7 @@ import matplotlib.pyplot as plt
 # Settings that may differ between two invocations of one run; of its length see :func:`_check_resumed`.
 _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
-     "checkpoint_every", "devices", "num_nodes", "strategy", "accelerator", "logger", "project", "max_steps", "epochs",
+     "checkpoint_every", "devices", "num_nodes", "accelerator", "logger", "project", "max_steps", "epochs",
      "decay_steps", "dry_run", "cache_dir", "cache_gb"}
 )  # fmt: skip
 _WEIGHT_COPIES_ON_DISK = 3 * 3 + 1  # two checkpoints and one that is being written, with two moments each; drafter/
@@ -295,7 +294,6 @@ def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Cal
             accelerator=machine.accelerator,
             devices=devices,
             num_nodes=machine.num_nodes,
-            strategy=ShardedStrategy() if machine.strategy == "fsdp" else machine.strategy,
             precision=_precision(machine),
             max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
             max_epochs=-1,  # the stream is endless, steps end the run
@@ -316,7 +314,7 @@ def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Cal
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
             f"this machine cannot train with --accelerator {machine.accelerator} --devices {machine.devices} "
-            f"--num-nodes {machine.num_nodes} --strategy {machine.strategy} --precision {machine.precision} ({error}); "
+            f"--num-nodes {machine.num_nodes} --precision {machine.precision} ({error}); "
             "choose others, or auto."
         ) from error
     # Before any process waits for another.

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from .sharding import shared_like, whole
-
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -76,8 +74,7 @@ class Muon(torch.optim.Optimizer):
                 by_shape[parameter.shape].append(parameter)
         # One batched product a shape: single small matrices leave the cores idle.
         for shape, parameters in by_shape.items():
-            # Rows of one matrix share their singular vectors, so devices that share its rows gather it.
-            directions = torch.stack([whole(self._direction(p, group["momentum"])) for p in parameters]).float()
+            directions = torch.stack([self._direction(p, group["momentum"]) for p in parameters]).float()
             n_rows = min(self._block_rows or shape[0], shape[0])
             updates = torch.cat(
                 [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)], dim=1
@@ -85,8 +82,7 @@ class Muon(torch.optim.Optimizer):
             # A tall block's update has more rows than singular values; so its entries are as large as a square one's.
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
-                own = shared_like(update, parameter)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(own, alpha=-scale)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
 
     def _direction(self, parameter: Tensor, momentum: float) -> Tensor:
         """Return the Nesterov direction of one matrix and advance its momentum."""

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainingError
@@ -27,7 +26,6 @@ from ..moa.targets.bundle import FrozenTarget
 from .config import TrainConfig
 from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
-from .sharding import shard_weights, whole
 
 # Whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost.
 _MUON_BLOCK_ROWS = 128
@@ -107,11 +105,6 @@ class DrafterModule(L.LightningModule):
         """The frozen target weights; they are on this module's device once a fit has started."""
         return self._frozen[0]
 
-    def configure_model(self) -> None:
-        """Shard the weights where the strategy asks for it; Lightning calls this once all devices are connected."""
-        if self.device_mesh is not None:
-            shard_weights(self.drafter, self.device_mesh["data_parallel"])
-
     def on_fit_start(self) -> None:
         """Move the target weights to the device, and compile."""
         self.frozen.to(self.device)
@@ -160,16 +153,15 @@ class DrafterModule(L.LightningModule):
         # Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
-        total = whole(norm)
         # 16-mixed has overflows, and skips those steps. Asked once a step, because each answer waits for the device.
-        if self.trainer.precision_plugin.precision != "16-mixed" and not total.isfinite():
+        if self.trainer.precision_plugin.precision != "16-mixed" and not norm.isfinite():
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def _refuse_gradients_not_finite(self) -> None:
         gradients = [(name, weight.grad) for name, weight in self.drafter.named_parameters() if weight.grad is not None]
-        bad = [name for name, gradient in gradients if not whole(gradient).isfinite().all()]
+        bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
         if bad:  # none where only the norm of finite gradients overflows: clipping then makes them 0
             raise TrainingError(
                 f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
@@ -179,8 +171,6 @@ class DrafterModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Reset the sums."""
         self._validation = {}
-        if isinstance(self.drafter, FSDPModule):
-            self.drafter.unshard()  # once, for forwards without a backward
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the sums of one validation batch."""
@@ -190,8 +180,6 @@ class DrafterModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics, over the batches of all devices, which are the same on each device."""
-        if isinstance(self.drafter, FSDPModule):
-            self.drafter.reshard()
         # float64, which holds counts exactly: the sums are those of one device, to the last bit.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
