@@ -20,7 +20,6 @@ import math
 import os
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,11 +45,8 @@ from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 
 # The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on.
 _LAYER_OUTPUTS = "layer_outputs"
-_KEPT_BATCH_BYTES = 1 << 30  # batches up to this size leave their buffers to the next one
 _COUNTED_SEQUENCES = 256  # read at once to count their tokens
-_HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
 _MAX_THREADS = 16  # decode more than the bus to a GPU takes
-_ALIGNMENT_BYTES = 64
 # Batches that are formed by length among each other: more would pad less, and mix the data less.
 _GROUPED_BATCHES = 32
 _TEXT_FIELDS = ("tokens", "response_mask")
@@ -146,73 +142,18 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return item
 
 
-class BufferPool:
-    """Host memory for batches, used again once the last tensor on it is gone.
-
-    Args:
-        max_bytes: free buffers are dropped once all buffers together, in use and free, exceed this.
-        pin_memory: page-lock the memory, so that a GPU copies from it at full speed.
-    """
-
-    # Fresh memory costs a page fault per 4 KiB, pinned memory more.
-
-    def __init__(self, max_bytes: int, pin_memory: bool = False) -> None:
-        self._max_bytes, self._pin_memory = max_bytes, pin_memory
-        self._free: list[np.ndarray] = []
-        self._in_use: dict[int, int] = {}
-        # Filled by destructors, which may run at any moment and in any thread: appending takes no lock.
-        self._returned: deque[np.ndarray] = deque()
-        self.n_allocations = 0
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The bytes in use and free."""
-        return sum(self._in_use.values()) + sum(len(buffer) for buffer in self._free)
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor with arbitrary content; its memory is free again once no tensor shares it."""
-        n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        buffer = self._find(n_bytes)
-        self._in_use[id(buffer)] = len(buffer)
-        # torch keeps this view alive as long as the storage, whatever shares it; so its end is the end of the use.
-        view = buffer[:n_bytes]
-        weakref.finalize(view, self._returned.append, buffer).atexit = False
-        return torch.from_numpy(view).view(dtype).view(shape)
-
-    def _find(self, n_bytes: int) -> np.ndarray:
-        """Return the smallest free buffer that is large enough but not twice so, or a new one."""
-        while self._returned:
-            buffer = self._returned.popleft()
-            del self._in_use[id(buffer)]
-            self._free.append(buffer)
-        self._free.sort(key=len)  # so that the first that fits wastes least
-        for i, buffer in enumerate(self._free):
-            if n_bytes <= len(buffer) <= 2 * max(n_bytes, _ALIGNMENT_BYTES):
-                return self._free.pop(i)
-        new_bytes = -(-max(n_bytes, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        # The smallest go first: long batches come back, and a large buffer serves them and no shorter one.
-        while self._free and self.allocated_bytes + new_bytes > self._max_bytes:
-            self._free.pop(0)
-        self.n_allocations += 1
-        return torch.empty(new_bytes, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()
-
-
 class SideCopies:
     """Copies batches to a CUDA device on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        # A copy that does not block reads its source later: without a reference the pool would give the memory away.
-        self._held: deque[tuple[torch.cuda.Event, Batch]] = deque()
 
     def start(self, batch: Batch) -> Batch:
-        """Start copying a batch; call :func:`await_copy` before using it."""
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
+        """Start copying a batch from pinned memory; call :func:`await_copy` before using it."""
+        # torch gives pinned memory to others only once the copies from it are done.
         with torch.cuda.stream(self._stream):
             moved, done = batch.to(self._device, non_blocking=True), torch.cuda.Event()
             done.record(self._stream)
-        self._held.append((done, batch))
         return replace(moved, copied=done)
 
 
@@ -303,7 +244,7 @@ def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -
 
 
 class BatchReader:
-    """Reads given sequences of a store into right-padded batches, on reused memory, for a device that trains."""
+    """Reads given sequences of a store into right-padded batches for a device that trains."""
 
     def __init__(self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1) -> None:
         self.store, self.config = store, config
@@ -317,10 +258,7 @@ class BatchReader:
         self._kv_places = {name: [place for place, _ in layers] for name, layers in read.items()}
         self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         self._token_bytes = sequence_bytes(store, config, 1)
-        largest = max(self._token_bytes * int(store.lengths.max(initial=0)), _KEPT_BATCH_BYTES)
-        self._buffers = BufferPool(
-            (config.data.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
-        )
+        self._pins = device.type == "cuda"  # page-locked, so that a GPU copies it at full speed and beside other work
 
     def read(
         self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
@@ -337,7 +275,7 @@ class BatchReader:
         for array, indices in shared_arrays(codecs).items():
             dtype = _TORCH_DTYPES[array.logical_dtype] if array.name in plain else getattr(torch, array.dtype)
             shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
-            buffer = buffers[array.name] = self._buffers.take(shape, dtype)
+            buffer = buffers[array.name] = torch.empty(shape, dtype=dtype, pin_memory=self._pins)
             # numpy has no bfloat16; the store keeps its bits as uint16.
             out[array.name] = (buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer).numpy()
         # The masks of a whole step are read before its first micro-batch, for the divisor of the loss.

@@ -19,7 +19,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.device import Counts, CudaTensor
 from moa_data.tests.kit.runs import SIZES, settings
 from moa_data.trainer import data as data_module
-from moa_data.trainer.data import Batch, SideCopies, StoreDataModule, TrainingStream, ValidationBatches
+from moa_data.trainer.data import Batch, StoreDataModule, TrainingStream, ValidationBatches
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import Choice, Trial, validate_batch
 
@@ -123,14 +123,6 @@ def test_codes_are_decoded_on_the_device(
     assert steps[-1].n_waits <= MAX_WAITS + more_waits, steps[-1].worst
 
 
-def start_without_holding(copies: Any, batch: Batch) -> Batch:
-    """Start a copy as :meth:`SideCopies.start` does, and forget its source."""
-    with torch.cuda.stream(copies._stream):
-        moved, done = batch.to(copies._device, non_blocking=True), torch.cuda.Event()
-        done.record(copies._stream)
-    return replace(moved, copied=done)
-
-
 def use_without_waiting(batch: Batch) -> Batch:
     """Take a batch as :func:`await_copy` does, before it has arrived."""
     return replace(batch, copied=None)
@@ -144,17 +136,12 @@ def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.Monk
         return [step.loss for step in Run(store_of_all, "moa", "cuda", prefetch_batches=4).steps(device, 6)]
 
     assert losses() == pytest.approx(expected, rel=1e-5)
-    for owner, name, wrong in (
-        (SideCopies, "start", start_without_holding),
-        (data_module, "await_copy", use_without_waiting),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, wrong)
-            try:
-                found = losses()
-            except TrainingError:  # gradients that are not finite
-                found = [float("nan")]
-        assert found != pytest.approx(expected, rel=1e-3), name
+    monkeypatch.setattr(data_module, "await_copy", use_without_waiting)
+    try:
+        found = losses()
+    except TrainingError:  # gradients that are not finite
+        found = [float("nan")]
+    assert found != pytest.approx(expected, rel=1e-3)
 
 
 def test_trial_steps_run_on_the_device(store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
