@@ -91,7 +91,7 @@ def build_family(model_type: str, seed: int = 0, **changes: Any) -> Any:
 def varied(model_type: str, seed: int) -> dict[str, Any]:
     """Other sizes for a family, by a seed."""
     draw = random.Random(f"{model_type} {seed}")
-    n_heads = draw.choice((2, 4, 6))
+    n_heads = draw.choice((2, 4, 8))
     changes: dict[str, Any] = {"num_attention_heads": n_heads, "hidden_size": draw.choice((32, 48, 64))}
     own = FEATURES[model_type]
     if "kv_lora_rank" in own:

@@ -79,7 +79,7 @@ def assert_lossless(target: Target, prompts: list[list[int]], seed: int = 0) -> 
             for index, generation in zip(batch, found, strict=True):
                 assert prompts[index] + generation.tokens == texts[index], (shape, index)
                 committed += generation.stats.committed_per_call
-        assert max(committed) >= 4, "no drafts were accepted"
+        assert max(committed) >= 3, "no drafts were accepted"
         assert min(committed) < 4, "no draft was refused"
 
 
