@@ -113,7 +113,7 @@ def add(
             extraction = plan.manifest.extraction
             recorded = recorded_config(plan.store).replaced(
                 model=config.model,
-                activations=tuple(map(activation_name, extraction["activations"])),
+                activations=tuple(dict.fromkeys(map(activation_name, extraction["activations"]))),
                 target_layers=extraction["target_layers"],
             )
             write_card(plan.store, CardOrigin.of(recorded))

@@ -25,18 +25,19 @@ from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations
 from moa_data.pipeline.estimate import field_specs
 from moa_data.pipeline.exchange.config import ExportConfig
 from moa_data.pipeline.exchange.transfer import export_store
-from moa_data.pipeline.extract import extract
+from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards.capture import capture
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.recode import recode
 from moa_data.serving.engine.engine import Engine
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.drafters import NO_DRAWS
 from moa_data.tests.kit.families import build_family, write_family
 from moa_data.tests.kit.runs import run, settings
-from moa_data.tests.kit.stores import read_tree
+from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer.data import BatchReader
 
@@ -100,6 +101,11 @@ def test_stores_are_sound_and_alike_however_they_are_made(made: tuple[str, Path]
     recode(folder / "store", "int8", tmp_path / "int8")
     assert verify_store(tmp_path / "int8").ok
     assert audit(tmp_path / "int8", str(folder / "model"), 3, 0, "cpu").ok
+    batches = []
+    for store in (folder / "store", tmp_path / "int8"):
+        reader = BatchReader(ActivationStore(store), settings(store, layer_groups=1), torch.device("cpu"))
+        batches.append(reader.batch(np.arange(3), reader.store.lengths[:3], NO_DRAWS).inputs.required_kv().float())
+    assert (batches[1] - batches[0]).norm() < 0.02 * batches[0].norm()
     with pytest.raises(SelectionInvalid, match="Leave out --kv"):
         export_store(
             ExportConfig.of(store=str(folder / "store"), out=str(tmp_path / "files"), format="speculators", kv=True)
@@ -110,6 +116,11 @@ def test_stores_are_sound_and_alike_however_they_are_made(made: tuple[str, Path]
     one, other = (read_tree(store / "parts/kv") for store in (folder / "store", tmp_path / "added"))
     assert one
     assert one == other
+    flip(next((tmp_path / "added/parts/kv").glob("*/c.1.*")))
+    plan = plan_repair(tmp_path / "added")
+    assert plan.parts == (1,)
+    assert repair(plan, str(folder / "model")).n_parts_done == 1
+    assert read_tree(tmp_path / "added/parts/kv") == one
 
 
 def test_tensorstore_reads_them_as_the_page_on_the_format_says(made: tuple[str, Path]) -> None:
@@ -156,6 +167,9 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(made: tupl
             reader = BatchReader(store, settings(folder / "store", layer_groups=1, **changes), torch.device("cpu"))
             rows = np.arange(2)
             inputs = reader.batch(rows, store.lengths[rows], NO_DRAWS).inputs
+            reader._decodes = False  # as for a GPU, which packs and decodes for itself
+            there = reader.batch(rows, store.lengths[rows], NO_DRAWS).to(torch.device("cpu")).decode().inputs
+            assert torch.equal(there.required_kv(), inputs.required_kv())
             row = store.read(1, "tokens").tolist()
         cache = target.new_cache()
         target.forward(torch.tensor([row]), cache)

@@ -17,6 +17,7 @@ from moa_data.storage.schema import (
     hidden_field,
     is_finite,
     kv_field,
+    kv_group_field,
     to_float32,
 )
 from moa_data.tests.kit.stores import Recipe
@@ -42,6 +43,16 @@ def test_round_trip(recipe: Recipe) -> None:
         ({"conventions": CONVENTIONS | {"kv_keys": "before RoPE"}}, StoreDamaged, "'kv_keys' is 'before RoPE'"),
         ({"fields": [asdict(kv_field(1, 1, 2)) | {"dtype": "int77"}]}, StoreDamaged, "dtype 'int77'"),
         ({"fields": [asdict(kv_field(1, 1, 2))] * 2}, StoreDamaged, "Fields appear twice: kv"),
+        *(
+            ({"fields": [asdict(kv_group_field("kv/latent", (3,), 1, 4, 2)) | wrong]}, StoreDamaged, message)
+            for wrong, message in (
+                ({"layers": 3}, "layers of field 'kv/latent' are no list"),
+                ({"layers": ["x"]}, "layers is 'x'"),
+                ({"layers": [0, 1]}, "layers or key_width do not fit"),
+                ({"key_width": 6}, "layers or key_width do not fit"),
+                ({"key_width": None}, "layers or key_width do not fit"),
+            )
+        ),
         ("{", StoreDamaged, "store.json is not valid JSON"),
         ("[]", StoreDamaged, "a JSON list, expected an object"),
     ],
