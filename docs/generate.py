@@ -143,7 +143,7 @@ with every family.
 Qwen3-Next, Qwen3.5, Gemma 4, DeepSeek V3 and GLM-4-MoE-Lite cache other keys and values in some layers than in others,
 or none, or latents. Their stores hold them
 [by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec `lossless` or `int8`, not by
-`--source vllm`. `moa` and DSpark with `--context memory` train from them and decode, but for `serve`.
+`--source vllm`. `moa` and DSpark with `--context memory` train from them and decode; `serve` takes them for Gemma 4.
 
 | family | model | hidden states | keys and values | trees, batches, `serve` | `--target-layers` |
 |---|---|---|---|---|---|

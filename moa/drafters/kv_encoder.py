@@ -160,7 +160,9 @@ class KVEncoder(nn.Module):
             self.layer_self_attention = DecoderBlock(sizes)
         self._kv_groups = [config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups]
         if len(widths := config.kv_group_widths) > 1:  # to the width of the widest
-            inputs = {str(one): nn.Linear(widths[one], config.kv_width, bias=False) for one in set(self._kv_groups)}
+            inputs = {
+                str(one): nn.Linear(widths[one], config.kv_width, bias=False) for one in sorted({*self._kv_groups})
+            }
             self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)

@@ -19,7 +19,7 @@ Nothing committed is dropped, also in models with a sliding window. In a static 
 all slots of the buffer, and only tensors say where its tokens stand.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +50,22 @@ class KVSource(Protocol):
         ...
 
 
+def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first: int = 0) -> Tensor:
+    """Pack the KV of layers that are not alike, narrower ones padded with zeros: [..., L, D].
+
+    Args:
+        take: target layer -> its KV in a buffer as wide as the widest, [..., H_kv, 2, d].
+        first: the first one to pack, of those that have KV.
+    """
+    layers = sorted((layer, group.shape) for group in groups for layer in group.layers)
+    made, widest = [], max(shape.width for _, shape in layers)
+    for layer, shape in layers[first:]:
+        keys, values = take(layer)[..., : shape.n_heads, :, :].unbind(-2)
+        both = torch.cat((keys[..., : shape.key_width], values[..., : shape.value_width]), dim=-1)
+        made.append(pad(both.flatten(-2), (0, widest - shape.width)))
+    return torch.stack(made, dim=-2)
+
+
 # Released buffers by shape, for the next caches of that shape: a CUDA graph reads and writes fixed addresses, so a
 # generation in a new buffer would record all graphs again.
 Buffers = dict[tuple[int, ...], list[Tensor]]
@@ -76,7 +92,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._is_static = False
         self._shapes = shapes
-        self._own = sorted((layer, group.shape) for group in groups for layer in group.layers)
+        self._groups = groups
         self.watched_layers: tuple[int, ...] = ()  # decoder layers whose outputs each call leaves here
         self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
         self._slots: int | Tensor = 0  # of a call or chunk, by slots_after; of a static call the lengths [B, 1]
@@ -166,14 +182,11 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         """Pack as :meth:`.KVBuffer.packed` does; of layers that are not alike those with KV, narrow ones padded."""
         if self._shapes is None:
             return super().packed(starts, n_tokens, first_layer)
-        made, widest = [], max(shape.width for _, shape in self._own)
-        for layer, shape in self._own[first_layer:]:
-            own = self._positions(starts, n_tokens, slice(layer, layer + 1))[
-                :, :, 0, : shape.n_heads
-            ]  # [B, n, H, 2, d]
-            both = torch.cat((own[..., 0, : shape.key_width], own[..., 1, : shape.value_width]), dim=-1).flatten(2)
-            made.append(pad(both, (0, widest - shape.width)))
-        return torch.stack(made, dim=2)
+
+        def take(layer: int) -> Tensor:
+            return self._positions(starts, n_tokens, slice(layer, layer + 1))[:, :, 0]
+
+        return pack_groups(self._groups, take, first_layer)
 
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ from ...moa.decoding.sampling import Text, accept_argmax, accept_chosen, cut_ans
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.masks import to_device
-from ...moa.targets.families import attention_sizes
+from ...moa.targets.families import attention_sizes, kv_groups
 from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import EngineOptions
@@ -94,13 +94,14 @@ class Engine:
                 + "."
             )
         for name, drafter in self.drafters.items():
-            if getattr(drafter.config, "kv_groups", ()):
+            if getattr(drafter.config, "kv_groups", ()) and hasattr(target.config, "kv_lora_rank"):
                 raise TargetError(
-                    f"drafter {name!r} reads keys and values of layers that are not alike, those of "
-                    f"{target.config.model_type}, and can't be served. `moa-data generate` decodes with it."
+                    f"drafter {name!r} reads latents of {target.config.model_type}, which the engine does not keep, so "
+                    "it can't be served. `moa-data generate` decodes with it."
                 )
         sizes = target.sizes | attention_sizes(target.config)
-        self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device)
+        groups = () if target.has_uniform_kv else kv_groups(target.config)
+        self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device, groups)
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self._max_open = options.max_sequences + options.max_waiting

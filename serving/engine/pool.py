@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ...errors import NotEnoughMemory
 from ...moa.nn.masks import to_device
+from ...moa.targets.cache import pack_groups
+from ...moa.targets.families import KVGroup
 from ...text import first_line, format_bytes
 
 BLOCK_TOKENS = 32
@@ -35,7 +37,15 @@ def blocks_for(n_tokens: int) -> int:
 class Pool:
     """Blocks for at least ``n_tokens`` positions of a target of some sizes."""
 
-    def __init__(self, n_tokens: int, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        n_tokens: int,
+        sizes: Mapping[str, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: Sequence[KVGroup] = (),
+    ) -> None:
+        self._groups = groups  # of layers that are not alike
         self.n_blocks = blocks_for(n_tokens)
         shape = 2, sizes["n_layers"], sizes["n_kv_heads"], self.n_blocks * BLOCK_TOKENS, sizes["head_dim"]
         try:
@@ -85,6 +95,9 @@ class Pool:
 
     def packed(self, slots: Tensor, first_layer: int = 0) -> Tensor:
         """Pack the KV of n slots, [n] int64 (:func:`~moa_data.moa.nn.kv.pack_kv`), from a layer on: [n, L, D]."""
+        if self._groups:
+            layers = self.buffer.permute(1, 3, 2, 0, 4)  # [L, S, H_kv, 2, d]
+            return pack_groups(self._groups, lambda layer: layers[layer].index_select(0, slots), first_layer)
         return self.buffer[:, first_layer:].permute(3, 1, 2, 0, 4).index_select(0, slots).flatten(2)
 
     def _move(self, kv: "PooledKV", first: int) -> None:

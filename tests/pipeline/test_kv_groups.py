@@ -160,8 +160,9 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(made: tupl
     prompt = list(range(20, 40))
     plain = generate_batch(target, [prompt], max_new_tokens=12)[0].tokens
     assert generate(target, drafter, prompt, max_new_tokens=12, tree=TreeShape(3)).tokens == plain
-    with pytest.raises(TargetError, match="can't be served"):
-        Engine(target, {"moa": drafter})
+    if name != "gemma4_text":  # which the engine's tests serve
+        with pytest.raises(TargetError, match="can't be served"):
+            Engine(target, {"moa": drafter})
     for changes in ({}, {"layer_attention": False}, {"layer_stride": 2} if name == "deepseek_v3" else {}):
         with ActivationStore(folder / "store") as store:
             reader = BatchReader(store, settings(folder / "store", layer_groups=1, **changes), torch.device("cpu"))

@@ -421,6 +421,19 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
     torch.testing.assert_close(torch.cat(found), expected[5:], rtol=1e-4, atol=1e-4)
 
 
+def test_contexts_of_layers_that_do_not_cache_alike() -> None:
+    target = never_ending(build_family("gemma4_text"))
+    drafter = build("moa", target.model)
+    engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16)
+    readers = [add(engine, prompt, work=Work.SPECULATE, drafter="it", wants_context=True) for prompt in PROMPTS[:3]]
+    run(engine)
+    for prompt, reader in zip(PROMPTS, readers, strict=False):
+        assert reader.tokens == plain(target, prompt)
+        found = torch.cat([commit.context for commit in reader.commits if commit.context is not None])
+        expected = contexts_of(drafter, target, [*prompt, *reader.tokens][: len(found)])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It outlives a fault of the engine."""
     engine, failed = engine_for(target, {"moa": taught}, tree=str(N_DRAFTS)), Reader()
