@@ -83,10 +83,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def config_of(folder: Path, **changes: Any) -> ExtractConfig:
     chats = write_jsonl(folder / "chats.jsonl", random_chats(14))
-    return ExtractConfig.of(
-        model=str(folder / "model"), dataset=str(chats), max_length=128, device="cpu", part_tokens=512,
-        batch_tokens=256, **{"out": str(folder / "store"), **changes},
-    )  # fmt: skip
+    usual = {"out": str(folder / "store"), "device": "cpu", "part_tokens": 512, "batch_tokens": 256}
+    return ExtractConfig.of(model=str(folder / "model"), dataset=str(chats), max_length=128, **usual | changes)
 
 
 def test_stores_are_sound_and_alike_however_they_are_made(made: tuple[str, Path], tmp_path: Path) -> None:
@@ -98,6 +96,8 @@ def test_stores_are_sound_and_alike_however_they_are_made(made: tuple[str, Path]
     assert all(int(worst[field]) in layers for field, (layers, _) in GROUPS[name].items())
     with pytest.raises(OptionInvalid, match="take no groups of layers such as 'kv/"):
         recode(folder / "store", "transform:2", tmp_path / "small")
+    with pytest.raises(OptionInvalid, match="--source vllm gives no keys and values of such"):
+        build_plan(config_of(folder, source="vllm", device="auto"))
     recode(folder / "store", "int8", tmp_path / "int8")
     assert verify_store(tmp_path / "int8").ok
     assert audit(tmp_path / "int8", str(folder / "model"), 3, 0, "cpu").ok
@@ -163,7 +163,11 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(made: tupl
     if name != "gemma4_text":  # which the engine's tests serve
         with pytest.raises(TargetError, match="can't be served"):
             Engine(target, {"moa": drafter})
-    for changes in ({}, {"layer_attention": False}, {"layer_stride": 2} if name == "deepseek_v3" else {}):
+    for changes in (
+        {},
+        {"layer_attention": False},
+        {"layer_stride": 2} if name in ("deepseek_v3", "gemma4_text") else {},
+    ):
         with ActivationStore(folder / "store") as store:
             reader = BatchReader(store, settings(folder / "store", layer_groups=1, **changes), torch.device("cpu"))
             rows = np.arange(2)
