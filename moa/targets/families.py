@@ -206,7 +206,7 @@ def target_sizes(config: Any) -> dict[str, Any]:
         "head_dim": getattr(own, "head_dim", None) or config.hidden_size // n_heads,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS,
+        "max_position_embeddings": _n_positions(config),
         "architecture": config.model_type,
     } | ({"kv_width": kv_width} if kv_width else {})
 
@@ -236,6 +236,15 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         with contextlib.suppress(AttributeError):
             return cast(nn.ModuleList, body.get_submodule(name))
     raise TargetError(f"the decoder layers of {type(body).__name__} are not found. Leave out hidden:layer:K.")
+
+
+def _n_positions(config: Any) -> int:
+    """The positions up to which a token's keys stay as they are while its text grows."""
+    found: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if rope.get("rope_type") == "longrope":  # another rotation from some length on
+        found = int(rope.get("original_max_position_embeddings") or found)
+    return found
 
 
 def norm_eps(config: Any) -> float:

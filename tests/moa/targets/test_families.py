@@ -217,5 +217,16 @@ def test_a_cache_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         target.new_cache()
 
 
+def test_texts_end_where_the_rotation_changes() -> None:
+    """Phi-3 turns all keys by other angles once a text is longer than what it was trained on first."""
+    factors = {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    sizes = {"head_dim": 12, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
+    target = target_of("phi3", rope_parameters=rope, **sizes)
+    assert target.max_positions == target.sizes["max_position_embeddings"] == 32
+    prompt = random_prompts(1, seed=9, longest=9)[0]
+    assert_lossless(target, [prompt[:8]])
+
+
 def test_every_family_is_tested() -> None:
     assert set(FAMILIES) - {"llama", "mistral", "qwen2", "qwen3", "qwen3_5_moe_text"} == set(FEATURES)
