@@ -392,7 +392,10 @@ class Engine:
         ready = [
             s for s in sequences if s.id in self._sequences and not s.finish and s.n_unsent >= _contexts_at_once(s)
         ]
-        contexts_to_host(ready)
+        try:
+            contexts_to_host(ready)
+        except Exception as error:  # noqa: BLE001 - as in _call
+            _LOG.warning("contexts of %d texts are copied one after the other: %s", len(ready), first_line(error))
         for sequence in ready:
             with self._alone(sequence):
                 commit = sequence.take_contexts(sequence.commit())
