@@ -221,7 +221,7 @@ def test_texts_end_where_the_rotation_changes() -> None:
     """Phi-3 turns all keys by other angles once a text is longer than what it was trained on first."""
     factors = {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
-    sizes = {"head_dim": 12, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
+    sizes: dict[str, Any] = {"head_dim": 12, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32}
     target = target_of("phi3", rope_parameters=rope, **sizes)
     assert target.max_positions == target.sizes["max_position_embeddings"] == 32
     assert_lossless(target, [prompt[:8] for prompt in random_prompts(6, seed=9)])
