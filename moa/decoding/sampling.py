@@ -19,8 +19,9 @@ every device.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -211,7 +212,11 @@ def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, se
     """
     if sampling.temperature == 0:
         return int(penalised(logits, previous, sampling.repetition_penalty).argmax())
-    probability = distribution(logits, previous, sampling).cpu()
+    return _likeliest_with_noise(distribution(logits, previous, sampling).cpu(), seed, position)
+
+
+def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
+    """Find the token with the largest log p + noise, given p [V] on the host."""
     tokens = _contenders(probability, seed, position)
     log_p = probability[torch.from_numpy(tokens)].log()
     return int(tokens[int((log_p + noise(seed, position, tokens)).argmax())])
@@ -221,58 +226,88 @@ def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, se
 class Text:
     """All tokens of a text so far, and what decides the next ones."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
     sampling: SamplingConfig
     seed: int
+
+
+def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
+    """Choose the token after each text as :func:`choose` does, given logits [V] of each, with one wait for a device."""
+    if not logits[0].is_cuda:
+        return [
+            choose(own, text.tokens, text.sampling, text.seed, len(text.tokens))
+            for own, text in zip(logits, texts, strict=True)
+        ]
+    found = torch.stack(
+        [distribution(own, text.tokens, text.sampling) for own, text in zip(logits, texts, strict=True)]
+    )
+    return [_likeliest_with_noise(p, text.seed, len(text.tokens)) for p, text in zip(found.cpu(), texts, strict=True)]
 
 
 class ChainChoice:
     """Chooses the tokens of chains of drafts, level by level, for texts that end with the root, one a row."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
-        self._texts, self._is_argmax = texts, all(text.sampling.is_argmax for text in texts)
-        self._paths = [list(text.tokens) for text in texts]
+        self._texts, self._is_argmax = (
+            [replace(text, tokens=list(text.tokens)) for text in texts],
+            all(text.sampling.is_argmax for text in texts),
+        )
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
         if self._is_argmax:  # nothing comes to the host
             return logits.argmax(dim=-1)
-        for row, path, text in zip(logits, self._paths, self._texts, strict=True):
-            path.append(choose(row, path, text.sampling, text.seed, len(path)))
-        return torch.tensor([path[-1] for path in self._paths], device=logits.device)
+        chosen = choose_rows(logits.unbind(), self._texts)
+        for text, token in zip(self._texts, chosen, strict=True):
+            text.tokens.append(token)
+        return to_device(chosen, logits.device)
 
 
-def _follow(tokens: Sequence[int], parents: Sequence[int], next_token: Callable[[int], int]) -> tuple[list[int], int]:
-    """Follow the target's next token after the root, -1, and after each node as long as the tree has it."""
+def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
+    """Verify greedily, given N + 1 predicted tokens: after the root, -1, then after each node.
+
+    Returns:
+        The accepted nodes from the root down, and the target's next token after the last of them.
+    """
     children: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         children.setdefault((parent, token), node)
     accepted: list[int] = []
     at = -1
-    while (found := children.get((at, token := next_token(at)))) is not None:
+    while (found := children.get((at, token := predicted[at + 1]))) is not None:
         accepted.append(at := found)
     return accepted, token
 
 
-def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
-    """Verify greedily, given N + 1 predicted tokens: after the root, then after each node.
+class Verified(NamedTuple):
+    """A text that ends with the root, its drafts, and the target's logits after the root and each of them."""
 
-    Returns:
-        The accepted nodes from the root down, and the target's next token after the last of them.
-    """
-    return _follow(tokens, parents, lambda node: predicted[node + 1])
+    text: Text
+    tokens: Sequence[int]  # of the drafts
+    parents: Sequence[int]
+    logits: Tensor  # [N + 1, V]
 
 
-def accept_chosen(tokens: Sequence[int], parents: Sequence[int], logits: Tensor, text: Text) -> tuple[list[int], int]:
-    """Verify by the target's own choices, given its logits [N + 1, V]; see :func:`accept_argmax`."""
-    path = list(text.tokens)
-
-    def chosen(node: int) -> int:
-        if node >= 0:
-            path.append(tokens[node])
-        return choose(logits[node + 1], path, text.sampling, text.seed, len(path))
-
-    return _follow(tokens, parents, chosen)
+def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
+    """Verify rounds of several texts by the target's own choices, level by level; see :func:`accept_argmax`."""
+    texts = [replace(one.text, tokens=list(one.text.tokens)) for one in rounds]
+    accepted: list[list[int]] = [[] for _ in rounds]
+    bonus, open_ = [0] * len(rounds), list(range(len(rounds)))
+    while open_:
+        at = [accepted[row][-1] if accepted[row] else -1 for row in open_]
+        logits = [rounds[row].logits[node + 1] for row, node in zip(open_, at, strict=True)]
+        bonus_of = zip(open_, at, choose_rows(logits, [texts[row] for row in open_]), strict=True)
+        open_ = []
+        for row, node, token in bonus_of:
+            children = enumerate(zip(rounds[row].tokens, rounds[row].parents, strict=True))
+            found = next((child for child, edge in children if edge == (token, node)), None)
+            if found is None:
+                bonus[row] = token
+                continue
+            accepted[row].append(found)
+            texts[row].tokens.append(token)
+            open_.append(row)
+    return list(zip(accepted, bonus, strict=True))
 
 
 def accept_sampled(

@@ -104,9 +104,8 @@ class Part:
         if self.sees_all(window):
             return None
         if self.is_chain:
-            at = torch.tensor([positions], device=device)
-            return masks.causal_mask(at, self.start + len(self.tokens), window)
-        return masks.tree_mask([self.start], torch.from_numpy(self.seen())[None].to(device), window)
+            return masks.causal_mask(to_device([positions], device), self.start + len(self.tokens), window)
+        return masks.tree_mask([self.start], to_device(self.seen()[None], device), window)
 
 
 class PartsAttention:
@@ -117,7 +116,7 @@ class PartsAttention:
         self._pending = list(zip(*(part.slots(part.start) for part in parts), strict=True))  # by layer
         self._seen = list(zip(*(part.slots(0) for part in parts), strict=True))
         positions = [part.positions() for part in parts]
-        self.positions = torch.tensor(list(itertools.chain.from_iterable(positions)), device=device)  # [T] int64
+        self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)  # [T] int64
         by_window = {
             window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
             for window in set(windows)

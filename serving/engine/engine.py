@@ -28,7 +28,7 @@ import torch
 
 from ...errors import Overloaded, RequestInvalid, ServingError, TargetError
 from ...moa.decoding.policy import AUTO_SHAPE
-from ...moa.decoding.sampling import Text, accept_argmax, accept_chosen, cut_answer
+from ...moa.decoding.sampling import Text, Verified, accept_argmax, accept_chosen, cut_answer
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.masks import to_device
@@ -38,7 +38,7 @@ from ...text import first_line
 from ..config import EngineOptions
 from .attention import Part
 from .pool import BLOCK_TOKENS, Pool, PooledKV
-from .runner import Output, Runner
+from .runner import Runner
 from .scheduler import Scheduled, Scheduler
 from .sequence import Commit, Request, Sequence, Work, contexts_to_host
 from .speculation import Speculation
@@ -253,7 +253,9 @@ class Engine:
         began = time.perf_counter()
         drafting = self._draft([one.sequence for one in scheduled])
         drafted = time.perf_counter()
-        served = [one for one in self._call(scheduled) if self._accept(one)]
+        called = self._call(scheduled)
+        self._choose(called)
+        served = [one for one in called if self._accept(one)]
         done = time.perf_counter()
         self._counts.n_calls += 1
         self._counts.draft_s += drafted - began
@@ -331,6 +333,15 @@ class Engine:
             one.output = output
         return scheduled
 
+    def _choose(self, called: Rows[Scheduled]) -> None:
+        """Verify the drafts of all sampled texts at once, since each choice of its own would wait for the device."""
+        sampled = [one for one in called if one.has_root and not one.sequence.request.sampling.is_argmax]
+        try:
+            for one, choice in zip(sampled, accept_chosen([_verified(one) for one in sampled]), strict=True):
+                one.choice = choice
+        except Exception as error:  # noqa: BLE001 - as in _call
+            _LOG.warning("the choices of %d texts failed, each is made alone: %s", len(sampled), first_line(error))
+
     def _accept(self, one: Scheduled) -> bool:
         """Accept drafts, and commit tokens and KV; False where that failed."""
         sequence, n_known = one.sequence, one.n_known
@@ -340,7 +351,7 @@ class Engine:
             new: list[int] = []
             if one.has_root:
                 one.n_drafts = len(sequence.drafts)
-                accepted, bonus = _accepted(sequence, one.output)
+                accepted, bonus = one.choice or _accepted(one)
                 new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus], self.target.eos_token_ids)
                 sequence.end_round()
             one.kept = [*range(n_known), *(n_known + node for node in accepted)]
@@ -454,13 +465,18 @@ class Engine:
                 self._speculations[name].forget(sequence)
 
 
-def _accepted(sequence: Sequence, output: Output) -> tuple[list[int], int]:
+def _accepted(one: Scheduled) -> tuple[list[int], int]:
     """The accepted drafts of a sequence from the root down, and the target's next token."""
-    if sequence.request.sampling.is_argmax:
-        return accept_argmax(sequence.drafts, sequence.parents, output.best)
-    assert output.logits is not None
-    text = Text(sequence.tokens, sequence.request.sampling, sequence.request.seed)
-    return accept_chosen(sequence.drafts, sequence.parents, output.logits, text)
+    if one.sequence.request.sampling.is_argmax:
+        return accept_argmax(one.sequence.drafts, one.sequence.parents, one.output.best)
+    return accept_chosen([_verified(one)])[0]
+
+
+def _verified(one: Scheduled) -> Verified:
+    assert one.output.logits is not None
+    sequence, request = one.sequence, one.sequence.request
+    text = Text(sequence.tokens, request.sampling, request.seed)
+    return Verified(text, sequence.drafts, sequence.parents, one.output.logits)
 
 
 def _contexts_at_once(sequence: Sequence) -> int:

@@ -35,6 +35,7 @@ class Scheduled:
     output: Output = field(init=False)
     kept: list[int] = field(init=False)  # the tokens of its part that got KV, in order
     n_drafts: int = 0
+    choice: tuple[list[int], int] | None = None  # accepted drafts and next token, of sampled texts
     commit: Commit = field(init=False)
 
 

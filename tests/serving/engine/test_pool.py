@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_data.errors import NotEnoughMemory
 from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions
+from moa_data.serving.engine import engine as engine_module
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import BLOCK_TOKENS, Pool, PooledKV, blocks_for
 from moa_data.serving.engine.sequence import Commit, Request, Work
@@ -85,14 +87,16 @@ class FullMemory(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def engine_of(target: Target, **options: Any) -> Iterator[tuple[Engine, list[list[Commit]]]]:
+def engine_of(
+    target: Target, sampling: SamplingConfig = GREEDY, **options: Any
+) -> Iterator[tuple[Engine, list[list[Commit]]]]:
     """An engine with four texts of which two speculate, and what they were told."""
     engine = Engine(target, {"moa": build_drafter(target.model)}, EngineOptions(tree="3", **options))
     told: list[list[Commit]] = [[] for _ in PROMPTS]
     for index, prompt in enumerate(PROMPTS):
         speculates = index % 2 == 0
         asked: dict[str, Any] = {"drafter": "moa", "wants_context": True} if speculates else {}
-        own = engine.add(Request(tuple(prompt), len(prompt), N_NEW, **asked), told[index].append)
+        own = engine.add(Request(tuple(prompt), len(prompt), N_NEW, sampling, **asked), told[index].append)
         engine.set_work(own, Work.SPECULATE if speculates else Work.PLAIN)
     yield engine, told
 
@@ -119,6 +123,30 @@ def test_one_failed_allocation_ends_one_text_at_most(target: Target) -> None:
         for commits, truth, has_failed in zip(told, truths, failed, strict=True):
             assert text_of(commits) == truth[: len(text_of(commits))] if has_failed else text_of(commits) == truth
     assert n_unharmed > 20
+
+
+@pytest.mark.parametrize("name", ["contexts_to_host", "accept_chosen"])
+def test_what_is_done_for_all_texts_is_done_for_each_where_it_fails(
+    target: Target, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = getattr(engine_module, name)
+
+    def for_one(rows: Any) -> Any:
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(rows)
+
+    sampling = SamplingConfig(temperature=0.9) if name == "accept_chosen" else GREEDY
+    texts = []
+    for patched in (False, True):
+        with monkeypatch.context() as patch, engine_of(target, sampling=sampling) as (engine, told):
+            if patched:
+                patch.setattr(engine_module, name, for_one)
+            while engine.step():
+                pass
+        assert not any(commit.error for commits in told for commit in commits)
+        texts.append([text_of(commits) for commits in told])
+    assert texts[0] == texts[1]
 
 
 def test_a_text_that_is_too_large_ends_alone(target: Target) -> None:
