@@ -148,3 +148,25 @@ def test_a_step_writes_a_record_that_the_table_reads(
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", str(tmp_path)])
     report.main()
     assert len(re.findall(r"^sampling +\w.* [\d.]+$", capsys.readouterr().out, re.MULTILINE)) == 16
+
+
+def test_decoding_needs_no_more_than_its_wheels(benchmark: Callable[[str], ModuleType]) -> None:
+    """What only training needs is hidden; of the tests for a device all that runs here is their imports."""
+    preflight = benchmark("gpu.preflight")
+    hidden = set(preflight.NEEDS["train"]) - set(preflight.NEEDS["decode"]) | {"matplotlib"}
+    root = Path(__file__).parents[2]
+    code = f"""if True:
+        import sys, pytest
+        from importlib.machinery import PathFinder
+        class Hiding(PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                return None if name.split(".")[0] in {sorted(hidden)!r} else super().find_spec(name, path, target)
+        sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+        sys.exit(pytest.main(["-q", "-o", "addopts=", "-p", "pytest_timeout", *sys.argv[1:]]))
+    """
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # zarr has a plugin
+    for words in (["--collect-only", "tests/gpu/test_decoding.py"], ["tests/moa/nn/test_masks.py"]):
+        command = [sys.executable, "-c", code, *words]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout[-3000:]

@@ -32,6 +32,11 @@ KINDS: dict[str, dict[str, Any]] = SIZES | {
 N_STEPS = 3
 # Of one step: its batch, forward, backward, clipping and optimizer.
 MAX_WAITS = 4
+MAX_LAUNCHES = {
+    "moa": 560, "eagle": 226, "eagle3": 577, "dspark": 375, "dflash": 325, "glide": 243, "medusa": 153,
+    "independent": 204, "moa with a target layer": 682, "dspark on keys and values": 334,
+    "dspark on a memory": 520, "dflash with D-PACE": 342,
+}  # fmt: skip
 
 
 class NoTrainer:
@@ -46,6 +51,7 @@ class Step:
 
     loss: float
     gradients: dict[str, Tensor]  # before clipping, on the CPU
+    n_launches: int
     n_waits: int
     worst: str  # lines that waited
 
@@ -83,8 +89,10 @@ class Run:
             self.module.configure_gradient_clipping(optimizer, 0.5, "norm")
             optimizer.step()
             optimizer.zero_grad()
-            n_waits, worst = counts.waits, counts.worst()
-            yield Step(float(loss.detach()), {name: one.cpu() for name, one in gradients.items()}, n_waits, worst)
+            n_launches, n_waits, worst = counts.launches, counts.waits, counts.worst()
+            yield Step(
+                float(loss.detach()), {name: one.cpu() for name, one in gradients.items()}, n_launches, n_waits, worst
+            )
 
     def validated(self) -> list[float]:
         """Measure drafts on the first sequences."""
@@ -109,18 +117,16 @@ def test_steps_are_those_of_the_cpu_and_wait_rarely(store_of_all: Path, device: 
     assert_equal(steps, list(expected.steps(device)))
     last = steps[-1]
     assert last.n_waits <= MAX_WAITS, last.worst
+    assert last.n_launches <= MAX_LAUNCHES[kind], last.worst
     assert own.validated() == pytest.approx(expected.validated(), rel=1e-4)
 
 
-@pytest.mark.parametrize(("codec", "more_waits"), [("int8", 0), ("transform:2,tokens@all", 32)])
-def test_codes_are_decoded_on_the_device(
-    store_of_all: Path, tmp_path: Path, device: Counts, codec: str, more_waits: int
-) -> None:
-    """Transform codecs send four tables of a sequence's positions to the device: two of its rotation, one a field."""
+@pytest.mark.parametrize("codec", ["int8", "transform:2,tokens@all"])
+def test_codes_are_decoded_on_the_device(store_of_all: Path, tmp_path: Path, device: Counts, codec: str) -> None:
     recode(store_of_all, codec, tmp_path / "store")
     steps = list(Run(tmp_path / "store", "moa", "cuda").steps(device))
     assert_equal(steps, list(Run(tmp_path / "store", "moa", "cpu").steps(device)))
-    assert steps[-1].n_waits <= MAX_WAITS + more_waits, steps[-1].worst
+    assert steps[-1].n_waits <= MAX_WAITS, steps[-1].worst
 
 
 def use_without_waiting(batch: Batch) -> Batch:

@@ -36,6 +36,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark on memory": {"context": "memory", "fused_layers": None},
 }
 
+LAUNCHES = {
+    "moa": 400, "moa, a target layer": 515, "eagle": 265, "eagle3": 278, "glide": 300, "medusa": 150,
+    "independent": 334, "dflash": 327, "dspark": 344, "dspark on kv": 214, "dspark on memory": 381,
+}  # fmt: skip
+"""Of a whole greedy round: a chain of 4, and the target's call of 2 layers."""
 BY_DEFAULT = [*(f"{drafter}: 4" for drafter in DRAFTERS), "moa: 3x3x8"]
 
 
@@ -73,12 +78,20 @@ def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(device: Count
     drafter, shape = case.split(": ")
     found = list(rounds(device, drafter, shape))
     assert max(waits for _, waits in found) <= 1, device.worst()
+    assert max(launches for launches, _ in found) <= (LAUNCHES[drafter] if shape == "4" else 760), device.worst()
     assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate("cpu", drafter, shape, prompts=PROMPTS)
 
 
-@pytest.mark.parametrize(("drafter", "shape"), [(None, None), ("moa", "3x2x4"), ("eagle", "4"), ("dspark", "4")])
-def test_sampled_rounds_give_the_tokens_of_the_cpu(device: Counts, drafter: str | None, shape: str | None) -> None:
-    assert max(waits for _, waits in rounds(device, drafter, shape, sampling=SAMPLED)) <= 3, device.worst()
+@pytest.mark.parametrize(
+    ("drafter", "shape", "most"),
+    [(None, None, 145), ("moa", "3x2x4", 530), ("eagle", "4", 461), ("dspark", "4", 541)],
+)
+def test_sampled_rounds_give_the_tokens_of_the_cpu(
+    device: Counts, drafter: str | None, shape: str | None, most: int
+) -> None:
+    found = list(rounds(device, drafter, shape, sampling=SAMPLED))
+    assert max(waits for _, waits in found) <= 3, device.worst()
+    assert max(launches for launches, _ in found) <= most, device.worst()
     settings: dict[str, Any] = {"prompts": PROMPTS, "sampling": SAMPLED}
     assert generate("cuda", drafter, shape, **settings) == generate("cpu", drafter, shape, **settings)
 
