@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .models import build_tokenizer
 from .templates import LLAMA3_TEMPLATE
+from .variants import quick
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "head_dim": 16,
@@ -66,6 +67,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 """Model type -> what its config has besides :data:`SIZES`."""
+SOME_FAMILIES = quick(FEATURES, ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "gemma4_text", "deepseek_v3"))
+"""All of them: by default one of each kind."""
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 48},

@@ -24,7 +24,7 @@ from moa_data.pipeline.forwards.capture import capture
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import TRAIN, refused, run
 from moa_data.tests.kit.drafters import build, frozen_for, stored
-from moa_data.tests.kit.families import FEATURES, OTHERS, build_family, varied, write_family
+from moa_data.tests.kit.families import FEATURES, OTHERS, SOME_FAMILIES, build_family, varied, write_family
 from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.models import random_prompts, written_by_transformers
 from moa_data.tests.kit.variants import quick
@@ -84,7 +84,15 @@ def assert_lossless(target: Target, prompts: list[list[int]], seed: int = 0) -> 
 
 
 @pytest.mark.parametrize("name", FEATURES)
-class TestFamily:
+def test_drafts_change_nothing(name: str) -> None:
+    """With the odd features of each family on."""
+    target = target_of(name)
+    assert decoding_problem(target) == ""
+    assert_lossless(target, random_prompts(3, seed=4, longest=16))
+
+
+@pytest.mark.parametrize("name", SOME_FAMILIES)
+class TestWhatIsStored:
     """With the odd features of each family on."""
 
     def test_what_drafters_learn_from_is_the_models_own(self, name: str) -> None:
@@ -96,11 +104,6 @@ class TestFamily:
         frozen = FrozenTarget.from_model(model)
         torch.testing.assert_close(frozen.logits(out), logits, rtol=1e-5, atol=1e-5)
         prove_logits(Target(model))
-
-    def test_drafts_change_nothing(self, name: str) -> None:
-        target = target_of(name)
-        assert decoding_problem(target) == ""
-        assert_lossless(target, random_prompts(3, seed=4, longest=16))
 
     def test_captured_is_what_the_model_computes(self, name: str) -> None:
         model = build_family(name)
@@ -122,10 +125,9 @@ KINDS = ("eagle", "eagle3", "dspark", "dflash", "medusa", "independent", "moa", 
 SMALL: dict[str, dict[str, Any]] = {
     "dspark": {"block_layers": 1}, "dflash": {"block_layers": 1}, "moa": {"layer_groups": 1},
 }  # fmt: skip
-QUICK = ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_next", "gemma4_text", "deepseek_v3")
 
 
-@pytest.mark.parametrize("name", quick(FEATURES, QUICK))
+@pytest.mark.parametrize("name", SOME_FAMILIES)
 def test_every_drafter_learns_and_drafts(name: str) -> None:
     target = target_of(name)
     prompt, tokens = random_prompts(1, seed=7)[0], torch.tensor(random_prompts(1, seed=8, longest=30))
@@ -155,7 +157,7 @@ def test_random_configurations(name: str) -> None:
         assert_lossless(target, random_prompts(3, seed=seed, longest=24), seed)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", quick(OTHERS, ("gpt2", "exaone4")))
 def test_families_that_nothing_is_known_of(name: str) -> None:
     """They are proven on the loaded model, and decoded."""
     target = target_of(name)

@@ -18,7 +18,7 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
-from moa_data.tests.kit.families import FEATURES, build_family
+from moa_data.tests.kit.families import SOME_FAMILIES, build_family
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import never_ending, wait_for
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
@@ -125,7 +125,7 @@ SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", FEATURES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_families_of_targets(family: str) -> None:
     """With their odd features on: three texts at once, one that speculates with a tree, one with a chain."""
     target = never_ending(build_family(family))
