@@ -46,7 +46,8 @@ class CutProxy:
 
     def restore(self) -> None:
         """Let everything pass again, what was held first."""
-        self._loop.call_soon_threadsafe(self._is_open.set)
+        with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+            self._loop.call_soon_threadsafe(self._is_open.set)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +104,9 @@ class Timeline:
         if not self.cut and self.points[-1][1] >= self._n_tokens:
             self.cut.append(now)
             self._proxy.cut()
-            threading.Timer(CUT_S, self._restore).start()
+            timer = threading.Timer(CUT_S, self._restore)
+            timer.daemon = True  # an interrupted demo does not wait for it
+            timer.start()
 
     def _restore(self) -> None:
         self.cut.append(time.perf_counter() - self._began_s)

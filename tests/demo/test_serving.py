@@ -49,3 +49,10 @@ def test_nothing_passes_while_the_network_is_cut() -> None:
             threading.Timer(0.05, proxy.restore).start()
             near.settimeout(5)
             assert near.recv(8) == b"two"
+
+
+def test_a_network_may_come_back_after_its_end() -> None:
+    """As the timer wants it of a demo that was interrupted while the network was cut."""
+    with CutProxy(1, 0.01) as proxy:
+        proxy.cut()
+    proxy.restore()
