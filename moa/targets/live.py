@@ -150,6 +150,7 @@ class Target:
         self.tokenizer = tokenizer
         self.folder = folder
         self.body: Any = families.text_model(model)  # the text model without its LM head
+        self._head = model.get_output_embeddings()
         self.config = self.body.config
         self.sizes = families.target_sizes(self.config)
         # Tokens of the longest text. From some position on layers of Llama 4 sharpen attention by positions that they
@@ -165,6 +166,7 @@ class Target:
         self._windows = dict(zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True))
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
+        self._logit_scale = families.logit_scale(self.config), families.logit_cap(self.config)
         self._kv_shapes = families.kv_shapes(self.config)
         self.has_states = None in self._kv_shapes  # of layers, in place of KV
         self.has_uniform_kv = families.has_uniform_kv(self.config)
@@ -288,13 +290,13 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head: [..., E] -> [..., V]."""
-        return self.logits_by(self.model.get_output_embeddings(), hidden)
+        return self.logits_by(self._head, hidden)
 
     def logits_by(self, head: Any, hidden: Tensor) -> Tensor:
         """Apply an LM head as the model does, with its scale and bound: [..., E] -> [..., V]."""
         logits: Tensor = head(hidden)
-        scale = families.logit_scale(self.config)
-        return capped(logits if scale == 1 else logits * scale, families.logit_cap(self.config))
+        scale, cap = self._logit_scale
+        return capped(logits if scale == 1 else logits * scale, cap)
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`."""

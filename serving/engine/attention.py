@@ -131,18 +131,23 @@ class PartsAttention:
         n_kv_heads, width, value_width = k.shape[1], k.shape[3], v.shape[3]
         if value_width < width:
             v = pad(v, (0, width - value_width))
+        first = self._seen[layer][0]
+        is_whole = (
+            first.shape[1] == n_kv_heads and first.shape[3] == width
+        )  # else other layers have more, or wider ones
         new = torch.cat((k, v)).split(self._sizes, dim=2)  # of each part [2, H_kv, n, d]
         attended = []
         for pending, pair, seen, own_q, mask in zip(
             self._pending[layer], new, self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
         ):
-            if seen.shape[1] > n_kv_heads or seen.shape[3] > width:  # other layers have more heads, or wider ones
+            if not is_whole:
                 pending, seen = pending[:, :n_kv_heads, :, :width], seen[:, :n_kv_heads, :, :width]
             pending.copy_(pair)
             own = (own_q, seen[:1], seen[1:], mask)
             attended.append(attend(*own) if is_plain else attend_plainly(*own, cap, sinks))
         together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-        return together[..., :value_width].transpose(1, 2).contiguous()
+        together = together if value_width == width else together[..., :value_width]
+        return together.transpose(1, 2).contiguous()
 
 
 class JoinedAttention:

@@ -53,6 +53,7 @@ class Runner:
                 # It counts positions by itself; within ``Target.max_positions`` it does nothing.
                 cast(Any, module).attn_temperature_tuning = False
         self._device, self._min_s, self._logits = target.device, min_s, target.logits_by
+        self._body, self._head = text_model(self._model), self._model.get_output_embeddings()
         self._is_joined = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
         self._windows, self._n_heads = layer_windows(target.config), target.sizes["n_heads"]
 
@@ -66,7 +67,7 @@ class Runner:
             attention = PartsAttention(parts, self._windows, self._device)
         tokens = to_device([list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device)
         with layer_outputs(self._model, watched_layers) as outputs:
-            hidden = text_model(self._model)(
+            hidden = self._body(
                 input_ids=tokens,
                 position_ids=attention.positions[None],
                 use_cache=False,
@@ -78,7 +79,7 @@ class Runner:
         wanted = [
             own[part.n_known - 1 :] if part.is_read else own[:0] for own, part in zip(by_part, parts, strict=True)
         ]
-        together = self._logits(self._model.get_output_embeddings(), torch.cat(wanted))
+        together = self._logits(self._head, torch.cat(wanted))
         logits = together.split([len(rows) for rows in wanted])
         best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
