@@ -36,8 +36,6 @@ try:
 except ImportError:  # before torch 2.10
     varlen = None  # type: ignore[assignment]
 
-_MORE = {"cap": "softcap", "sinks": "s_aux"}
-"""What some families pass to attention besides: argument here -> in transformers."""
 ATTENTION = "moa_data_parts"
 """The name of this attention in transformers."""
 # A kernel works on blocks of some queries, so that padding short parts to so many tokens costs nothing. Long ones are
@@ -143,8 +141,10 @@ class PartsAttention:
             if not is_whole:
                 pending, seen = pending[:, :n_kv_heads, :, :width], seen[:, :n_kv_heads, :, :width]
             pending.copy_(pair)
-            own = (own_q, seen[:1], seen[1:], mask)
-            attended.append(attend(*own) if is_plain else attend_plainly(*own, cap, sinks))
+            if is_plain:
+                attended.append(attend(own_q, seen[:1], seen[1:], mask))
+            else:
+                attended.append(attend_plainly(own_q, seen[:1], seen[1:], mask, cap, sinks))
         together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         together = together if value_width == width else together[..., :value_width]
         return together.transpose(1, 2).contiguous()
@@ -313,9 +313,11 @@ def _parts_attention(
     plain_scale, scale = query.shape[3] ** -0.5, kwargs.get("scaling")
     if scale is not None and scale != plain_scale:
         query = query * (scale / plain_scale)
-    # What :class:`JoinedAttention` lacks; the runner doesn't give it to such families.
-    more = {name: kwargs[key] for name, key in _MORE.items() if kwargs.get(key) is not None}
-    return attention.attend(module.layer_idx, query, key, value, **more), None
+    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if cap is None and sinks is None:
+        return attention.attend(module.layer_idx, query, key, value), None
+    assert isinstance(attention, PartsAttention)  # the runner gives such families no other
+    return attention.attend(module.layer_idx, query, key, value, cap, sinks), None
 
 
 AttentionInterface.register(ATTENTION, _parts_attention)
