@@ -47,7 +47,7 @@ def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
         "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": False,
     }  # fmt: skip
     found = AutoConfig.for_model(model_type, **sizes, **FAMILIES[model_type], **special)
-    model: Any = AutoModelForCausalLM.from_config(found)
+    model: Any = AutoModelForCausalLM.from_config(found, trust_remote_code=False)
     model.generation_config = GenerationConfig(do_sample=False, **special)
     return model
 

@@ -150,6 +150,7 @@ def test_a_step_writes_a_record_that_the_table_reads(
     assert len(re.findall(r"^sampling +\w.* [\d.]+$", capsys.readouterr().out, re.MULTILINE)) == 16
 
 
+@pytest.mark.slow
 def test_decoding_needs_no_more_than_its_wheels(benchmark: Callable[[str], ModuleType]) -> None:
     """What only training needs is hidden; of the tests for a device all that runs here is their imports."""
     preflight = benchmark("gpu.preflight")

@@ -286,7 +286,9 @@ def _copy(packet: Any, args: Any, kwargs: Any) -> Any:
             start, base = of.data_ptr() - pinned[0][0], pinned[0][1]
             of = base.view(torch.uint8)[start : start + of.nbytes].view(of.dtype).view(of.shape)
         to.fill_(1)
-        current_stream().queue.append(lambda: to.copy_(of))
+        stream = current_stream()
+        stream.queue.append(lambda: to.copy_(of))
+        stream.n_queued += 1  # apart from what is done, which another thread may be counting
         return into
     if host and not late and host[0].numel():
         COUNTS.wait("copy to the host" if host[0] is into else "blocking copy to the device")
@@ -298,7 +300,7 @@ class Stream:
     """A queue of late copies; the default stream does everything at once."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
-        self.device, self.n_done = DEVICE, 0
+        self.device, self.n_done, self.n_queued = DEVICE, 0, 0
         self.queue: list[Callable[[], object]] = []
 
     def run(self, upto: float = float("inf")) -> None:
@@ -326,7 +328,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current_stream()
-        self.upto = self.stream.n_done + len(self.stream.queue)
+        self.upto = self.stream.n_queued
 
     def query(self) -> bool:
         return self.stream.n_done >= self.upto
