@@ -7,7 +7,8 @@
     python -m benchmarks.decoding.decode --shape llama-3-8b --share-weights --parts-only        in 10 GB of memory
 
 Drafts and target calls are timed alone, in alternation, and the least of all repeats counts; rounds are timed
-while decoding. With random weights nothing is accepted, which leaves the costs as they are.
+while decoding, in turn with transformers' own greedy ``generate``. With random weights nothing is accepted, which
+leaves the costs as they are.
 """
 
 import argparse
@@ -190,6 +191,25 @@ def rounds(
     }
 
 
+def transformers_steps(target: Target, prompt: list[int], n_tokens: int, is_compiled: bool) -> dict[str, float]:
+    """Milliseconds of a step of transformers' greedy ``generate``: of an answer, less those of its first token."""
+    tokens = torch.tensor([prompt], device=target.device)
+    # With a static cache it compiles its steps on a GPU, as users would.
+    own: dict[str, Any] = {"cache_implementation": "static"} if is_compiled else {}
+    seconds = [
+        _seconds(
+            target.device,
+            partial(
+                target.model.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+                min_new_tokens=n, max_new_tokens=n, **own,
+            ),
+        )
+        for n in (1, n_tokens)
+    ]  # fmt: skip
+    step_ms = 1e3 * (seconds[1] - seconds[0]) / (n_tokens - 1)
+    return {"round_ms": step_ms, "tokens_per_call": 1.0, "tokens_per_s": 1e3 / step_ms}
+
+
 def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
     """Load target and drafter, or make them with random weights."""
     dtype = getattr(torch, options.dtype)
@@ -213,6 +233,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.compile or options.rounds_only:
         for shape in shapes:  # each size once, and the sizes of the last rounds
             rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
+        transformers_steps(target, [5] * options.prompt_tokens, options.max_new_tokens, bool(options.compile))
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
     found: dict[str, Any] = {
@@ -236,6 +257,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for shape in shapes:
             one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
             repeats.setdefault(str(shape or "plain"), []).append(one)
+        other = transformers_steps(target, prompt, options.max_new_tokens, bool(options.compile))
+        repeats.setdefault("transformers", []).append(other)
     found["rounds"] = {name: medians(runs) for name, runs in repeats.items()}
     return {"figures": found}
 
