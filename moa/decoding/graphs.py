@@ -97,10 +97,14 @@ def _recorded(
     recorded, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        record(begun())  # libraries take their memory in a first run
+        record(begun())  # libraries begin in a first run
     here.wait_stream(side)
+    # cuBLAS keeps scratch memory for each stream. What is taken while recording is the graph's own. What was there
+    # before would be freed under the graph when torch.compile records one; what stayed would be shared with others.
+    torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(recorded, stream=side):
         drafts = record(begun()).tokens
+    torch._C._cuda_clearCublasWorkspaces()
     return _Graph(recorded, numbers, states, drafts)
 
 

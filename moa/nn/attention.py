@@ -29,6 +29,8 @@ from .masks import Mask
 _MIN_FLEX_QUERIES = 128
 """FlexAttention works in blocks of so many queries."""
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
+_MAX_ERROR = 0.02
+"""Of a vector's norm: bfloat16 rounds by 0.003 (measured on an H100), one key too many or too few is 0.3."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
@@ -127,7 +129,7 @@ def _takes_flex(q: Tensor, mask: Mask) -> bool:
 
 @functools.cache
 def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> bool:
-    """Whether compiled FlexAttention agrees with expanded heads on this machine, in value and gradient."""
+    """Whether compiled FlexAttention agrees with float32 products on this machine, in value and gradient."""
     # That depends on a compiler and on versions, so it is tried.
     generator = torch.Generator(device).manual_seed(0)
     try:
@@ -139,12 +141,13 @@ def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_hea
                     for heads, n in ((n_heads, n_queries), (n_kv_heads, n_keys), (n_kv_heads, n_keys))
                 )
                 own = attend_blocks(q, k, v, mask)
-                wide_k, wide_v = expand_heads(k, n_heads), expand_heads(v, n_heads)
-                plain = F.scaled_dot_product_attention(q, wide_k, wide_v, mask.dense.unsqueeze(1))
-                torch.testing.assert_close(own, plain, rtol=0.05, atol=0.05)
+                wide_k, wide_v = expand_heads(k.float(), n_heads), expand_heads(v.float(), n_heads)
+                plain = F.scaled_dot_product_attention(q.float(), wide_k, wide_v, mask.dense.unsqueeze(1))
                 gradients = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (own, plain))
-                for got, expected in zip(*gradients, strict=True):
-                    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+                for got, expected in [(own, plain), *zip(*gradients, strict=True)]:
+                    error = float((got.float() - expected.float()).detach().norm() / expected.detach().norm())
+                    if not error <= _MAX_ERROR:  # no number is an error too
+                        raise ValueError(f"its results are {error:.1%} off")
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways, each of which means no
         text = first_line(error)
         warnings.warn(f"masked attention goes without FlexAttention, which fails here: {text:.200}", stacklevel=2)

@@ -145,7 +145,9 @@ def _refuse_in_graph(why: str) -> None:
 
 @contextlib.contextmanager
 def capture(graph: CUDAGraph, **_: Any) -> Iterator[None]:
-    """Stand in for ``torch.cuda.graph``."""
+    """Stand in for ``torch.cuda.graph``; scratch memory of before, which others may free, is an error."""
+    if getattr(_local, "cleared_at", None) != COUNTS.launches:
+        raise RuntimeError(f"cuBLAS has scratch memory from before the graph at {_line()}")
     COUNTS.wait("synchronize")
     _local.graph = graph
     try:
@@ -153,6 +155,11 @@ def capture(graph: CUDAGraph, **_: Any) -> Iterator[None]:
     finally:
         _local.graph = None
     graph.forget()
+
+
+def _clear_workspaces() -> None:
+    """Stand in for the call that frees what cuBLAS holds; the next launch may take some again."""
+    _local.cleared_at = COUNTS.launches
 
 
 def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
@@ -543,6 +550,7 @@ def simulated_device() -> Iterator[Counts]:
             patch.setattr(
                 torch, name, lambda *kind, real=real: real(*("nowhere" if one == "cuda" else one for one in kind))
             )
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", _clear_workspaces, raising=False)
         patch.setattr(F, "scaled_dot_product_attention", attend)
         patch.setattr(F, "rms_norm", rms_norm)
         patch.setattr(varlen, "varlen_attn", attend_ragged)
