@@ -65,6 +65,7 @@ def test_tokens_are_those_of_the_cpu(gpu: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # compilers give advice
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiled_calls_give_the_same_tokens(shape: TreeShape) -> None:
     """As graphs of static shapes, which only a real device captures."""
