@@ -13,8 +13,10 @@ from moa_data.commands.options import StageCommand, default_text, help_text, typ
 from moa_data.config import Config, Setting
 from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.moa.formats.checkpoint import LAYOUTS
-from moa_data.moa.targets.families import FAMILIES, OTHER
+from moa_data.moa.formats.layout import EMBEDDINGS
+from moa_data.moa.targets.families import FAMILIES, OTHER, has_uniform_kv, rotates_as_llama
 from moa_data.pipeline.exchange.config import Format
+from moa_data.tests.kit.families import build_family
 from moa_data.trainer.config import TrainConfig
 
 OPTIONS_HEAD = """# Options
@@ -136,17 +138,24 @@ SUPPORTED = """# What works with what
 
 Causal language models as transformers loads them, the text model of those that also see and hear. On loading, our
 logits are compared with the model's on a few tokens, and calls over cached tokens with one call over all; a model that
-fails is refused in a line. Drafters that read keys and values need a store of them; GLIDE, and DSpark with
-`--context kv`, also layers that are alike, with keys that are rotated as Llama's. Chains of one prompt at a time work
-with every family.
+fails is refused in a line. Hidden states can be stored of every family, every drafter trains from the stores of every
+family in the table and decodes with it, and chains of one prompt at a time work with all. What does not work with
+each:
 
-Qwen3-Next, Qwen3.5, Gemma 4, DeepSeek V3 and GLM-4-MoE-Lite cache other keys and values in some layers than in others,
-or none, or latents. Their stores hold them
-[by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec `lossless` or `int8`, not by
-`--source vllm`. `moa` and DSpark with `--context memory` train from them and decode; `serve` takes them for Gemma 4.
+- **keys and values**: what the layers cache is not known, so that `moa`, `glide` and the contexts `kv` and `memory` of
+  `dspark` and `dflash` have no stores. *By groups*: layers cache other keys and values than others, or none, or
+  latents, and stores hold them [by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec
+  `lossless` or `int8`, not by `--source vllm`; nor does `--compile` take these targets;
+- **trees, batches**: layers carry a state, which has no branches;
+- **`serve`**: it serves no layers with a state, and for latents no drafters that read keys and values;
+- **`--target-layers`** passes drafts through the target's last layers, which are computed for Llama's alone;
+- **context `kv`** of `dspark` and `dflash`: keys are not rotated as Llama's, or not alike in all layers;
+- **formats of `export-drafter`**: the embeddings are scaled after they are looked up, and only formats that bring
+  embeddings of their own hold the scale. Those of `moa` hold no keys and values by groups. Whether an engine drafts for
+  a family is the engine's matter.
 
-| family | model | hidden states | keys and values | trees, batches, `serve` | `--target-layers` |
-|---|---|---|---|---|---|
+| family | model | keys and values | trees, batches | `serve` | `--target-layers` | context `kv` | formats |
+|---|---|---|---|---|---|---|---|
 {families}
 
 ## Drafters
@@ -165,20 +174,35 @@ Formats are those of `export-drafter`; wherever `--drafter` takes a run it takes
 """
 
 
+def family_row(name: str) -> str:
+    """Return the row of a family, by its random target of the tests."""
+    family = FAMILIES.get(name, OTHER)
+    model = build_family(name) if name in FAMILIES else None
+    config = model and model.config
+    is_alike, has_latents = model is None or has_uniform_kv(config), hasattr(config, "kv_lora_rank")
+    is_scaled = hasattr(model and model.get_input_embeddings(), "embed_scale")
+    own = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if EMBEDDINGS in layout.needs)
+    cells = (
+        "no" if not family.keeps_kv else "yes" if is_alike else "by groups",
+        "no" if family.carries_state else "yes",
+        "no" if family.carries_state else "but for those" if has_latents else "yes",
+        "yes" if family.has_llama_layers else "no",
+        "yes" if model is not None and rotates_as_llama(config) else "no",
+        own if is_scaled else "all",
+    )
+    model_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "causal LMs of transformers")
+    return f"| `{name}` | {model_name} | {' | '.join(cells)} |"
+
+
 def supported_page() -> str:
     """The families of targets, the drafters, and the formats of both and of stores."""
-    families = []
-    for name in (*FAMILIES, "any other"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "causal LMs of transformers")
-        family = FAMILIES.get(name, OTHER)
-        does = (True, family.keeps_kv, not family.carries_state, family.has_llama_layers)
-        families.append(f"| `{name}` | {model} | {' | '.join('yes' if one else 'no' for one in does)} |")
+    families = "\n".join(family_row(name) for name in (*FAMILIES, "any other"))
     drafters = []
     for kind in DRAFTERS:
         formats = "; ".join(f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind)
         drafters.append(f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} | {formats or 'its own alone'} |")
     names = ", ".join(f"`{name}`" for name in get_args(Format))
-    return SUPPORTED.format(families="\n".join(families), drafters="\n".join(drafters), formats=names)
+    return SUPPORTED.format(families=families, drafters="\n".join(drafters), formats=names)
 
 
 PAGES = {

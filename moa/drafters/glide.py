@@ -15,6 +15,9 @@ blocks of 3 and offset 1::
     position                   0 1 2 3 4 5 6 7 8
     last target KV it sees     . 0 0 0 3 3 3 6 6
 
+Where the target's layers are not alike, or its keys are not rotated as Llama's, the last layer with keys and values of
+its own is attended to by queries that are not rotated, as wide as its keys: latents are the keys of a single head.
+
 The released code has offset 0, rotates the target's keys a second time and lets a first block, which has nothing
 before it, attend to all keys alike; here it is a round after position 0, and position 0 itself carries no loss.
 """
@@ -25,18 +28,17 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn import masks
-from ..nn.kv import unpack_kv
 from ..nn.layers import Attention, DecoderBlock, Rotation
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
-from ..targets.families import check_rotation, target_sizes
+from ..targets.families import check_kv, kv_groups, rotates_as_llama, target_sizes
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, LayerState, lengths_mask
+from .caches import LayerState, lengths_mask
 from .sizes import DrafterSizes, LayerSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
@@ -47,20 +49,45 @@ class GlideSizes(LayerSizes):
 
     kind: ClassVar[str] = "glide"
 
-    kv_width: int  # D = 2 * target KV heads * target head dim
+    kv_width: int  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
+    target_kv: tuple[int, ...] = ()  # attended layer, its heads, widths of key and value; none of Llama's last layer
     block_size: int = 5  # tokens of a block in training
 
     @classmethod
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        check_rotation(config)
-        facts = target_sizes(config)
-        return super().defaults(config, given) | {"kv_width": 2 * facts["n_kv_heads"] * facts["head_dim"]}
+        check_kv(config)
+        facts, own = target_sizes(config), dict[str, Any]()
+        if not rotates_as_llama(config):
+            last = max(kv_groups(config), key=lambda group: group.layers[-1])
+            own["target_kv"] = (last.layers[-1], *last.shape)
+        own["kv_width"] = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
+        return super().defaults(config, given) | own
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layer, n_heads, key_width, value_width = self.attended
+        self.check_fit(
+            (
+                len(self.target_kv) not in (0, 4) or min(n_heads, key_width, value_width) < 1
+                or n_heads * (key_width + value_width) > self.kv_width or layer >= max(1, self.n_layers),
+                "target_kv must be a layer, its heads, and the widths of a key and a value",
+            ),
+            (self.n_heads % max(1, n_heads) > 0, f"the target's {n_heads} KV heads must divide its {self.n_heads}"),
+        )  # fmt: skip
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if value or name != "target_kv"}
 
     @property
-    def target_kv_heads(self) -> int:
-        """H_kv, key/value heads of the target."""
-        return self.kv_width // (2 * self.head_dim)
+    def attended(self) -> tuple[int, int, int, int]:
+        """The layer that is attended to, its heads H_kv, and the widths of a key and a value."""
+        if len(self.target_kv) == 4:
+            layer, n_heads, key_width, value_width = self.target_kv
+            return layer, n_heads, key_width, value_width
+        return self.n_layers - 1, self.kv_width // (2 * self.head_dim), self.head_dim, self.head_dim
 
 
 class GlideDrafter(Drafter):
@@ -73,8 +100,12 @@ class GlideDrafter(Drafter):
     def __init__(self, config: GlideSizes) -> None:
         super().__init__(config)
         self.self_attention = DecoderBlock(config.layer)
-        self.cross_attention = Attention(replace(config.layer, n_kv_heads=config.target_kv_heads, qkv_bias=False))
+        _, n_heads, key_width, value_width = config.attended
+        sizes = replace(config.layer, n_kv_heads=n_heads, head_dim=key_width, qkv_bias=False)
+        self.cross_attention = Attention(sizes)
         del self.cross_attention.k_proj, self.cross_attention.v_proj  # the target has projected its keys and values
+        if key_width != value_width:
+            self.cross_attention.o_proj = nn.Linear(config.n_heads * value_width, config.hidden_size, bias=False)
         self.rotary = config.rotary()
 
     @classmethod
@@ -118,13 +149,15 @@ class GlideDrafter(Drafter):
         embeddings = frozen.embed(tokens)
         own = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])
-        target = unpack_kv(kv[:, :, -1], self.config.target_kv_heads)
+        _, n_heads, key_width, value_width = self.config.attended
+        packed = kv[:, :, -1, : n_heads * (key_width + value_width)].unflatten(2, (n_heads, -1)).transpose(1, 2)
+        target = packed.split((key_width, value_width), dim=3)  # [B, H_kv, T, d] each
         x = training.at_queries(embeddings, queries)
         return self._layer(target, seen, x, self.rotary(queries), *own, causal)
 
     def _layer(
         self,
-        target: KeysValues,
+        target: Sequence[Tensor],
         target_mask: masks.Mask | Tensor | None,
         x: Tensor,
         rotation: Rotation,
@@ -135,7 +168,7 @@ class GlideDrafter(Drafter):
         """Run the layer for queries x [B, Q, E], with keys and values of the target and of its own."""
         block = self.self_attention
         x = x + block.self_attn(block.queries(x, rotation), keys, values, mask)
-        q = self.cross_attention.queries(x, rotation)
+        q = self.cross_attention.queries(x, None if self.config.target_kv else rotation)
         return block.finish(x, self.cross_attention(q, *target, target_mask))
 
     @override
@@ -157,8 +190,10 @@ class GlideDrafter(Drafter):
         return self._decoding_layer(fed.before, cache)(x, fed.rotation, *own, fed.mask)
 
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
-        target = cache.layer_view(self.config.n_layers - 1, max(before))
-        return partial(self._layer, target, lengths_mask(before, target[0].device))
+        layer, n_heads, key_width, value_width = self.config.attended
+        keys, values = (x[:, :n_heads] for x in cache.layer_view(layer, max(before)))
+        target = keys[..., :key_width], values[..., :value_width]  # of a cache as wide as the widest layer
+        return partial(self._layer, target, lengths_mask(before, keys.device))
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:

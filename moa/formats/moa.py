@@ -52,6 +52,7 @@ _PAPER: dict[str, tuple[Any, ...]] = {  # sizes with which a drafter is that of 
     "layer_groups": (1,),
     "layer_stride": (1,),
     "unrotated_keys": (False,),
+    "kv_groups": ((),),
 }
 
 

@@ -90,7 +90,7 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
     scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
     attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
-    return attended.reshape(q.shape)
+    return attended.reshape(*q.shape[:3], v.shape[3])
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:

@@ -206,9 +206,10 @@ class Attention(nn.Module):
         normed_heads: Tensor = heads if norm is None else norm(heads)
         return normed_heads.transpose(1, 2)
 
-    def queries(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> Tensor:
-        """Project [B, Q, E] to rotated queries [B, H, Q, d]; ``scale`` as in :func:`_project`."""
-        return rotate(self._heads("q", normed, scale), rotation)
+    def queries(self, normed: Tensor, rotation: Rotation | None, scale: Tensor | None = None) -> Tensor:
+        """Project [B, Q, E] to queries [B, H, Q, d], rotated by a rotation if any; ``scale`` as in :func:`_project`."""
+        heads = self._heads("q", normed, scale)
+        return heads if rotation is None else rotate(heads, rotation)
 
     def keys_values(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Project [B, S, E] to rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""

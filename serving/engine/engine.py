@@ -94,7 +94,7 @@ class Engine:
                 + "."
             )
         for name, drafter in self.drafters.items():
-            if getattr(drafter.config, "kv_groups", ()) and hasattr(target.config, "kv_lora_rank"):
+            if drafter.reads(target.sizes["n_layers"], drafter.config).kv and hasattr(target.config, "kv_lora_rank"):
                 raise TargetError(
                     f"drafter {name!r} reads latents of {target.config.model_type}, which the engine does not keep, so "
                     "it can't be served. `moa-data generate` decodes with it."

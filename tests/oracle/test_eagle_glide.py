@@ -69,7 +69,7 @@ def glide_case(name: str) -> tuple[Vectors, GlideDrafter, TrainingInputs, Tensor
     drafter = build_drafter(own, vectors.starting_with("weight."))
     assert isinstance(drafter, GlideDrafter)
     # In the official code all padding stands at the last real position, and a query without a key sees padding too.
-    keys, values = unpack_kv(inputs.required_kv()[row, :, -1], own.target_kv_heads)
+    keys, values = unpack_kv(inputs.required_kv()[row, :, -1], own.attended[1])
     shift = (real.cumsum(dim=1) - 1) - torch.arange(real.shape[1])
     kv = pack_kv([rotate(keys, drafter.rotary(shift))], [values])
     return vectors, drafter, TrainingInputs(inputs.tokens[row], inputs.response_mask[row], kv, inputs.hidden[row]), real

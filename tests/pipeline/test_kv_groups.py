@@ -152,17 +152,20 @@ def test_tensorstore_reads_them_as_the_page_on_the_format_says(made: tuple[str, 
 def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(made: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = made
     assert run(folder / "store", tmp_path / "run", max_steps=2, layer_groups=1).n_steps == 2
-    drafter = load_drafter(tmp_path / "run")
+    assert run(folder / "store", tmp_path / "glide", max_steps=1, drafter="glide").n_steps == 1
+    drafter, glide = load_drafter(tmp_path / "run"), load_drafter(tmp_path / "glide")
     n_groups = len(GROUPS[name])
     assert sum(key.startswith("kv_inputs.") for key in drafter.state_dict()) == (n_groups if n_groups > 1 else 0)
     target = Target.load(str(folder / "model"), device="cpu")
     target.eos_token_ids = frozenset()
     prompt = list(range(20, 40))
     plain = generate_batch(target, [prompt], max_new_tokens=12)[0].tokens
-    assert generate(target, drafter, prompt, max_new_tokens=12, tree=TreeShape(3)).tokens == plain
+    for one in (drafter, glide):
+        assert generate(target, one, prompt, max_new_tokens=12, tree=TreeShape(3)).tokens == plain
     if name != "gemma4_text":  # which the engine's tests serve
-        with pytest.raises(TargetError, match="can't be served"):
-            Engine(target, {"moa": drafter})
+        for one in (drafter, glide):
+            with pytest.raises(TargetError, match="can't be served"):
+                Engine(target, {"it": one})
     for changes in (
         {},
         {"layer_attention": False},

@@ -242,6 +242,34 @@ class Case:
         return self.drafter.objective(self.frozen, step)
 
 
+def assert_steps_equal_training(target: Target, drafter: Any, draws: Draws, close: float = CLOSE) -> None:
+    """Compare the features of decoding, with rejected drafts between, with those of whole batches."""
+    inputs = batch_of(drafter, target.model)
+    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+    if draws is ROUNDS["long"] and drafter.config.max_depth is not None:
+        with pytest.raises(DrafterError):
+            drafter.drafted_features(frozen_for(drafter, target.model), inputs, draws)
+        return
+    with torch.no_grad():
+        found = drafter.drafted_features(frozen_for(drafter, target.model), inputs, draws)
+    context, n_compared = masks.last_context(drafted), 0
+    for row in range(2):
+        queries = found.queries[row][found.valid[row]].tolist()
+        assert sorted(queries) == drafted[row].nonzero()[:, 0].tolist(), "every drafted position, once"
+        features = dict(zip(queries, found.features[row][found.valid[row]], strict=True))
+        rows, text = Rows(drafter, target), inputs.tokens[row].tolist()
+        by_root: dict[int, list[int]] = {}
+        for position in sorted(queries):
+            by_root.setdefault(int(context[row, position]) + 1, []).append(position)
+        for root, positions in by_root.items():
+            stepped = rows.chain(text, root, positions[-1] - root)
+            for position in positions:
+                got = stepped[position - root]
+                torch.testing.assert_close(got, features[position].detach(), rtol=1e-5, atol=close)
+                n_compared += 1
+    assert n_compared == int(drafted.sum()) > 20
+
+
 class DrafterContract:
     """Inherit this for a drafter; override what is particular to it."""
 
@@ -278,32 +306,8 @@ class DrafterContract:
     @pytest.mark.parametrize("rounds", ROUNDS)
     def test_draft_steps_equal_what_is_validated(self, family: str, rounds: str) -> None:
         """What the forward computes for whole batches is what decoding computes, with rejected drafts between."""
-        target, draws = Target(build_model(family)), ROUNDS[rounds]
-        drafter = self.build(target.model)
-        inputs = batch_of(drafter, target.model)
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        if rounds == "long" and drafter.config.max_depth is not None:
-            with pytest.raises(DrafterError):
-                drafter.drafted_features(frozen_for(drafter, target.model), inputs, draws)
-            return
-        with torch.no_grad():
-            found = drafter.drafted_features(frozen_for(drafter, target.model), inputs, draws)
-        context, n_compared = masks.last_context(drafted), 0
-        for row in range(2):
-            queries = found.queries[row][found.valid[row]].tolist()
-            assert sorted(queries) == drafted[row].nonzero()[:, 0].tolist(), "every drafted position, once"
-            features = dict(zip(queries, found.features[row][found.valid[row]], strict=True))
-            rows, text = Rows(drafter, target), inputs.tokens[row].tolist()
-            by_root: dict[int, list[int]] = {}
-            for position in sorted(queries):
-                by_root.setdefault(int(context[row, position]) + 1, []).append(position)
-            for root, positions in by_root.items():
-                stepped = rows.chain(text, root, positions[-1] - root)
-                for position in positions:
-                    got = stepped[position - root]
-                    torch.testing.assert_close(got, features[position].detach(), rtol=1e-5, atol=self.close)
-                    n_compared += 1
-        assert n_compared == int(drafted.sum()) > 20
+        target = Target(build_model(family))
+        assert_steps_equal_training(target, self.build(target.model), ROUNDS[rounds], self.close)
 
     @pytest.mark.parametrize("family", QUICK_FAMILIES)
     def test_nodes_of_a_tree_equal_their_paths(self, family: str) -> None:

@@ -6,14 +6,28 @@ import torch
 from moa_data.moa.drafters.glide import block_context
 from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import batch_with, build_glide
+from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.models import build_model
 
-from .contract import DrafterContract
+from .contract import ROUNDS, DrafterContract, assert_steps_equal_training
 
 
 class TestGlide(DrafterContract):
     kind = "glide"
+
+
+@pytest.mark.parametrize(
+    ("family", "attended"),
+    [("deepseek_v3", (3, 1, 16, 8)), ("gemma4_text", (1, 1, 24, 24)), ("smollm3", (3, 2, 16, 16))],
+)
+def test_the_last_layer_with_keys_of_its_own(family: str, attended: tuple[int, ...]) -> None:
+    """Latents, a layer unlike the others, and keys that are not rotated: training and decoding compute the same."""
+    target = Target(build_family(family))
+    drafter = build_glide(target.model)
+    assert drafter.config.attended == attended
+    assert_steps_equal_training(target, drafter, ROUNDS["bounded"])
 
 
 def test_blocks_begin_at_the_offset() -> None:

@@ -26,6 +26,7 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.drafters import build_drafter, build_eagle3
+from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.models import build_model
 
 from ..drafters.contract import ROUNDS, batch_of
@@ -205,6 +206,12 @@ def test_what_the_other_program_would_run_differently_is_refused(
     with pytest.raises(DrafterError):
         write(drafter, name, tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["moa", "moa-vllm"])
+def test_groups_of_keys_and_values_have_no_place(name: str) -> None:
+    drafter = build_drafter(build_family("deepseek_v3"))
+    assert any("kv_groups is (0, 0, 0, 0)" in text for text in LAYOUTS[name].refusals(drafter.config))
 
 
 def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from moa_data.errors import Overloaded, RequestInvalid, ServingError, TargetError
+from moa_data.evaluation.run import generate
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig
+from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions
 from moa_data.serving.engine.engine import Engine
@@ -432,6 +434,21 @@ def test_contexts_of_layers_that_do_not_cache_alike() -> None:
         found = torch.cat([commit.context for commit in reader.commits if commit.context is not None])
         expected = contexts_of(drafter, target, [*prompt, *reader.tokens][: len(found)])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_unlike_the_others_is_attended_to() -> None:
+    """Rounds commit as many tokens as those of a text that is decoded alone."""
+    target = never_ending(build_family("gemma4_text"))
+    drafter = teach(build("glide", target.model), target, PROMPTS[:3], 40)
+    engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS))
+    readers = [add(engine, prompt, work=Work.SPECULATE, drafter="it") for prompt in PROMPTS[:3]]
+    run(engine)
+    for prompt, reader in zip(PROMPTS, readers, strict=False):
+        alone = generate(target, drafter, prompt, max_new_tokens=N_NEW, tree=TreeShape(N_DRAFTS))
+        assert reader.tokens == alone.tokens
+        _, *committed = [len(commit.tokens) for commit in reader.commits if commit.tokens]  # the prompt's first
+        assert committed == alone.stats.committed_per_call
+        assert max(alone.stats.committed_per_call) > 1
 
 
 def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch) -> None:
