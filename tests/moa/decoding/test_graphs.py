@@ -84,7 +84,7 @@ def drafts_of(
 @pytest.mark.parametrize("name", quick(DRAFTERS, BY_DEFAULT))
 def test_graphs_draft_what_is_drafted_without(counts: Counts, name: str) -> None:
     """For a row, for rows of other lengths, and for texts that follow; by a handful of launches and no wait."""
-    plain, graphs = (proposer_on("cuda", name, is_compiled) for is_compiled in (False, True))
+    plain, graphs = proposer_on("cpu", name, is_compiled=False), proposer_on("cuda", name, is_compiled=True)
     marks: list[tuple[int, int]] = []
     for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2], PROMPTS):
         marks.clear()
@@ -105,7 +105,8 @@ def test_graphs_draft_what_is_drafted_without(counts: Counts, name: str) -> None
 @pytest.mark.parametrize("family", quick(["mistral", "qwen3"], ["mistral"]))
 def test_targets_of_other_families(counts: Counts, family: str) -> None:
     """With sliding windows, and with norms of keys."""
-    plain, graphs = (proposer_on("cuda", "moa, a target layer", one, family) for one in (False, True))
+    name = "moa, a target layer"
+    plain, graphs = proposer_on("cpu", name, False, family), proposer_on("cuda", name, True, family)
     assert drafts_of(*graphs, PROMPTS) == drafts_of(*plain, PROMPTS)
 
 
