@@ -173,8 +173,14 @@ def generate(
         items: list[Any] = list(prompt) if not isinstance(prompt, bytes) else [prompt]
         messages = [dict(item) for item in items if isinstance(item, Mapping)]
         tokens = [index(token) for token in items if not isinstance(token, Mapping)]
+        if messages and (
+            tokens or not all("role" in one and {"content", "tool_calls"} & one.keys() for one in messages)
+        ):
+            raise ValueError("no chat")
     except (TypeError, ValueError) as error:
-        raise DrafterError(f"the prompt is {prompt!r:.60}, expected a text, messages or token ids.") from error
+        raise DrafterError(
+            f"the prompt is {prompt!r:.60}, expected a text, messages with role and content, or token ids."
+        ) from error
     if messages:
         arguments = choose_template_arguments((), {"drafter": drafter.config.target})
         tokens = prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)

@@ -28,7 +28,7 @@ from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
 from ..storage.paths import RemotePath, StorePath
-from ..storage.plan import numbers, plan_parts
+from ..storage.plan import column, numbers, plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
     KV,
@@ -374,7 +374,7 @@ def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
     lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, most // int(lengths.max())))
     at = batch.schema.get_field_index("n_tokens")
-    return batch.set_column(at, "n_tokens", pa.array(np.minimum(lengths[: len(batch)], most), pa.int32()))
+    return batch.set_column(at, "n_tokens", column(np.minimum(lengths[: len(batch)], most).astype(np.int32)))
 
 
 def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:

@@ -33,7 +33,7 @@ from ..moa.targets.chat import Rejection, RejectReason, parse_chat
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
-from ..storage.plan import TEXTS_SHA256, map_texts, numbers, texts_sha256
+from ..storage.plan import TEXTS_SHA256, column, map_texts, numbers, text_column, texts_sha256
 from ..storage.schema import TEXTS_NAME
 from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
@@ -127,21 +127,21 @@ class Sequences:
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))  # response tokens before each token
         return pa.table(
             {
-                "sequence_id": pa.array(list(self.ids), pa.string()),
-                "source_row": pa.array(np.frombuffer(self.source_rows, np.int64)),
-                "n_tokens": pa.array(np.diff(offsets), pa.int32()),
-                "n_response_tokens": pa.array(np.diff(n_before[offsets]), pa.int32()),
+                "sequence_id": text_column(self.ids),
+                "source_row": column(np.frombuffer(self.source_rows, np.int64)),
+                "n_tokens": column(np.diff(offsets).astype(np.int32)),
+                "n_response_tokens": column(np.diff(n_before[offsets]).astype(np.int32)),
             }
         )
 
     def to_arrow(self) -> pa.Table:
         """Return everything as a table, for :meth:`from_arrow`; tokens and masks are not copied."""
-        offsets = pa.array(np.frombuffer(self.offsets, np.int64))
+        offsets = column(np.frombuffer(self.offsets, np.int64))
         columns = {
-            "sequence_id": pa.array(list(self.ids), pa.string()),
-            "source_row": pa.array(np.frombuffer(self.source_rows, np.int64)),
-            "tokens": pa.LargeListArray.from_arrays(offsets, pa.array(np.frombuffer(self._tokens, np.int32))),
-            "response_mask": pa.LargeListArray.from_arrays(offsets, pa.array(np.frombuffer(self._mask, np.uint8))),
+            "sequence_id": text_column(self.ids),
+            "source_row": column(np.frombuffer(self.source_rows, np.int64)),
+            "tokens": pa.LargeListArray.from_arrays(offsets, column(np.frombuffer(self._tokens, np.int32))),
+            "response_mask": pa.LargeListArray.from_arrays(offsets, column(np.frombuffer(self._mask, np.uint8))),
         }
         counts = {name: getattr(self, name) for name in _COUNTS}
         return pa.table(columns).replace_schema_metadata({_COUNTS_KEY: json.dumps(counts)})
@@ -156,9 +156,9 @@ class Sequences:
         return cls(
             ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
             source_rows=array("q", numbers(table, "source_row").tobytes()),
-            offsets=array("q", tokens.offsets.to_numpy().tobytes()),
-            _tokens=tokens.values.to_numpy(),
-            _mask=mask.values.to_numpy(),
+            offsets=array("q", np.from_dlpack(tokens.offsets).tobytes()),
+            _tokens=np.from_dlpack(tokens.values),
+            _mask=np.from_dlpack(mask.values),
             **counts | {"rejections": Counter(counts["rejections"])},
         )
 

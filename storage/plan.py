@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -52,19 +53,27 @@ MAX_PLAN_BYTES = 1 << 30
 
 def numbers(table: pa.Table, name: str) -> np.ndarray:
     """Return a column of numbers without nulls, [n_rows]."""
-    # Not by to_numpy: pyarrow imports pandas for it, which takes half a second of a command.
+    # Not by to_numpy: pyarrow imports pandas for it, and for pa.array, which takes half a second of a command.
     chunks = [np.from_dlpack(chunk) for chunk in table[name].chunks if len(chunk)]
     return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
 
 
 def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
     """Select the rows of a table for which a mask, [n_rows] bool, holds."""
-    return table.take(_column(np.flatnonzero(is_wanted)))
+    return table.take(column(np.flatnonzero(is_wanted)))
 
 
-def _column(values: np.ndarray) -> pa.Array:
-    # Nor by pa.array, likewise.
+def column(values: np.ndarray) -> pa.Array:
+    """Return numbers [n_rows] as a column, without a copy."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def text_column(values: Iterable[str]) -> pa.Array:
+    """Return texts, of 2 GB at most, as a column."""
+    encoded = [value.encode() for value in values]
+    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
 
 
 def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) -> pa.Table:
@@ -98,9 +107,9 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
     starts = ends - padded[order]
     is_first = np.diff(part_of[order], prepend=-1) != 0
     part_starts = starts[is_first][part_of[order]]
-    planned = table.take(_column(order))
-    planned = planned.append_column(PLAN_SCHEMA.field("part"), _column(part_of[order]))
-    return planned.append_column(PLAN_SCHEMA.field("first_token"), _column(starts - part_starts))
+    planned = table.take(column(order))
+    planned = planned.append_column(PLAN_SCHEMA.field("part"), column(part_of[order]))
+    return planned.append_column(PLAN_SCHEMA.field("first_token"), column(starts - part_starts))
 
 
 def _check_sequences(table: pa.Table) -> None:

@@ -226,7 +226,8 @@ def run_until(arguments: list[str], cwd: Path, moment_s: float | None, number: i
 
 def assert_interrupted(code: int, said: str, seconds: float, number: int = signal.SIGINT) -> None:
     assert seconds < ENDS_S or number != signal.SIGINT, (seconds, said)  # on a machine that has nothing else to do
-    if code == -number or "Fatal Python error: init_" in said or "Exception ignored in" in said:
+    is_early = "Fatal Python error: init_" in said or "Exception ignored in" in said
+    if code == -number or (code in (0, 1) and is_early):
         return  # Python had not come to the first line of the program
     if code == 0 and seconds < LEAVES_S:
         return  # the outcome was decided, and the process was on its way out
@@ -239,6 +240,62 @@ def test_signals_at_random_moments_of_verify(room: Path) -> None:
     for share, number in ((0.45, signal.SIGINT), (0.75, signal.SIGTERM)):
         code, said, _ = run_until(["verify", "store"], room, share * whole_s, number)
         assert_interrupted(code, said, 0.0, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_repair_that_is_stopped_goes_on(full_room: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """At any moment: nothing is called whole while a part is missing, and the same command makes the same bytes."""
+    shutil.copytree(full_room / "model", tmp_path / "model")
+    whole, damaged, out = full_room / "store", tmp_path / "damaged", tmp_path / "out"
+    shutil.copytree(whole, damaged)
+    commits = sorted((damaged / "commits").iterdir())
+    for commit in commits[::2]:
+        commit.unlink()
+    words, random, n_struck = ["repair", "out", "--model", "model", "--device", "cpu"], Random(int(number)), 0
+    shutil.copytree(damaged, out)
+    code, said, whole_s = run_until(words, tmp_path, None, 0)
+    assert code == 0, said
+    while n_struck < 20:
+        shutil.rmtree(out)
+        shutil.copytree(damaged, out)
+        moment_s = random.uniform(0.3 * whole_s, whole_s)
+        _, _, seconds = run_until(words, tmp_path, moment_s, number)
+        n_struck += seconds >= moment_s
+        code, said, _ = run_until(["verify", "out", "--checksums-only"], tmp_path, None, 0)
+        assert code == (0 if data_files(out) == data_files(whole) else 3), said
+        code, said, _ = run_until(words, tmp_path, None, 0)
+        assert code == 0, said
+        assert data_files(out) == data_files(whole)
+
+
+LOCAL = EVERY_COMMAND | {
+    "repair --model": "repair damaged --model model --device cpu",
+    "regenerate": SWEPT["regenerate"],
+}
+
+
+def test_no_command_imports_pandas(full_room: Path, tmp_path: Path) -> None:
+    """Which takes as long as many a command; only datasets of the Hub are read by a library that does."""
+    work = Path(shutil.copytree(full_room, tmp_path / "room"))
+    shutil.copytree(work / "store", work / "damaged")
+    next((work / "damaged" / "commits").iterdir()).unlink()
+    lines = [line.replace("OUT", f"out-{index}.json").split() for index, line in enumerate(LOCAL.values())]
+    code = """
+import sys
+from moa_data.cli import main
+for words in LINES:
+    try:
+        main(words)
+    except SystemExit as end:
+        assert not end.code, words
+    assert "pandas" not in sys.modules, words
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("LINES", repr(lines))], cwd=work, env=ENVIRONMENT, capture_output=True,
+        text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

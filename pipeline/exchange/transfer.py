@@ -21,7 +21,7 @@ from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
 from ...moa.targets.families import layer_windows, load_target_config, target_sizes
 from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
-from ...storage.plan import plan_counts, plan_parts
+from ...storage.plan import column, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
 from ...storage.schema import (
     ALIGNMENT_TOKENS,
@@ -193,9 +193,9 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
         if progress:
             progress(row + 1, len(paths), "read tokens")
     source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
-    columns = {"sequence_id": pa.array(list(rows), pa.string()), "source_row": pa.array(source_rows, pa.int64())}
+    columns = {"sequence_id": text_column(rows), "source_row": column(np.array(source_rows, np.int64))}
     counts = {"n_tokens": n_tokens, "n_response_tokens": n_response}
-    return pa.table(columns | {name: pa.array(values, pa.int32()) for name, values in counts.items()})
+    return pa.table(columns | {name: column(np.array(values, np.int32)) for name, values in counts.items()})
 
 
 def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:

@@ -160,6 +160,6 @@ def test_texts_chats_and_tokens_give_one_answer(room: Path) -> None:
     assert by_text.tokens == by_chat.tokens == by_tokens.tokens == plain.tokens
     assert by_text.stats.n_drafted > 0  # without a shape auto chooses, after three plain steps
     assert by_text.text == target.tokenizer.decode(by_text.tokens, skip_special_tokens=True)
-    for wrong in ([chat], None, 5, [1.5], b"hi"):
+    for wrong in ([chat], None, 5, [1.5], b"hi", [{"role": "user"}], [*chat, 5]):
         with pytest.raises(DrafterError, match="expected a text"):
             generate(target, drafter, wrong, max_new_tokens=5)  # type: ignore[arg-type]
