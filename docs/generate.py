@@ -147,7 +147,8 @@ each:
   latents, and stores hold them [by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec
   `lossless` or `int8`, not by `--source vllm`; nor does `--compile` take these targets;
 - **trees, batches**: layers carry a state, which has no branches;
-- **`serve`**: it serves no layers with a state, and for latents no drafters that read keys and values;
+- **`serve`**: it serves no layers with a state, and for latents no drafters that read keys and values. Of others
+  it compares the engine's calls with one of the model, and refuses those whose attention is their own;
 - **`--target-layers`** passes drafts through the target's last layers, which are computed for Llama's alone;
 - **context `kv`** of `dspark` and `dflash`: keys are not rotated as Llama's, or not alike in all layers;
 - **formats of `export-drafter`**: the embeddings are scaled after they are looked up, and only formats that bring
@@ -178,14 +179,14 @@ def family_row(name: str) -> str:
     """Return the row of a family, by its random target of the tests."""
     family = FAMILIES.get(name, OTHER)
     model = build_family(name) if name in FAMILIES else None
-    config = model and model.config
+    config, proven = model and model.config, "as proven"
     is_alike, has_latents = model is None or has_uniform_kv(config), hasattr(config, "kv_lora_rank")
     is_scaled = hasattr(model and model.get_input_embeddings(), "embed_scale")
     own = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if EMBEDDINGS in layout.needs)
     cells = (
         "no" if not family.keeps_kv else "yes" if is_alike else "by groups",
-        "no" if family.carries_state else "yes",
-        "no" if family.carries_state else "but for those" if has_latents else "yes",
+        proven if model is None else "no" if family.carries_state else "yes",
+        proven if model is None else "no" if family.carries_state else "but for those" if has_latents else "yes",
         "yes" if family.has_llama_layers else "no",
         "yes" if model is not None and rotates_as_llama(config) else "no",
         own if is_scaled else "all",

@@ -3,6 +3,7 @@
 Shapes: n tokens of the sample, E width, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,27 @@ def decoding_problem(target: Target) -> str:
         is_right, why = False, first_line(error)[:200]
     name = target.config.model_type
     return "" if is_right else f"{name} can't be decoded here ({why}), but drafters can be trained for it"
+
+
+@torch.inference_mode()
+def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]], Tensor]) -> str:
+    """Say why an engine can't serve; empty where its calls over the tokens of a text give what one call over all gives.
+
+    Args:
+        call: takes the next tokens, and the parent of each draft among them; gives their hidden states [n, E]. Drafts
+            are forgotten.
+    """
+    half, why = _N_TOKENS // 2, "calls of the engine give other values"
+    try:
+        tokens, hidden = _sample(target)
+        text, (known,) = tokens[0].tolist(), hidden
+        is_right = _agrees(call(text[:half], ()), known[:half])
+        branches = call([text[half], text[0], text[half + 1]], (-1, -1))  # a wrong draft, and the right one
+        is_right = _agrees(branches[[0, 2]], known[half : half + 2]) and is_right
+        is_right = _agrees(call(text[half + 1 :], ()), known[half + 1 :]) and is_right
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # of code that is not ours
+        is_right, why = False, first_line(error)[:200]
+    return "" if is_right else f"{why}. `moa-data generate` decodes it"
 
 
 def _sample(target: Target) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.masks import to_device
 from ...moa.targets.families import attention_sizes, kv_groups
 from ...moa.targets.live import Target
+from ...moa.targets.proof import serving_problem
 from ...text import first_line
 from ..config import EngineOptions
 from .attention import Part
@@ -107,12 +108,28 @@ class Engine:
         self._max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
+        if not target.is_llama and (problem := self._problem()):
+            raise TargetError(f"{target.config.model_type} can't be served: {problem}.")
         self._speculations = {name: Speculation(target, drafter, shape) for name, drafter in self.drafters.items()}
         self._sequences: dict[int, Sequence] = {}
         self._mail: deque[Callable[[], None]] = deque()  # what other threads want done at the next step
         self._ids, self._counts, self._lock = itertools.count(1), Counts(), threading.Lock()
         self._wake, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def _problem(self) -> str:
+        """Say why the target can't be served, by calls on a few tokens; empty if it can."""
+        kv = PooledKV(self._pool)
+
+        def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:
+            self._pool.reserve(kv, 1)
+            (output,) = self._runner.run([Part(kv, tokens, parents)])
+            kv.length += len(tokens) - len(parents)
+            return output.hidden
+
+        problem = serving_problem(self.target, call)
+        self._pool.free(kv)
+        return problem
 
     # For any thread
 

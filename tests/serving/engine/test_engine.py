@@ -436,6 +436,14 @@ def test_contexts_of_layers_that_do_not_cache_alike() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_family_whose_attention_is_its_own_is_refused() -> None:
+    """The engine's attention would not be asked, and the text would be another."""
+    own = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "num_key_value_heads": 4}
+    engine_for(never_ending(build_family("gpt2", num_key_value_heads=4)))
+    with pytest.raises(TargetError, match="falcon can't be served: calls of the engine give other values"):
+        engine_for(never_ending(build_family("falcon", **own)))
+
+
 def test_a_layer_unlike_the_others_is_attended_to() -> None:
     """Rounds commit as many tokens as those of a text that is decoded alone."""
     target = never_ending(build_family("gemma4_text"))
