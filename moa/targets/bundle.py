@@ -174,7 +174,7 @@ def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Ten
     n_layers = body.config.num_hidden_layers
     weights = {
         "embed_tokens.weight": _embeddings(model),
-        "norm.weight": _final_norm(body, body.config),
+        "norm.weight": _norm_factors(body, body.config),
         "lm_head.weight": scaled_head(model),
     }
     for index in range(n_layers - n_layers_kept, n_layers):
@@ -190,10 +190,14 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
     return weight if scale is None else weight * torch.as_tensor(scale, device=weight.device).to(weight.dtype)
 
 
-def _final_norm(body: nn.Module, config: Any) -> Tensor:
+def final_norm(body: nn.Module) -> nn.Module:
+    """Find the norm after the last layer of a text model; one that changes nothing where it has none."""
+    return next((own for name in _FINAL_NORMS if (own := getattr(body, name, None)) is not None), nn.Identity())
+
+
+def _norm_factors(body: nn.Module, config: Any) -> Tensor:
     """The factors of the norm after the last layer, 1 where it has none: [E]."""
-    norm = next((getattr(body, name) for name in _FINAL_NORMS if getattr(body, name, None) is not None), None)
-    weight: Tensor | None = getattr(norm, "weight", None)
+    weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(config.hidden_size, dtype=cast(Any, body).dtype, device=cast(Any, body).device)
     offset = family_of(config).norm_offset

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import TargetError
 from ...text import first_line
 from ..nn.losses import capped, logits_of
 from . import families
-from .bundle import scaled_head
+from .bundle import final_norm, scaled_head
 
 Target = Any
 """A :class:`.live.Target`, which asks here whether it can be decoded."""
@@ -34,6 +34,28 @@ def prove_logits(target: Target) -> None:
             f"{target.config.model_type} does something to its logits that is not known here, so drafters would learn "
             "from wrong ones. Choose another target."
         )
+
+
+@torch.inference_mode()
+def prove_norm(target: Target) -> nn.Module:
+    """Return the model's own final norm; raises TargetError where it alone doesn't follow the last layer."""
+    norm, outputs = final_norm(target.body), list[Any]()
+    if target.is_llama:
+        return norm
+    last_layer: Any = families.decoder_layers(target.model)[-1]
+    handle = last_layer.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    try:
+        _, hidden = _sample(target)
+    finally:
+        handle.remove()
+    before: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    normed = norm(before)
+    if normed.shape != hidden.shape or not _agrees(normed, hidden):
+        raise TargetError(
+            f"what {target.config.model_type} makes of the output of its last layer is not known here. Choose a source "
+            "that gives its hidden states after the final norm, such as `moa-data extract`."
+        )
+    return norm
 
 
 @torch.inference_mode()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import DatasetError, OutputOccupied, SelectionInvalid
 from ...files import parse_object, whole_number, write_atomic
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
-from ...moa.targets.families import layer_windows, load_target_config, target_sizes
-from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
+from ...moa.targets.families import family_of, layer_windows, load_target_config, target_sizes
+from ...moa.targets.live import Target, resolve_model_folder
+from ...moa.targets.proof import prove_norm
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
 from ...storage.plan import column, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
@@ -151,12 +154,17 @@ def import_folder(
     plan = plan_parts(texts, config.part_tokens, ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, paths[0], sizes)
     manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
+    load = partial(Target.load, str(target_folder), getattr(target_config, "dtype", None) or torch.float32, "cpu")
+    # That of Llama is in the store, others are not all of its kind.
+    norm_of = None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
+    norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
     with StoreWriter.create_or_resume(config.out, manifest, plan) as store:
         if not store.has_target:
-            model = load_target_model(target_folder, getattr(target_config, "dtype", None) or torch.float32, "cpu")
+            target = norm_of or load()
             with store.target() as bundle:
-                save_target_bundle(model, load_target_tokenizer(target_folder), bundle, config.target_layers)
-        norm = None if file_format.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
+                save_target_bundle(target.model, target.tokenizer, bundle, config.target_layers)
+        if norm is None and not file_format.gives_last:
+            norm = FrozenTarget.load(store.target_path, sizes=sizes).norm
         timings = write_parts(
             store,
             lambda row: _read_sequence(file_format, paths[row["source_row"]], row["n_tokens"], specs, norm),

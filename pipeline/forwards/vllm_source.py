@@ -17,12 +17,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import WorkerError
 from ...moa.targets.families import layer_windows
 from ...moa.targets.live import Target
+from ...moa.targets.proof import prove_norm
 from ...text import first_line
 from ..config import ActivationSpec
 from .capture import Capture, finite_rows
@@ -74,6 +75,7 @@ class VllmSource:
         self._folder, self._target, self._spec, self._dtype = folder, target, spec, dtype
         self._max_length, self._n_read = max_length, 0
         self._n_layers = int(target.sizes["n_layers"])
+        self._norm = prove_norm(target) if spec.last else nn.Identity()
         # vLLM counts what enters layer i, so that i + 1 is the output of layer i, and n_layers what the norm reads.
         self._states = sorted({layer + 1 for layer in spec.layers} | ({self._n_layers} if spec.last else set()))
         place = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
@@ -153,9 +155,9 @@ class VllmSource:
         states = {layer: [found["hidden"][:, i] for found in values] for i, layer in enumerate(self._states)}
         kept = {"kv": [found["kv"] for found in values]} if self._spec.kv else {}
         if self._spec.last:
-            norm = self._target.body.norm
+            dtype = self._target.model.dtype
             with torch.inference_mode():
-                kept["hidden/last"] = [norm(each.to(norm.weight.dtype)) for each in states[self._n_layers]]
+                kept["hidden/last"] = [self._norm(each.to(dtype)) for each in states[self._n_layers]]
         kept |= {f"hidden/layer_{layer}": states[layer + 1] for layer in self._spec.layers}
         fields = {
             name: pad_sequence([each.to(self._dtype) for each in rows], batch_first=True) for name, rows in kept.items()

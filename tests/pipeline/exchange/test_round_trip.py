@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, SelectionInvalid
+from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, SelectionInvalid, TargetError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
@@ -30,8 +30,10 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.families import write_family
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import read_tree
+from moa_data.tests.kit.variants import quick
 
 
 def export(store: Path, name: Format, out: Path, **options: Any) -> Path:
@@ -98,6 +100,27 @@ def test_speculators_last_state_goes_through_the_final_norm(store: Path, target:
         np.testing.assert_allclose(got, expected, rtol=2**-8)  # one rounding to bfloat16
         live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
         np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)  # extraction rounded after the norm only
+
+
+@pytest.mark.parametrize("name", quick(["cohere2", "gemma", "gemma2", "nemotron", "gpt2"], ["cohere2", "gemma"]))
+def test_the_final_norm_is_that_of_the_family(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is not Llama's, or adds 1 to its weights and nothing is known of the family."""
+    model, data = write_family(tmp_path / "model", name), write_jsonl(tmp_path / "chats.jsonl", random_chats(3))
+    chosen = ("hidden:last", *(f"hidden:layer:{layer}" for layer in (0, 1, 2, 3)))
+    out = str(tmp_path / "store")
+    extract(ExtractConfig.of(model=str(model), dataset=str(data), out=out, activations=chosen, device="cpu"))
+    folder = export(Path(out), "speculators", tmp_path / "out", layers=(0, 1, 2))
+    for _ in range(2):  # again, with the target in the store
+        back = bring_in(folder, "speculators", model, tmp_path / "back", layers=(0, 1, 2))
+    original, there = ActivationStore(out), by_id(ActivationStore(out))
+    for sequence_id, i in by_id(back).items():
+        got = to_float32(back.read(i, "hidden/last"), "bfloat16")
+        live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
+        np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)
+    monkeypatch.setattr("moa_data.moa.targets.bundle._FINAL_NORMS", ())
+    with pytest.raises(TargetError, match=f"what {name} makes of the output of its last layer is not known"):
+        bring_in(folder, "speculators", model, tmp_path / "refused", layers=(0, 1, 2))
+    assert not (tmp_path / "refused").exists()
 
 
 def test_keys_and_values_of_the_last_layers(tmp_path: Path) -> None:
