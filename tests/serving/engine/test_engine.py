@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moa_data.errors import Overloaded, RequestInvalid, ServingError, TargetError
 from moa_data.evaluation.run import generate
@@ -20,6 +21,7 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
+from moa_data.tests.kit.families import SIZES as FAMILY_SIZES
 from moa_data.tests.kit.families import SOME_FAMILIES, build_family
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import never_ending, wait_for
@@ -438,10 +440,10 @@ def test_contexts_of_layers_that_do_not_cache_alike() -> None:
 
 def test_a_family_whose_attention_is_its_own_is_refused() -> None:
     """The engine's attention would not be asked, and the text would be another."""
-    own = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False, "num_key_value_heads": 4}
-    engine_for(never_ending(build_family("gpt2", num_key_value_heads=4)))
+    sizes = {name: value for name, value in FAMILY_SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **sizes)).eval()
     with pytest.raises(TargetError, match="falcon can't be served: calls of the engine give other values"):
-        engine_for(never_ending(build_family("falcon", **own)))
+        engine_for(never_ending(model))
 
 
 def test_a_layer_unlike_the_others_is_attended_to() -> None:
