@@ -16,7 +16,8 @@ blocks of 3 and offset 1::
     last target KV it sees     . 0 0 0 3 3 3 6 6
 
 Where the target's layers are not alike, or its keys are not rotated as Llama's, the last layer with keys and values of
-its own is attended to by queries that are not rotated, as wide as its keys: latents are the keys of a single head.
+its own is attended to by queries that are not rotated, as wide as its keys. Of latents, the keys of a single head are
+latent and rotated key, and its values the latent, as in multi-head latent attention with its projections absorbed.
 
 The released code has offset 0, rotates the target's keys a second time and lets a first block, which has nothing
 before it, attend to all keys alike; here it is a round after position 0, and position 0 itself carries no loss.
@@ -38,7 +39,7 @@ from ..targets.cache import KVSource
 from ..targets.families import check_kv, kv_groups, rotates_as_llama, target_sizes
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import LayerState, lengths_mask
+from .caches import KeysValues, LayerState, lengths_mask
 from .sizes import DrafterSizes, LayerSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
@@ -51,6 +52,7 @@ class GlideSizes(LayerSizes):
 
     kv_width: int  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
     target_kv: tuple[int, ...] = ()  # attended layer, its heads, widths of key and value; none of Llama's last layer
+    target_latents: bool = False  # whether that layer caches a latent as key, and a rotated key as value
     block_size: int = 5  # tokens of a block in training
 
     @classmethod
@@ -61,6 +63,7 @@ class GlideSizes(LayerSizes):
         if not rotates_as_llama(config):
             last = max(kv_groups(config), key=lambda group: group.layers[-1])
             own["target_kv"] = (last.layers[-1], *last.shape)
+            own["target_latents"] = last.field == "kv/latent"
         own["kv_width"] = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
         return super().defaults(config, given) | own
 
@@ -79,7 +82,7 @@ class GlideSizes(LayerSizes):
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if value or name != "target_kv"}
+        return {name: value for name, value in super().to_dict().items() if value or not name.startswith("target_")}
 
     @property
     def attended(self) -> tuple[int, int, int, int]:
@@ -101,6 +104,8 @@ class GlideDrafter(Drafter):
         super().__init__(config)
         self.self_attention = DecoderBlock(config.layer)
         _, n_heads, key_width, value_width = config.attended
+        if config.target_latents:
+            key_width, value_width = key_width + value_width, key_width
         sizes = replace(config.layer, n_kv_heads=n_heads, head_dim=key_width, qkv_bias=False)
         self.cross_attention = Attention(sizes)
         del self.cross_attention.k_proj, self.cross_attention.v_proj  # the target has projected its keys and values
@@ -151,13 +156,17 @@ class GlideDrafter(Drafter):
         causal = masks.Mask.up_to(queries, tokens.shape[1])
         _, n_heads, key_width, value_width = self.config.attended
         packed = kv[:, :, -1, : n_heads * (key_width + value_width)].unflatten(2, (n_heads, -1)).transpose(1, 2)
-        target = packed.split((key_width, value_width), dim=3)  # [B, H_kv, T, d] each
+        target = self._keys_values(*packed.split((key_width, value_width), dim=3))
         x = training.at_queries(embeddings, queries)
         return self._layer(target, seen, x, self.rotary(queries), *own, causal)
 
+    def _keys_values(self, keys: Tensor, values: Tensor) -> KeysValues:
+        """Return what is attended to of keys and values [B, H_kv, T, d] as the target caches them."""
+        return (torch.cat((keys, values), dim=3), keys) if self.config.target_latents else (keys, values)
+
     def _layer(
         self,
-        target: Sequence[Tensor],
+        target: KeysValues,
         target_mask: masks.Mask | Tensor | None,
         x: Tensor,
         rotation: Rotation,
@@ -192,7 +201,7 @@ class GlideDrafter(Drafter):
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
         keys, values = (x[:, :n_heads] for x in cache.layer_view(layer, max(before)))
-        target = keys[..., :key_width], values[..., :value_width]  # of a cache as wide as the widest layer
+        target = self._keys_values(keys[..., :key_width], values[..., :value_width])  # the cache may be wider
         return partial(self._layer, target, lengths_mask(before, keys.device))
 
 
