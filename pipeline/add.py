@@ -15,7 +15,7 @@ import torch
 from ..errors import OptionInvalid, StoreError, StoreMismatch, WorkerError
 from ..machine import fix_sums
 from ..moa.targets.bundle import held_layers
-from ..moa.targets.families import kv_groups, load_target_config, target_sizes
+from ..moa.targets.families import kv_groups, layer_sizes, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
 from ..storage.paths import StorePath
@@ -225,6 +225,8 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     model_config = load_target_config(folder)
     sizes = target_sizes(model_config)
     n_layers = max(settings["target_layers"], config.target_layers)
+    if config.target_layers:
+        layer_sizes(model_config)  # refuses layers that no drafter can use
     old = parse_fields(spec.name for spec in stored.fields).fields
     groups = kv_groups(model_config)
     wanted, kv_fields = (*map(activation_name, old), *config.activations), tuple(one.field for one in groups)

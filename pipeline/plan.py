@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..moa.targets.bundle import hash_target, weight_files
-from ..moa.targets.families import check_kv, kv_groups, load_target_config, target_sizes
+from ..moa.targets.families import check_kv, kv_groups, layer_sizes, load_target_config, target_sizes
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
 from ..storage.backend import names_in, open_path, read_file
@@ -200,6 +200,8 @@ def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, 
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"], kv_fields)
     if spec.kv:
         check_kv(model_config)
+    if config.target_layers:
+        layer_sizes(model_config)  # refuses layers that no drafter can use
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {model_config.model_type} do not cache alike; --source vllm gives no keys and values of such. "

@@ -36,6 +36,7 @@ from ..errors import RunWarning, SelectionInvalid, TrainingError
 from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs, draw_anchors
 from ..moa.nn import masks
+from ..moa.targets.families import layer_sizes, load_target_config
 from ..storage.codecs.field import FieldCodec
 from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
@@ -214,6 +215,8 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         raise TrainingError(
             f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
         )
+    if n_last:
+        layer_sizes(load_target_config(store.target_path))  # else what is missing would be named
     reads = _reads(store, config.drafter)
     needed, kv = read_fields(reads), _kv_read(store, reads)
     if kv:  # which is of several fields where layers are not alike

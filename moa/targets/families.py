@@ -372,9 +372,12 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def layer_sizes(config: Any) -> BlockSizes:
-    """The block sizes of the target's own decoder layers."""
+    """The block sizes of the target's own decoder layers; raises TargetError where drafts can't pass through them."""
     if not family_of(config).has_llama_layers:
-        raise TargetError(f"drafts cannot pass through layers of {config.model_type}. Leave --target-layers at 0.")
+        raise TargetError(
+            f"drafts cannot pass through layers of {config.model_type}. Leave --target-layers and "
+            "--target-layer-inference at 0."
+        )
     if config.hidden_act != "silu":
         raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
     sizes, has_bias = target_sizes(config), bool(getattr(config, "attention_bias", False))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import DatasetError, OutputOccupied, SelectionInvalid
 from ...files import parse_object, whole_number, write_atomic
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
-from ...moa.targets.families import family_of, layer_windows, load_target_config, target_sizes
+from ...moa.targets.families import family_of, layer_sizes, layer_windows, load_target_config, target_sizes
 from ...moa.targets.live import Target, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
@@ -148,6 +148,8 @@ def import_folder(
     target_folder = resolve_model_folder(config.model)
     target_config = load_target_config(target_folder)
     sizes = target_sizes(target_config)
+    if config.target_layers:
+        layer_sizes(target_config)  # refuses layers that no drafter can use
     file_format = make_format(config.format, config.layers, sizes["n_layers"])
     paths = file_format.files(folder)[: config.max_sequences]
     texts = _read_texts(file_format, paths, sizes["vocab_size"], progress)

@@ -162,6 +162,19 @@ def test_families_that_nothing_is_known_of(name: str) -> None:
     assert_lossless(target, random_prompts(3, seed=6))
 
 
+def test_layers_that_no_draft_passes_through_are_refused(tmp_path: Path) -> None:
+    model = write_family(tmp_path / "model", "qwen3_moe")
+    chats, out = write_jsonl(tmp_path / "chats.jsonl", random_chats(6)), tmp_path / "store"
+    made = ("--model", model, "--dataset", chats, "--out", out, "--device", "cpu")
+    line = "drafts cannot pass through layers of qwen3_moe"
+    for command in ("plan", "extract"):
+        refused(run(command, *made, "--target-layers", "1"), line)
+    assert not out.exists()
+    assert run("extract", *made).exit_code == 0
+    refused(run("add", out, "--model", model, "--target-layers", "1"), line)
+    refused(run("train", out, "--out", tmp_path / "run", *TRAIN, "--target-layer-inference", "1"), line)
+
+
 def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
     """A drafter that reads hidden states alone, for layers that carry a state."""
     model = write_family(tmp_path / "model", "qwen3_next")
