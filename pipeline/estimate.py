@@ -60,7 +60,8 @@ def field_specs(
     spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str, groups: Sequence[KVGroup] = ()
 ) -> tuple[FieldSpec, ...]:
     """Return the store's fields for a specification of activations; ``groups`` are those of a target's layers."""
-    kv = [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype)] if spec.kv else []
+    is_rotated = all(one.is_rotated for one in groups)
+    kv = [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype, is_rotated)] if spec.kv else []
     if spec.kv and spec.kv_fields != (KV,):
         kv = [kv_group_field(one.field, one.layers, *one.shape, dtype) for one in groups if one.field in spec.kv_fields]
     states = [name.removeprefix("hidden/") for name in spec.fields if activation_name(name) != KV]

@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..moa.targets.bundle import hash_target, weight_files
-from ..moa.targets.families import check_kv, kv_groups, layer_sizes, load_target_config, target_sizes
+from ..moa.targets.families import check_kv, family_of, kv_groups, layer_sizes, load_target_config, target_sizes
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
 from ..storage.backend import names_in, open_path, read_file
@@ -44,7 +44,7 @@ from ..storage.commit import committed_bytes
 from ..storage.paths import StorePath
 from ..storage.plan import numbers, plan_counts, plan_parts
 from ..storage.read.store import read_manifest
-from ..storage.schema import ALIGNMENT_TOKENS, KV, RUNS_NAME, StoreManifest
+from ..storage.schema import ALIGNMENT_TOKENS, KV, LATENTS, ROTATED_IN_SOME, RUNS_NAME, StoreManifest
 from ..text import Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
@@ -165,6 +165,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         fields=tuple(codec.spec for codec in forward.codec.fields.values()),
         target=sizes,
         identities={**identities, "dataset.sha256": sequences.dataset_sha256},
+        conventions=_conventions(forward.model_config),
         extraction=extraction | sources_record(config, folder, source, sources),
         codec=forward.codec.describe(),
         alignment_tokens=ALIGNMENT_TOKENS,
@@ -261,7 +262,7 @@ def _extraction(config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str
     of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
     return {
         "activations": list(forward.spec.fields),
-        "attention": "sdpa",
+        "attention": family_of(forward.model_config).attention,
         "batch_tokens": forward.batch_tokens,
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
         "compute_dtype": forward.compute_dtype,
@@ -273,6 +274,14 @@ def _extraction(config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str
         "target_layers": config.target_layers,
         "truncation": "right, tokens and mask together",
     } | of_engine
+
+
+def _conventions(model_config: Any) -> Mapping[str, str]:
+    """Return what keys and values mean where they are not as Llama's."""
+    groups = kv_groups(model_config)
+    if any(group.field == "kv/latent" for group in groups):
+        return LATENTS
+    return {} if all(group.is_rotated for group in groups) else ROTATED_IN_SOME
 
 
 @contextmanager

@@ -107,6 +107,17 @@ CONVENTIONS: dict[str, str] = {
     "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
 }
 """What the numbers mean in every schema version so far. Every manifest carries these; a reader refuses other values."""
+ROTATED_IN_SOME: dict[str, str] = {
+    "kv_keys": "after RoPE in layers that rotate keys, as they are in the others; positions counted from 0 at the "
+    "first token of each sequence",
+}
+"""What takes the place of :data:`CONVENTIONS` where some layers of the target do without RoPE."""
+LATENTS: dict[str, str] = {
+    "kv_keys": "the latent after its norm, which has no positions",
+    "kv_order": "the latent, then the part of the key that all heads share, after RoPE, positions counted from 0 at "
+    "the first token of each sequence",
+}
+"""What takes the place of :data:`CONVENTIONS` where layers cache latents."""
 
 _TARGET_COUNTS = frozenset(
     ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "vocab_size", "max_position_embeddings")
@@ -252,9 +263,15 @@ def response_mask_field() -> FieldSpec:
     return FieldSpec("response_mask", "uint8", (), (TOKEN_AXIS,), "1 on tokens written by the assistant, else 0")
 
 
-def kv_field(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> FieldSpec:
-    """Return the field of keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim]."""
-    meaning = "attention keys after RoPE (0) and values (1) of every layer"
+def kv_field(
+    n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat16", is_rotated: bool = True
+) -> FieldSpec:
+    """Return the field of keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim].
+
+    Args:
+        is_rotated: whether all of the layers rotate their keys.
+    """
+    meaning = f"attention keys{' after RoPE' * is_rotated} (0) and values (1) of every layer"
     return FieldSpec(KV, dtype, (n_layers, n_kv_heads, 2, head_dim), (TOKEN_AXIS, *KV_AXES), meaning)
 
 
@@ -316,7 +333,7 @@ class StoreManifest:
         """Add the schema's conventions and check for contradictions."""
         object.__setattr__(self, "fields", tuple(self.fields))
         for key, value in CONVENTIONS.items():
-            if self.conventions.get(key, value) != value:
+            if self.conventions.get(key, value) not in (value, ROTATED_IN_SOME.get(key), LATENTS.get(key)):
                 raise StoreDamaged(
                     f"Convention {key!r} is {self.conventions[key]!r}, but schema version {self.schema_version} means "
                     f"{value!r}. Read this store with the release that wrote it."

@@ -37,6 +37,7 @@ class Family:
     keeps_kv: bool = True  # whether the config says what each layer caches
     mixes_layers: bool = False  # whether ``layer_types`` is heeded; else all layers slide where there is a window
     rotates_halves: bool = True  # whether all keys are rotated as a drafter rotates its own, by pairs (i, i + d / 2)
+    rotates_all: bool = True  # whether no layer with keys leaves them as they are
     carries_state: bool = False  # whether some layers have a state in place of KV
     has_llama_layers: bool = False  # whether ``layers.DecoderBlock`` computes its layers
     attention: str = "sdpa"  # kernels of transformers that compute all that the attention has
@@ -62,9 +63,11 @@ class KVGroup(NamedTuple):
     field: str  # "kv" where these are all layers of the target, else "kv/full_attention" or the like
     layers: tuple[int, ...]  # of the target, ascending
     shape: KVShape
+    is_rotated: bool = True  # whether all layers of the target rotate their keys
 
 
 _MIXED = Family(mixes_layers=True)
+_ROTATED_IN_SOME = Family(mixes_layers=True, rotates_halves=False, rotates_all=False)
 _WITH_STATES = Family(mixes_layers=True, carries_state=True, norm_offset=1.0)
 FAMILIES: dict[str, Family] = {
     "llama": Family(has_llama_layers=True),
@@ -79,12 +82,12 @@ FAMILIES: dict[str, Family] = {
     "ministral": _MIXED,
     "ministral3": Family(),
     "glm4_moe": Family(),
-    "smollm3": Family(mixes_layers=True, rotates_halves=False),  # some layers rotate nothing
-    "cohere2": Family(mixes_layers=True, rotates_halves=False),
+    "smollm3": _ROTATED_IN_SOME,
+    "cohere2": _ROTATED_IN_SOME,
     "gemma2": Family(mixes_layers=True, attention="eager", norm_offset=1.0),
     "gemma3_text": Family(mixes_layers=True, rotates_halves=False, norm_offset=1.0),  # two rotations
     "gpt_oss": Family(mixes_layers=True, attention="eager"),
-    "llama4_text": Family(mixes_layers=True, rotates_halves=False),
+    "llama4_text": _ROTATED_IN_SOME,
     "qwen3_next": _WITH_STATES,
     "qwen3_5_text": _WITH_STATES,
     "qwen3_5_moe_text": _WITH_STATES,
@@ -333,12 +336,14 @@ def kv_groups(config: Any) -> list[KVGroup]:
         if shape is not None and mode != "reuse":  # the cache of an earlier layer
             found.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
     kinds, n_layers = {shape for _, shape in found}, sum(map(len, found.values()))
+    is_rotated = family_of(config).rotates_all
     if n_layers == len(shapes) and len(kinds) == 1 and all(one.key_width == one.value_width for one in kinds):
-        return [KVGroup("kv", tuple(range(n_layers)), kinds.pop())]
+        return [KVGroup("kv", tuple(range(n_layers)), kinds.pop(), is_rotated)]
     groups: list[KVGroup] = []
     for (kind, shape), layers in found.items():
         n_before = sum(one.field.startswith(f"kv/{kind}") for one in groups)  # of this kind, and of another shape
-        groups.append(KVGroup(f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}", tuple(layers), shape))
+        name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
+        groups.append(KVGroup(name, tuple(layers), shape, is_rotated))
     return groups
 
 

@@ -32,6 +32,7 @@ from moa_data.pipeline.recode import recode
 from moa_data.serving.engine.engine import Engine
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import StoreManifest
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.drafters import NO_DRAWS
@@ -185,6 +186,36 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(made: tupl
         live = cache.packed([0], len(row))[0]
         live = live[:, -1:] if "layer_attention" in changes else live[:, 1::2] if "layer_stride" in changes else live
         torch.testing.assert_close(inputs.required_kv()[1, : len(row)].float(), live, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "keys", "order", "described"),
+    [
+        ("qwen3_moe", "sdpa", "after RoPE, positions", "per kv head the key", "attention keys after RoPE"),
+        ("gemma2", "eager", "after RoPE, positions", "per kv head the key", "attention keys after RoPE"),
+        ("gpt_oss", "eager", "after RoPE, positions", "per kv head the key", "attention keys after RoPE"),
+        ("smollm3", "sdpa", "after RoPE in layers that rotate", "per kv head the key", "attention keys (0)"),
+        ("gemma4_text", "sdpa", "after RoPE, positions", "per kv head the key", "what layers 0 cache"),
+        (
+            "deepseek_v3",
+            "sdpa",
+            "the latent after its norm",
+            "the latent, then the part",
+            "what layers 0, 1, 2, 3",
+        ),
+    ],
+)
+def test_what_a_store_says_of_its_values(
+    name: str, attention: str, keys: str, order: str, described: str, tmp_path: Path
+) -> None:
+    write_family(tmp_path / "model", name, vocab_size_per_layer_input=400)
+    plan = build_plan(config_of(tmp_path))
+    manifest = StoreManifest.from_json(plan.manifest.to_json())
+    assert manifest.extraction["attention"] == attention
+    assert plan.forward.load_target().config._attn_implementation == attention
+    assert manifest.conventions["kv_keys"].startswith(keys)
+    assert manifest.conventions["kv_order"].startswith(order)
+    assert manifest.fields[2].description.startswith(described)
 
 
 @pytest.mark.parametrize(
