@@ -57,6 +57,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25},
     "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
     "gemma4_text": {
         **_MIXED, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
         "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 8,
