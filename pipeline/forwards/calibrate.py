@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...errors import CodecUnknown, SchemaVersionError, StoreDamaged
+from ...moa.targets.families import layer_kinds, target_sizes
 from ...storage.codecs.calibration import logit_metric
 from ...storage.codecs.field import Learning
 from ...storage.codecs.fit import left_variances, split_bits
@@ -151,7 +153,22 @@ def _joint_bits(
 
 
 def target_rope(model_config: Any) -> Rope:
-    """Return the rotation that a target applies to its keys."""
+    """Return the rotation that a target applies to its keys, of each layer where kinds of layers differ."""
+    kinds, parameters = layer_kinds(model_config), model_config.rope_parameters
+    if not parameters.keys() & set(kinds):
+        return Rope(*_rotation(model_config, parameters))
+    own = {kind: _rotation(model_config, parameters[kind]) for kind in set(kinds)}
+    frequencies, scalings = zip(*(own[kind] for kind in kinds), strict=True)
+    return Rope(np.stack(frequencies), np.stack(scalings))
+
+
+def _rotation(model_config: Any, parameters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the angles of a position, [rotary_dim / 2], and the scaling of a target's RoPE parameters."""
+    config = copy.copy(model_config)
+    config.rope_parameters = dict(parameters)
+    part = parameters.get("partial_rotary_factor") or 1.0
+    if part != 1 and parameters["rope_type"] == "default":  # which alone does not heed it
+        config.head_dim = int(target_sizes(model_config)["head_dim"] * part)
     with torch.device("cpu"):
-        embedding = LlamaRotaryEmbedding(model_config)
-    return Rope(embedding.inv_freq.float().numpy(), np.asarray(embedding.attention_scaling, np.float32))
+        embedding = LlamaRotaryEmbedding(config)
+    return embedding.inv_freq.float().numpy(), np.asarray(embedding.attention_scaling, np.float32)
