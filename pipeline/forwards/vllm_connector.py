@@ -17,6 +17,9 @@ then [block_size, head_dim] of values. The interface is experimental, so that tw
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +94,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_settings(vllm_config, kv_cache_config)
+        if (parent := multiprocessing.parent_process()) is not None:
+            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         self._wants_kv = bool(self._kv_transfer_config.get_from_extra_config("kv", True))
         self._waiting: list[Save] = []
         self._layers: list[tuple[int, Tensor]] = []
@@ -251,6 +256,12 @@ def layer_number(name: str) -> int:
     if len(numbers) != 1:
         raise ValueError(f"{name} names no layer: expected one number in it.")
     return int(numbers[0])
+
+
+def _end_with(parent: Any) -> None:
+    """End this process, one of vLLM's, as soon as the one that began it has ended, by whatever means."""
+    parent.join()
+    os._exit(1)
 
 
 def _write(values: dict[str, Tensor], event: Any, file: Path) -> None:

@@ -97,11 +97,14 @@ class VllmSource:
         try:
             self._engine = self._start()
         except BaseException:
+            _end_processes()
             self._folder_of_values.cleanup()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        # Everything that was wanted has been read; by itself the engine waits seconds, or for ever if it hangs.
+        _end_processes()
         del self._engine
         self._folder_of_values.cleanup()
 
@@ -182,6 +185,13 @@ class VllmSource:
         return Capture(n_tokens, torch.from_numpy(padded.astype(np.int64)), finite, fields)
 
 
+def _end_processes() -> None:
+    """End vLLM's processes; the connector ends those that they began."""
+    for child in multiprocessing.active_children():
+        if child.name.startswith(_PROCESSES):
+            child.kill()
+
+
 @contextlib.contextmanager
 def _watched(within_s: float, n_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """End vLLM's processes when nothing more is done for so long, for then the call that waits for them fails."""
@@ -194,9 +204,7 @@ def _watched(within_s: float, n_done: Callable[[], int] = lambda: 0) -> Iterator
                 n_before, last_s = n_now, time.monotonic() + within_s
             if time.monotonic() > last_s:
                 ended.set()
-                for child in multiprocessing.active_children():
-                    if child.name.startswith(_PROCESSES):
-                        child.kill()
+                _end_processes()
                 return
 
     thread = threading.Thread(target=watch, daemon=True)
