@@ -12,7 +12,8 @@ import importlib.metadata
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -122,19 +123,20 @@ class VllmSource:
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self._states}},
         }
         try:
-            with _watched(_STARTED_WITHIN_S):
-                return LLM(
-                    model=str(self._folder),
-                    dtype=str(self._target.model.dtype).removeprefix("torch."),
-                    kv_cache_dtype="auto",
-                    enable_prefix_caching=False,
-                    tensor_parallel_size=1,
-                    max_model_len=self._max_length + 1,
-                    skip_tokenizer_init=True,
-                    enforce_eager=True,  # prompts alone: there is nothing that graphs of small steps would gain
-                    kv_transfer_config=transfer,
-                    **({"speculative_config": states} if self._states else {}),
-                )
+            start = partial(
+                LLM,
+                model=str(self._folder),
+                dtype=str(self._target.model.dtype).removeprefix("torch."),
+                kv_cache_dtype="auto",
+                enable_prefix_caching=False,
+                tensor_parallel_size=1,
+                max_model_len=self._max_length + 1,
+                skip_tokenizer_init=True,
+                enforce_eager=True,  # prompts alone: there is nothing that graphs of small steps would gain
+                kv_transfer_config=transfer,
+                **({"speculative_config": states} if self._states else {}),
+            )
+            return _within(_STARTED_WITHIN_S, start)
         except Exception as error:  # vLLM raises many unrelated types
             raise WorkerError(
                 f"vLLM does not start ({first_line(error)}). Its log says more; or leave out --source vllm."
@@ -156,8 +158,8 @@ class VllmSource:
         ]  # fmt: skip
         prompts = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
         try:
-            with _watched(_WRITTEN_WITHIN_S, lambda: sum(file.exists() for file in files)):
-                self._engine.generate(prompts, parameters, use_tqdm=False)
+            answer = partial(self._engine.generate, prompts, parameters, use_tqdm=False)
+            _within(_WRITTEN_WITHIN_S, answer, lambda: sum(file.exists() for file in files))
         except Exception as error:  # as above
             raise WorkerError(f"vLLM fails ({first_line(error)}). Its log says more.") from error
         return self._collect(sequences, [_read(file) for file in files])
@@ -192,31 +194,33 @@ def _end_processes() -> None:
             child.kill()
 
 
-@contextlib.contextmanager
-def _watched(within_s: float, n_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """End vLLM's processes when nothing more is done for so long, for then the call that waits for them fails."""
-    over, ended = threading.Event(), threading.Event()
+def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
+    """Return what a call of vLLM gives, which may hang also when its processes have ended.
 
-    def watch() -> None:
-        n_before, last_s = n_done(), time.monotonic() + within_s
-        while not over.wait(0.5):
-            if (n_now := n_done()) != n_before:
-                n_before, last_s = n_now, time.monotonic() + within_s
-            if time.monotonic() > last_s:
-                ended.set()
-                _end_processes()
-                return
+    Raises:
+        TimeoutError: nothing more was done for so long.
+    """
+    found: list[tuple[Any, Exception | None]] = []
 
-    thread = threading.Thread(target=watch, daemon=True)
+    def run() -> None:
+        try:
+            found.append((call(), None))
+        except Exception as error:  # noqa: BLE001  # vLLM raises many unrelated types; it is raised below
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    try:
-        yield
-    except Exception as error:  # of vLLM, which raises many unrelated types
-        if ended.is_set():
-            raise TimeoutError(f"it did nothing for {within_s:g} s and was ended: {first_line(error)}") from error
-        raise
-    finally:
-        over.set()
+    n_before, last_s = n_done(), time.monotonic() + within_s
+    while thread.is_alive():
+        thread.join(0.2)
+        if (n_now := n_done()) != n_before:
+            n_before, last_s = n_now, time.monotonic() + within_s
+        if time.monotonic() > last_s:
+            raise TimeoutError(f"it has done nothing for {within_s:g} s")
+    ((value, error),) = found
+    if error is not None:
+        raise error
+    return value
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import json
+import re
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.extract import extract
+from moa_data.pipeline.forwards import vllm_source
 from moa_data.pipeline.forwards.vllm_source import VLLM_VERSIONS, check_vllm
 from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit import vllm
@@ -164,6 +167,16 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
     refused(run("extract", *options, "--max-length", "90"), "vllm is 0.34.0", f"install vllm=={VLLM_VERSIONS[0]}")
     monkeypatch.undo()
     refused(run("extract", *options, "--max-length", "90"), f"pip install vllm=={VLLM_VERSIONS[0]}")
+
+
+def test_an_engine_that_hangs_is_one_line(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's own does when its process has ended: the wait is for what is written, not for ever."""
+    before = vllm.files_left()
+    monkeypatch.setattr(vllm_source, "_WRITTEN_WITHIN_S", 0.5)
+    monkeypatch.setattr(vllm.LLM, "generate", lambda *_, **__: time.sleep(60))
+    with pytest.raises(WorkerError, match=re.escape("vLLM fails (it has done nothing for 0.5 s)")):
+        extract(config)
+    assert vllm.files_left() == before
 
 
 def test_an_engine_that_does_not_start_is_one_line(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
