@@ -7,10 +7,12 @@ from the stores with equal settings, and decodes the same test prompts. ::
         [--drafters moa eagle3]
 
 Everything is kept in OUT, and running it again goes on from there. The record has the loss of each target on held-out
-chats (nats a token of answers) and the acceptance length of each drafter, also as a ratio to that of Llama's.
+chats (nats a token of answers), the acceptance length of each drafter, also as a ratio to that of Llama's, and the one
+that training expects on held-out texts of the dataset: what a target writes itself repeats more or less, they don't.
 """
 
 import argparse
+import csv
 import itertools
 import json
 import subprocess
@@ -102,11 +104,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for drafter, seed in itertools.product(options.drafters, options.seeds):
             row = json.loads((own / "drafters" / f"row-{drafter}-{seed}.json").read_text())
             kept = {key: row[key] for key in ("drafter", "title", "seed", "rate", "n_parameters", "lengths")}
+            with (own / "drafters" / f"run-{drafter}-{row['rate']:g}-{seed}" / "metrics.csv").open() as file:
+                expected = [line["val/expected_acceptance_length"] for line in csv.DictReader(file)]
+            kept["expected_length"] = float([value for value in expected if value][-1])
             rows.append({"family": family, "held_out_loss": loss, "target": found} | kept)
-    llama = {(row["drafter"], row["seed"]): row["lengths"] for row in rows if row["family"] == "llama"}
+    llama = {(row["drafter"], row["seed"]): row for row in rows if row["family"] == "llama"}
     for row in rows:
-        of_llama = llama.get((row["drafter"], row["seed"]))
-        row["to_llama"] = of_llama and {key: value[0] / of_llama[key][0] for key, value in row["lengths"].items()}
+        if (other := llama.get((row["drafter"], row["seed"]))) is not None:
+            row["to_llama"] = {key: value[0] / other["lengths"][key][0] for key, value in row["lengths"].items()}
+            row["to_llama"]["expected"] = row["expected_length"] / other["expected_length"]
     return {"rows": rows}
 
 
