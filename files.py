@@ -237,17 +237,17 @@ def check_length(n_bytes: int, max_bytes: int | None) -> None:
         raise ValueError(f"it has {n_bytes} bytes, at most {max_bytes} are read")
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, allows_infinity: bool = False) -> dict[str, Any]:
     """Read a file that holds one JSON object; ValueError says in a line what else it is."""
-    return parse_object(read_bounded(path))
+    return parse_object(read_bounded(path), allows_infinity)
 
 
-def parse_object(text: bytes | str) -> dict[str, Any]:
+def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, Any]:
     """Parse a JSON object, neither too long nor nested too deeply, without NaN and Infinity; else ValueError."""
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"{len(text)} bytes, at most {MAX_JSON_BYTES} are read")
     try:
-        document = json.loads(text, parse_constant=_refuse_constant)
+        document = json.loads(text, parse_constant=_parse_infinity if allows_infinity else _refuse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(document, dict):
@@ -287,6 +287,12 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"the number {name}")
+
+
+def _parse_infinity(name: str) -> float:
+    if name == "NaN":
+        _refuse_constant(name)
+    return float(name)
 
 
 def _shown(value: object) -> str:

@@ -95,20 +95,23 @@ def plan(config: ExtractConfig) -> None:
 
 def _print_plan(config: ExtractConfig) -> None:
     from ..pipeline.add import refuse_addition
-    from ..pipeline.estimate import describe_estimate, estimate, has_device
+    from ..pipeline.estimate import describe_estimate, has_device
     from ..pipeline.plan import build_plan
 
     with ProgressLine("chat") as progress:
         extraction_plan = build_plan(config, progress=progress)
     refuse_addition(extraction_plan)
     out.print(extraction_plan.describe())
+    is_here = has_device(extraction_plan.forward.device)
+    if is_here:
+        extraction_plan.forward.check_memory()
     extraction_plan.check_disk()
     if config.forward.source == "vllm":
         out.print("time         not measured: vLLM is not started for a plan")
-    elif not has_device(extraction_plan.forward.device):
+    elif not is_here:
         out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
     else:
-        out.print(describe_estimate(estimate(extraction_plan), config.scale.workers))
+        out.print(describe_estimate(extraction_plan, config.scale.workers))
 
 
 @click.command(cls=StageCommand)
@@ -127,14 +130,14 @@ def add(config: AddConfig, dry_run: bool) -> None:
     """
     from ..pipeline.add import add as run_add
     from ..pipeline.add import plan_addition
-    from ..pipeline.estimate import describe_estimate, estimate
+    from ..pipeline.estimate import describe_estimate
 
     if dry_run:
         plan = plan_addition(config)
         out.print(plan.describe())
         plan.check_disk()
         if plan.n_tokens and plan.forward.spec.fields:
-            out.print(describe_estimate(estimate(plan)))
+            out.print(describe_estimate(plan))
         return
     with ProgressLine("token") as progress:
         report = run_add(config, progress=progress, provenance=collect_provenance())

@@ -20,10 +20,18 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..errors import NotEnoughMemory
+from ..errors import NotEnoughMemory, TargetError
 from ..files import check_room
 from ..machine import free_memory
-from ..moa.targets.families import KVGroup, count_weights, family_of, kv_groups, mlp_width, target_sizes
+from ..moa.targets.families import (
+    KVGroup,
+    attention_of,
+    count_weights,
+    family_of,
+    kv_groups,
+    mlp_width,
+    target_sizes,
+)
 from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
@@ -42,7 +50,7 @@ from ..storage.schema import (
     tokens_field,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, activation_name, format_bytes, format_hours
+from ..text import Progress, activation_name, first_line, format_bytes, format_hours
 from .config import ActivationSpec
 from .forwards.calibrate import calibrate, learning_on
 from .forwards.capture import capture
@@ -299,8 +307,15 @@ def estimate(plan: WritePlan) -> Timings:
     return Timings(forward_s=scale * found.forward_s, extract_s=scale * found.extract_s)
 
 
-def describe_estimate(found: Timings, n_workers: int = 1) -> str:
-    """Return an estimate as text; workers share the parts, each with a device or machine of its own."""
+def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
+    """Return the estimate of a plan as text; workers share the parts, each with a device or machine of its own."""
+    try:
+        found = estimate(plan)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, TargetError) as error:
+        if family_of(plan.forward.model_config).keeps_kv:
+            raise
+        # Of code that is not ours, which not all weights and sizes suit.
+        return f"time         not measured, as a model of random weights failed: {first_line(error)}"
     lines = [
         f"time         about {format_hours(found.extract_s)}: forwards {format_hours(found.forward_s)}, waiting for "
         f"encoding and writing {format_hours(found.extract_s - found.forward_s)}"
@@ -339,18 +354,19 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(forward.model_config)
-    config.vocab_size, config.pad_token_id = n_tokens, None
+    config.vocab_size, config.pad_token_id = n_tokens, 0
     if torch.device(forward.device).type == "cpu":
         config.num_hidden_layers = max(1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config)))
     n_layers = config.num_hidden_layers
     if n_layers < forward.model_config.num_hidden_layers and getattr(config, "num_kv_shared_layers", 0):
         config.num_kv_shared_layers = 0  # those whose KV they share may be among the others
-    if kinds := getattr(config, "layer_types", None):  # where layers carry states the last has KV
+    kinds = getattr(config, "layer_types", None) or ()
+    if len(kinds) > n_layers:  # where layers carry states the last has KV
         config.layer_types = kinds[-n_layers:] if family_of(config).carries_state else kinds[:n_layers]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation=family_of(config).attention,
+            attn_implementation=attention_of(config),
             trust_remote_code=False,
             dtype=getattr(torch, forward.compute_dtype),
         )

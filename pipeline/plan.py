@@ -35,8 +35,18 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..moa.targets.bundle import hash_target, weight_files
-from ..moa.targets.families import check_kv, family_of, kv_groups, layer_sizes, load_target_config, target_sizes
+from ..moa.targets.families import (
+    attention_of,
+    check_kv,
+    kv_groups,
+    kv_shapes,
+    layer_sizes,
+    load_target_config,
+    quantisation_problem,
+    target_sizes,
+)
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
+from ..moa.targets.model_files import read_config
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
 from ..storage.backend import names_in, open_path, read_file
 from ..storage.codecs.registry import StoreCodec
@@ -97,7 +107,10 @@ class ExtractPlan(WritePlan):
         lengths = np.sort(numbers(self.table, "n_tokens"))
         bits = {name: own.expected_bits for name, own in codec.fields.items() if own.spec.token_shape}
         cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
-        if "kv_width" in target:
+        model_config = self.forward.model_config
+        if not any(kv_shapes(model_config)):
+            cached = "which cache no keys and values"
+        elif "kv_width" in target:
             cached = f"which cache up to {target['kv_width']:,} numbers of a token"
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} layers, {cached}, "
@@ -122,6 +135,9 @@ class ExtractPlan(WritePlan):
                 f"learn        the forwards of {n_sample:,} tokens before the first part; about "
                 f"{format_bytes(6 * n_sample * values)} of disk at {self.disk} meanwhile"
             )
+        folder = self.forward.folder
+        if problem := quantisation_problem(read_config(folder), folder):
+            lines.append(f"refused      by `extract`: {problem}")
         return "\n".join(lines)
 
 
@@ -141,7 +157,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     out = open_path(config.out)
     sources = stored_sources(out)
     folder = find_target(config.model, sources, config.revision, with_weights=False)
-    config, forward, engine = _plan_forwards(config, folder)
+    config, forward, engine = _plan_forwards(config, folder, with_weights)
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
@@ -188,13 +204,15 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     )
 
 
-def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
+def _plan_forwards(
+    config: ExtractConfig, folder: Path, with_weights: bool
+) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
     """Decide what settings leave open, and refuse what cannot run, before weights are downloaded and chats are read.
 
     Returns:
         The settings, the forwards, and the engine that runs them, None for our own.
     """
-    model_config = load_target_config(folder)
+    model_config = load_target_config(folder, with_weights)
     sizes, uses_vllm = target_sizes(model_config), config.forward.source == "vllm"
     groups = kv_groups(model_config)
     kv_fields = tuple(one.field for one in groups)
@@ -242,7 +260,7 @@ def _plan_forwards(config: ExtractConfig, folder: Path) -> tuple[ExtractConfig, 
         n_encode_threads=resolve_encode_threads(config.forward.encode_threads, config.scale.n_local_workers),
         n_workers=config.scale.n_local_workers,
     )
-    if has_device(device):
+    if with_weights and has_device(device):
         forward.check_memory()
     return config, forward, engine
 
@@ -262,7 +280,7 @@ def _extraction(config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str
     of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
     return {
         "activations": list(forward.spec.fields),
-        "attention": family_of(forward.model_config).attention,
+        "attention": attention_of(forward.model_config),
         "batch_tokens": forward.batch_tokens,
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
         "compute_dtype": forward.compute_dtype,
@@ -325,7 +343,7 @@ def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str
 def find_target(model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True) -> Path:
     """Return the folder of a target, a Hub model at the commit that a store records; refuse one without weights."""
     folder = resolve_model_folder(model, with_weights, pinned_revision(sources, "model", model, revision))
-    if Path(model).expanduser().is_dir():
+    if with_weights and Path(model).expanduser().is_dir():
         weight_files(folder)  # refuses a folder without weights
     return folder
 

@@ -63,7 +63,8 @@ def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
 def load_eos_token_ids(folder: Path) -> frozenset[int]:
     """Read the ids that end a generation from a model folder or a bundle."""
     files = [folder / name for name in ("generation_config.json", "config.json")]
-    return find_eos_token_ids(read_json(file, TargetError).get("eos_token_id") for file in files if file.is_file())
+    found = (read_json(file, TargetError, allows_infinity=True) for file in files if file.is_file())
+    return find_eos_token_ids(values.get("eos_token_id") for values in found)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -136,6 +137,7 @@ def save_target_bundle(
     if not 0 <= n_layers_kept <= n_layers:
         raise TargetError(f"cannot keep the last {n_layers_kept} layers of a target with {n_layers}.")
     config = copy.copy(text_config)
+    vars(config).pop("auto_map", None)  # names code that does not travel along
     config.dtype = dtype or model.dtype
     config.save_pretrained(path)
     if model.generation_config is not None:

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...errors import DrafterError, TargetError
 from ...files import parsing
 from ..nn.layers import ROPE_TYPES, BlockSizes, Rotary
 from ..nn.masks import Chunk
-from .model_files import FLOATS, check_model_folder, read_json
+from .model_files import FLOATS, check_model_folder, quantised_by, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,34 +110,59 @@ _MANY_POSITIONS = 1 << 20
 """Positions of a target whose config names no bound."""
 
 
-def load_target_config(folder: Path) -> Any:
-    """Load the transformers config of a model folder, that of its text model, with plausible sizes."""
-    folder, file = Path(folder), Path(folder) / "config.json"
-    if not file.is_file():
-        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+def load_target_config(folder: Path, with_weights: bool = True) -> Any:
+    """Load the transformers config of a model folder, that of its text model, with plausible sizes.
+
+    Args:
+        with_weights: whether the weights will be used, and so refused if they are quantised.
+    """
+    folder, values = Path(folder), read_config(Path(folder))
     check_model_folder(folder)
-    return parse_target_config(read_json(file, TargetError), file, folder)
+    return parse_target_config(values, folder / "config.json", folder, with_weights)
 
 
-def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
+def parse_target_config(
+    values: Mapping[str, Any], source: object, folder: Path | None = None, with_weights: bool = True
+) -> Any:
     """Make the transformers config of a target from the values of its config.json, of a folder if there is one."""
     _check_loads(values, source)
+    if with_weights and (problem := quantisation_problem(values, folder)):
+        raise TargetError(f"{source}: {problem}.")
     own = values.get("text_config")
     _check_counts(own if isinstance(own, dict) else values, source)  # before transformers makes lists of that length
     with parsing(f"cannot read {source}", TargetError):
         if folder is not None:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         else:
-            config = AutoConfig.for_model(**values)
+            # Infinity, say, is an object in what transformers writes.
+            config = AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(dict(values)))
         dtype, config = config.dtype, config.get_text_config(decoder=True)
         config.dtype = config.dtype or dtype
-    _check_config(config, source)
-    sizes = target_sizes(config)
-    try:
-        Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
-    except DrafterError as error:
-        raise TargetError(f"{source}: {error}") from error
+    name = config.model_type
+    with parsing(f"{source}: the config of {name} is not understood", TargetError, "Choose another target."):
+        _check_config(config, source)
+        sizes, _ = target_sizes(config), kv_groups(config)
+        try:
+            Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
+        except DrafterError as error:
+            raise TargetError(f"{source}: {error}") from error
     return config
+
+
+def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:
+    """Say why the weights of a target can't be used, by the values of its config.json; empty where they can."""
+    method = quantised_by(values, folder)
+    return method and (
+        f"the weights are quantised by {method!r}. Give the folder that they were made from, or save them dequantised "
+        "with transformers"
+    )
+
+
+def attention_of(config: Any) -> str:
+    """The kernels of transformers that compute all that a target's attention has."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_plain = model_class is not None and not model_class._supports_sdpa  # as in older families
+    return "eager" if is_plain else family_of(config).attention
 
 
 def family_of(config: Any) -> Family:
@@ -146,31 +171,33 @@ def family_of(config: Any) -> Family:
 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
-    """Refuse what transformers loads as no causal LM, or quantised, where its values are not those of the weights."""
-    model_type, quantised = values.get("model_type"), values.get("quantization_config")
+    """Refuse what transformers loads as no causal LM."""
+    model_type = values.get("model_type")
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise TargetError(
             f"model type {str(model_type)[:60]!r} is no causal language model of transformers "
             f"{transformers.__version__} ({source}). Choose another target, or a transformers that has it."
-        )
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise TargetError(
-            f"{source}: the weights are quantised by {str(method)[:60]!r}. Give the folder that they were made from, "
-            "or save them dequantised with transformers."
         )
 
 
 def _check_counts(values: Mapping[str, Any], source: object) -> None:
     for name, largest in _LARGEST.items():
         value = values.get(name)
-        if value is not None and (type(value) is not int or not 1 <= value <= largest):
-            shown = f"{str(value)[:60]!r}, expected a whole number from 1 to {largest}"
+        of_layers = value if name == "intermediate_size" and isinstance(value, list) else [value]
+        least = 0 if name == "sliding_window" else 1  # no window, where no layer slides
+        if any(one is not None and (type(one) is not int or not least <= one <= largest) for one in of_layers):
+            shown = f"{str(value)[:60]!r}, expected a whole number from {least} to {largest}"
             raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
 
 
 def _check_config(config: Any, source: object) -> None:
     """Refuse sizes that do not fit together, including those that transformers fills in."""
+    needed = ("hidden_size", "num_hidden_layers", "vocab_size")
+    if lacking := [name for name in needed if getattr(config, name, None) is None]:
+        raise TargetError(
+            f"{source}: {config.model_type} has no {' and no '.join(lacking)}, from which stores and drafters are "
+            "made. Choose another target."
+        )
     for own in getattr(config, "per_layer_config", None) or [config]:
         _check_counts({name: getattr(own, name, None) for name in _LARGEST}, source)
     known, family = target_sizes(config), family_of(config)
@@ -186,7 +213,7 @@ def _check_config(config: Any, source: object) -> None:
         trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
     elif family.keeps_kv and kinds - known_kinds:
         trouble = f"layer_types are not all {' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
-    elif "sliding_attention" in kinds and getattr(config, "sliding_window", None) is None:
+    elif "sliding_attention" in layer_kinds(config) and not getattr(config, "sliding_window", None):
         trouble = "layers have sliding_attention and there is no sliding_window"
     else:
         return
@@ -196,10 +223,11 @@ def _check_config(config: Any, source: object) -> None:
 def target_sizes(config: Any) -> dict[str, Any]:
     """The sizes of a target, from its transformers config.
 
-    Those of its heads are of any layer where layers differ; then ``kv_width`` is that of the widest one's KV.
+    Those of its heads are of any layer where layers differ; then ``kv_width`` is that of the widest one's KV. Where no
+    layer has attention, they are heads of about 64 for the drafters that have it.
     """
-    n_heads = config.num_attention_heads
-    own = (getattr(config, "per_layer_config", None) or [config])[0]
+    own = _a_layer(config)
+    n_heads = getattr(own, "num_attention_heads", None) or max(1, config.hidden_size // 64)
     groups = kv_groups(config) if family_of(config).keeps_kv else []
     kv_width = max((group.shape.width for group in groups if group.field != "kv"), default=0)
     return {
@@ -212,6 +240,11 @@ def target_sizes(config: Any) -> dict[str, Any]:
         "max_position_embeddings": _n_positions(config),
         "architecture": config.model_type,
     } | ({"kv_width": kv_width} if kv_width else {})
+
+
+def _a_layer(config: Any) -> Any:
+    """The config of a decoder layer."""
+    return (getattr(config, "per_layer_config", None) or [config])[0]
 
 
 def count_weights(config: Any) -> int:
@@ -259,6 +292,7 @@ def norm_eps(config: Any) -> float:
 def mlp_width(config: Any) -> int:
     """The width of a target's dense MLPs; four times its own where the config names none."""
     width = getattr(config, "intermediate_size", None)
+    width = max(width) if isinstance(width, list) else width  # of each layer
     return width if isinstance(width, int) else 4 * int(config.hidden_size)
 
 
@@ -315,14 +349,15 @@ def layer_windows(config: Any) -> list[int | None]:
 
 def kv_shapes(config: Any) -> list[KVShape | None]:
     """What each layer caches of keys and values; None for a layer that carries a state in their place."""
-    kinds, n_heads = layer_kinds(config), config.num_attention_heads
-    if (rank := getattr(config, "kv_lora_rank", None)) is not None:  # a latent, and a rotated key of all heads
-        return [KVShape(1, rank, config.qk_rope_head_dim)] * len(kinds)
-    found: list[KVShape | None] = []
+    kinds, found = layer_kinds(config), list[KVShape | None]()
     for kind, own in zip(kinds, getattr(config, "per_layer_config", None) or [config] * len(kinds), strict=True):
-        width = getattr(own, "head_dim", None) or config.hidden_size // n_heads
-        heads = getattr(own, "num_key_value_heads", None) or n_heads
-        found.append(None if kind == "linear_attention" else KVShape(heads, width, width))
+        if kind == "linear_attention" or (n_heads := getattr(own, "num_attention_heads", None)) is None:
+            found.append(None)
+        elif (rank := getattr(own, "kv_lora_rank", None)) is not None:  # a latent, and a rotated key of all heads
+            found.append(KVShape(1, rank, own.qk_rope_head_dim))
+        else:
+            width = getattr(own, "head_dim", None) or config.hidden_size // n_heads
+            found.append(KVShape(getattr(own, "num_key_value_heads", None) or n_heads, width, width))
     return found
 
 
@@ -330,7 +365,7 @@ def kv_groups(config: Any) -> list[KVGroup]:
     """Group the layers that cache keys and values of their own, in the order of their first layers."""
     shapes = kv_shapes(config)
     shared = getattr(config, "kv_sharing_modes", None) or [None] * len(shapes)
-    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    is_latent = getattr(_a_layer(config), "kv_lora_rank", None) is not None
     found: dict[tuple[str, KVShape], list[int]] = {}
     for layer, (kind, shape, mode) in enumerate(zip(layer_kinds(config), shapes, shared, strict=True)):
         if shape is not None and mode != "reuse":  # the cache of an earlier layer
@@ -368,7 +403,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     the plain rotation of its base.
     """
     found = getattr(config, "rope_parameters", None) or {}
-    own = {key: value for key, value in dict(found.get("full_attention", found)).items() if value is not None}
+    own = {key: value for key, value in dict(found.get("full_attention") or found).items() if value is not None}
     if family_of(config).has_llama_layers or (
         own.get("rope_type", "default") in ROPE_TYPES and own.get("rope_theta") and "partial_rotary_factor" not in own
     ):

@@ -63,10 +63,11 @@ def load_target_tokenizer(folder: Path) -> Any:
         raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
     check_model_folder(folder)
     if (folder / "config.json").is_file():
-        families.load_target_config(folder)  # the class of a tokenizer depends on it
+        families.load_target_config(folder, with_weights=False)  # the class of a tokenizer depends on it
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
+        tokenizer.init_kwargs.pop("auto_map", None)  # names code that does not travel along in bundles
     if not tokenizer.is_fast:
         raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
     return tokenizer
@@ -78,7 +79,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     _check_memory(folder, _check_weights(folder, config), dtype, device)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=families.family_of(config).attention, output_loading_info=True,
+            folder, dtype=dtype, attn_implementation=families.attention_of(config), output_loading_info=True,
             use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
     model, info = loaded
@@ -323,7 +324,11 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
     outputs: dict[int, Tensor] = {}
 
     def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
-        outputs[layer] = output[0] if isinstance(output, tuple) else output
+        outputs[layer] = output[0] if isinstance(output, tuple | list) else output
+        if outputs[layer].ndim != 3:
+            raise TargetError(
+                f"layers of {model.config.model_type} give several states of a token. Leave out hidden:layer:K."
+            )
 
     decoder_layers: Any = families.decoder_layers(model) if layers else []
     handles = [decoder_layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...errors import DrafterError, TargetError
 from ...files import parsing, read_object
@@ -18,7 +19,11 @@ from ...files import parsing, read_object
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights; engines cast them to their own
 # Of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB.
 _MAX_VOCABULARY_BYTES = 256 << 20
+_NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+"""Model types that transformers loads as causal LMs by code of its own."""
 _KERNELS = "overrides the attention that moa-data asks for and records, and may name code on the Hub"
+# Files beside a config.json that tell of quantised weights, as older programs write them -> the method.
+_QUANTISED_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Keys of ``*config.json`` that make transformers run code or read other files -> why they are refused.
 _CODE_KEYS = {
     "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. Use the model's native "
@@ -51,14 +56,22 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
     return found.st_size
 
 
-def read_json(file: Path, error_class: type[DrafterError]) -> dict[str, Any]:
+def read_json(file: Path, error_class: type[DrafterError], allows_infinity: bool = False) -> dict[str, Any]:
     """Read the JSON object of a file; raises ``error_class`` if it holds something else."""
     with parsing(f"cannot read {file}", error_class):
-        return read_object(file)
+        return read_object(file, allows_infinity)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a model folder; raises TargetError."""
+    if not (file := folder / "config.json").is_file():
+        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+    return read_json(file, TargetError, allows_infinity=True)  # such as the largest time step of Mamba 2
 
 
 def check_model_folder(folder: Path) -> None:
     """Refuse a model folder that would run code, or holds absurdly large files, before transformers looks at it."""
+    is_native = (folder / "config.json").is_file() and read_config(folder).get("model_type") in _NATIVE
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():
             continue
@@ -69,8 +82,24 @@ def check_model_folder(folder: Path) -> None:
                 f"{file}: an adapter would change the weights silently. Merge it into the weights, or remove the file."
             )
         if file.name.endswith("config.json"):
-            for key in _CODE_KEYS.keys() & read_json(file, TargetError).keys():
+            for key in _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys():
+                if key == "auto_map" and is_native:
+                    continue  # transformers takes its own classes, unless told to trust the code
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
+
+
+def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
+    """Name the method by which a target's weights are quantised, from its config.json; empty where they are not."""
+    text = values.get("text_config")
+    for own in (values, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if (found := own.get(key)) is None:
+                continue
+            known = found if isinstance(found, dict) else {"quant_method": found}
+            is_old = any(name.startswith("load_in_") for name in known)  # of a release that had one method
+            default = "bitsandbytes" if is_old else "compressed-tensors" if key == "compression_config" else "unknown"
+            return str(known.get("quant_method") or default)[:60]
+    return next((method for name, method in _QUANTISED_FILES.items() if folder and (folder / name).is_file()), "")
 
 
 def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHeader]:

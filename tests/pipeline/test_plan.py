@@ -40,6 +40,7 @@ from moa_data.storage.schema import TEXTS_NAME, commit_path
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.hub import Hub, serving
 from moa_data.tests.kit.models import build_text_model
 
@@ -93,7 +94,6 @@ GOOD: list[Any] = random_chats(8)
         (None, [*GOOD, LONG], {"max_length": 2048}, DatasetError, "Row 8 of .*Use --max-length 256"),
         (shrink, GOOD, {}, DatasetError, r"vocabulary has 100 entries.*does not belong to this model"),
         (without("config.json"), GOOD, {}, TargetError, r"has no config\.json"),
-        (without("model.safetensors"), GOOD, {}, TargetError, r"has no \*\.safetensors weights"),
         (without("tokenizer.json"), GOOD, {}, TargetError, "has no tokenizer"),
         (rotate, GOOD, {}, TargetError, "rope type 'dynamic'"),
         (None, GOOD, {"device": "nonsense"}, TargetError, "device 'nonsense' cannot be used"),
@@ -227,12 +227,10 @@ def test_plan_extract_and_add_refuse_before_they_read_or_load(
     extract(config.replaced(activations=("hidden:last",)))
     free(1000)
     monkeypatch.setattr(plan_module, "read_sequences", lambda *_: pytest.fail("the chats were read"))
-    for command in (build_plan, extract):
-        with pytest.raises(NotEnoughMemory):
-            command(config.replaced(out=f"{config.out}-other"))
+    with pytest.raises(NotEnoughMemory):
+        extract(config.replaced(out=f"{config.out}-other"))
     with pytest.raises(NotEnoughMemory):
         plan_addition(AddConfig.of(store=config.out, model=config.model, activations=("kv",)))
-    refused(run("plan", "--model", config.model, "--dataset", config.dataset, "--out", "new"), "host memory")
     assert not Path(f"{config.out}-other").exists()
     folder, asked = Path(config.model), []
 
@@ -244,6 +242,33 @@ def test_plan_extract_and_add_refuse_before_they_read_or_load(
     with pytest.raises(NotEnoughMemory):
         build_plan(config.replaced(model="owner/name"), with_weights=True)
     assert asked == [False]  # the weights of a Hub target are not downloaded
+    monkeypatch.undo()
+    free(1000)
+    planned = run("plan", "--model", config.model, "--dataset", config.dataset, "--out", "new")
+    refused(planned, "host memory")
+    assert "bytes per token" in planned.stdout  # what a plan tells needs no memory
+
+
+@pytest.mark.parametrize(
+    ("values", "method"),
+    [
+        ({}, ""),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
+        ({"compression_config": {"format": "float-quantized"}}, "compressed-tensors"),
+    ],
+    ids=str,
+)
+def test_a_plan_needs_no_weights(config: ExtractConfig, model: Path, values: dict[str, Any], method: str) -> None:
+    """Nor such as can be used: it says that `extract` refuses them."""
+    without("model.safetensors")(model)
+    change_json(model / "config.json", **values)
+    planned = build_plan(config.replaced(model=str(model)))
+    assert planned.describe().count("refused      by `extract`: the weights are quantised by") == bool(method)
+    assert method in planned.describe()
+    with pytest.raises(TargetError, match=method or r"has no \*\.safetensors weights"):
+        extract(config.replaced(model=str(model)))
+    assert not Path(config.out).exists()
 
 
 @pytest.mark.parametrize("name", ["hidden:last", "hidden:layer:3", "hidden/layer_-1", " kv", "foo"])

@@ -1,11 +1,15 @@
 """Targets of every family: what drafters learn from is the model's own, and decoding with drafts is plain decoding."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing_extensions import override
 
 from moa_data.errors import TargetError
@@ -17,7 +21,14 @@ from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.chat_tokens import prompt_tokens
-from moa_data.moa.targets.families import FAMILIES, family_of, text_model
+from moa_data.moa.targets.families import (
+    FAMILIES,
+    family_of,
+    load_target_config,
+    parse_target_config,
+    target_sizes,
+    text_model,
+)
 from moa_data.moa.targets.live import Target
 from moa_data.moa.targets.proof import decoding_problem, prove_logits
 from moa_data.pipeline.config import ActivationSpec
@@ -27,11 +38,13 @@ from moa_data.tests.kit.command import TRAIN, refused, run
 from moa_data.tests.kit.drafters import build, frozen_for, stored
 from moa_data.tests.kit.families import FEATURES, OTHERS, SOME_FAMILIES, build_family, varied, write_family
 from moa_data.tests.kit.hostile import change_json
-from moa_data.tests.kit.models import random_prompts, written_by_transformers
+from moa_data.tests.kit.models import build_tokenizer, random_prompts, written_by_transformers
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.tests.kit.variants import quick
 from moa_data.text import printable
 
 N_NEW = 24
+SOME_CONFIGS = ("mamba", "rwkv", "bamba", "blt", "gemma3n", "qwen2_moe", "dots3_note", "beam")
 
 
 class Knowing(Proposer):
@@ -208,6 +221,9 @@ def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
     [
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         {"quantization_config": {"quant_method": "mxfp4"}},
+        {"quantization_config": {"load_in_8bit": True}},
+        {"compression_config": {"quant_method": "compressed-tensors"}},
+        {"text_config": {"quantization_config": {"quant_method": "awq"}}},
         {"model_type": "bert"},
         {"model_type": "of_another_world"},
     ],
@@ -216,9 +232,85 @@ def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
 def test_what_is_no_target_is_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = write_family(tmp_path / "model", "gpt_oss")
     change_json(model / "config.json", **changes)
-    named = changes.get("quantization_config", {}).get("quant_method") or changes["model_type"]
+    found = changes.get("text_config", changes)
+    method = found.get("quantization_config") or found.get("compression_config", {})
+    named = "bitsandbytes" if "load_in_8bit" in method else method.get("quant_method") or changes["model_type"]
     with pytest.raises(TargetError, match=named):
         Target.load(str(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt")],
+)
+def test_files_that_tell_of_quantised_weights(tmp_path: Path, name: str, method: str) -> None:
+    model = write_family(tmp_path / "model", "gpt_oss")
+    (model / name).write_text("{}")
+    with pytest.raises(TargetError, match=f"quantised by '{method}'"):
+        Target.load(str(model))
+
+
+@pytest.mark.parametrize("name", quick(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SOME_CONFIGS))
+def test_every_config_of_transformers_is_taken_or_refused(name: str) -> None:
+    """In a line, whatever sizes its layers have."""
+    try:
+        values = json.loads(AutoConfig.for_model(name).to_json_string(use_diff=False))
+    except StrictDataclassError:
+        pytest.skip("transformers has no defaults of it")
+    try:
+        config = parse_target_config(values, "config.json")
+    except TargetError:
+        assert name not in SOME_CONFIGS or name == "blt"
+    else:
+        assert target_sizes(config)["head_dim"] % 2 == 0
+
+
+def write_other(folder: Path, name: str, **sizes: Any) -> Path:
+    """Write a target whose config has no sizes but those."""
+    config = AutoConfig.for_model(name, hidden_size=48, num_hidden_layers=2, vocab_size=400, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("mamba", {"state_size": 8}), ("bloom", {"num_attention_heads": 4})])
+def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[str, Any]) -> None:
+    """Those without attention, and those that have no kernels for it."""
+    model = write_other(tmp_path / "model", name, **sizes)
+    chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(6))
+    made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
+    for command in ("plan", "extract"):
+        done = run(command, *made, "--activations", "hidden:last,hidden:layer:0")
+        assert done.exit_code == 0, done.output
+    audited = run("audit", tmp_path / "store", "--model", model, "--device", "cpu", "--samples", "2")
+    assert audited.exit_code == 0, audited.output
+    trained = run("train", tmp_path / "store", "--out", tmp_path / "run", "--drafter", "eagle", *TRAIN)
+    assert trained.exit_code == 0, trained.output
+    decoded = run("generate", "--model", model, "--drafter", tmp_path / "run", "--prompt", "Hi", "--device", "cpu")
+    refused(decoded, f"{name} can't be decoded here")
+
+
+def test_layers_that_give_several_states_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 4, "intermediate_size": 64}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0] * 2}
+    model = write_other(tmp_path, "gemma3n_text", vocab_size_per_layer_input=400, **sizes, **kinds)
+    tokens = torch.zeros(1, 4, dtype=torch.int32).numpy()
+    target = Target.load(str(model), device="cpu")
+    with pytest.raises(TargetError, match="several states of a token"):
+        capture(target.model, list(tokens), ActivationSpec(kv=False, last=True, layers=(1,)), torch.float32)
+
+
+def test_infinity_in_a_config(tmp_path: Path) -> None:
+    """As in folders of the Hub, and as transformers writes it."""
+    config = AutoConfig.for_model("bamba", time_step_limit=(0.0, float("inf")))
+    config.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    for limit in ("Infinity", '{"__float__": "Infinity"}'):
+        change_json(tmp_path / "config.json", time_step_limit=[0.0, "LIMIT"])
+        file = tmp_path / "config.json"
+        file.write_text(file.read_text().replace('"LIMIT"', limit))
+        assert load_target_config(tmp_path).time_step_limit == (0.0, float("inf"))
+    assert parse_target_config(json.loads(text), "config.json").time_step_limit == (0.0, float("inf"))
 
 
 def test_what_is_wrong_with_a_family_shows_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
