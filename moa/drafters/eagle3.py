@@ -66,6 +66,8 @@ class Eagle3Sizes(LayerSizes):
     fc_norm: bool = False
     """Whether each of the outputs has a norm before they are fused, as in EAGLE-3.1 (arXiv 2605.09992)."""
     norm_output: bool = False  # whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1
+    norm_before_fc: bool = False  # whether all outputs together have a norm before they are fused (speculators)
+    norm_before_residual: bool = False  # whether the residual begins after the norm of the features (speculators)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,11 +102,15 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Block(DecoderBlock):
-    """A decoder layer whose attention sees two streams of width E, each with a norm; its residual is the second one."""
+    """A decoder layer whose attention sees two streams of width E, each with a norm; its residual is the second one.
 
-    def __init__(self, sizes: BlockSizes) -> None:
+    The residual is that of before the norm, or, with ``norm_before_residual``, of after it (vLLM ``llama_eagle3.py``).
+    """
+
+    def __init__(self, sizes: BlockSizes, norm_before_residual: bool = False) -> None:
         super().__init__(sizes)
         self.hidden_norm = RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self._norms_residual = norm_before_residual
 
     @override
     def normed(self, x: Tensor) -> Tensor:
@@ -113,7 +119,8 @@ class Eagle3Block(DecoderBlock):
 
     @override
     def residual(self, x: Tensor) -> Tensor:
-        return x.chunk(2, dim=-1)[1]
+        hidden = x.chunk(2, dim=-1)[1]
+        return self.hidden_norm(hidden) if self._norms_residual else hidden
 
 
 class Eagle3Drafter(FeatureDrafter):
@@ -128,9 +135,11 @@ class Eagle3Drafter(FeatureDrafter):
         super().__init__(config)
         width = config.hidden_size
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(len(config.fused_layers) * width, eps=config.norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(width, eps=config.norm_eps) for _ in config.fused_layers)
-        self.midlayer = Eagle3Block(replace(config.layer, input_width=2 * width))
+        self.midlayer = Eagle3Block(replace(config.layer, input_width=2 * width), config.norm_before_residual)
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocabulary, bias=False)
         self.rotary = config.rotary()
@@ -198,6 +207,8 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def true_features(self, states: Tensor) -> Tensor:
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
         if self.config.fc_norm:
             parts = states.split(self.config.hidden_size, dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)

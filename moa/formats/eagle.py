@@ -179,6 +179,9 @@ MOA_EAGLE = Layout(
 )
 
 
+_EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+
+
 def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
     layers = list(sizes.fused_layers)
     own: dict[str, Any] = {
@@ -192,20 +195,29 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
-    # What EAGLE-3.1 adds, both false where they are absent (vllm pull request 42764).
-    flags = {name: True for name in ("fc_norm", "norm_output") if getattr(sizes, name)}
+    # What EAGLE-3.1 (vllm pull request 42764) and speculators add, all false where they are absent.
+    flags = {name: True for name in _EAGLE3_FLAGS if getattr(sizes, name)}
     return layout.llama_config(sizes) | own | flags
 
 
 def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     facts, key = layout.drafter_facts(config), "eagle_aux_hidden_state_layer_ids"
+    own = layout.nested(config, "eagle_config")
+    # What changes the computation, and is not here; the values leave it as it is.
+    for name, plain in {
+        "use_aux_hidden_state": True,
+        "logit_scale": 1,
+        "target_hidden_size": facts["hidden_size"],
+    }.items():
+        if (value := own.get(name, config.get(name, plain))) not in (plain, None):
+            raise DrafterError(f"config.json: {name} is {value!r}, and this EAGLE-3 knows {plain!r} alone.")
     read = {
         "draft_vocabulary": layout.rows(weights, "lm_head.weight"),
-        "fused_layers": layout.read_layer_ids(
-            (layout.nested(config, "eagle_config").get(key), 0), (config.get(key), 1)
-        ),
+        "fused_layers": layout.read_layer_ids((own.get(key), 0), (config.get(key), 1)),
         "fc_norm": "fc_norm.0.weight" in weights,
         "norm_output": bool(config.get("norm_output", False)),
+        "norm_before_fc": bool(own.get("norm_before_fc", config.get("norm_before_fc", False))),
+        "norm_before_residual": bool(config.get("norm_before_residual", False)),
     }
     return Eagle3Sizes.from_dict(facts | layout.layer_facts(weights, facts["head_dim"], "midlayer") | read)
 

@@ -33,12 +33,13 @@ class TestEagle3(DrafterContract):
 
 @pytest.mark.slow
 class TestSmallVocabulary(DrafterContract):
-    """Thirty tokens that can be drafted; the others are sampled and decoded all the same. With EAGLE-3.1's norms."""
+    """Thirty tokens that can be drafted, the others are sampled and decoded all the same; with all norms that exist."""
 
     kind = "eagle3"
     close = 5e-5
     sizes = {
         "fused_layers": (0, 1), "test_time_steps": 3, "draft_vocabulary": 30, "fc_norm": True, "norm_output": True,
+        "norm_before_fc": True, "norm_before_residual": True,
     }  # fmt: skip
 
 
@@ -65,7 +66,9 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
     """In value, which decoding has too, and in gradients; rounds end with the response they are in."""
     model = build_model(family, num_hidden_layers=2)
     frozen, n_steps = FrozenTarget.from_model(model), 4
-    norms = dict.fromkeys(("fc_norm", "norm_output"), draft_vocabulary is not None)
+    norms = dict.fromkeys(
+        ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), draft_vocabulary is not None
+    )
     drafter = build_eagle3(model, draft_vocabulary=draft_vocabulary, test_time_steps=n_steps, **norms)
     inputs = batch_of(drafter, model, 22)
     total, first, n_rounds = torch.zeros(()), torch.zeros(()), 0
@@ -90,6 +93,26 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
     assert n_rounds == terms.n_positions == int(drafter.loss_positions(inputs.response_mask, NO_DRAWS).sum()) > 20
     assert terms.feature is None
     torch.testing.assert_close(terms.forward_kl, first / 3.0, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norms_of_speculators() -> None:
+    """One before the fusing layer, over all outputs; the residual begins after that of the features."""
+    model = build_model()
+    drafter = build_eagle3(model, norm_before_fc=True, norm_before_residual=True)
+    states, embedding = torch.randn(1, 1, 96), torch.randn(1, 1, 48)
+    mean_square = states.square().mean(dim=-1, keepdim=True)
+    scaled = states / (mean_square + drafter.config.norm_eps).sqrt() * drafter.input_norm.weight
+    fused = drafter.true_features(states)
+    torch.testing.assert_close(fused, scaled @ drafter.fc.weight.T)
+    block = drafter.midlayer
+    normed = block.hidden_norm(fused)
+    joined, attention = torch.cat((block.input_layernorm(embedding), normed), dim=-1), block.self_attn
+    value = attention.v_proj(joined).unflatten(-1, (2, 12)).repeat_interleave(2, dim=2).flatten(2)  # of one token
+    x = normed + attention.o_proj(value)
+    expected = x + block.mlp(block.post_attention_layernorm(x))
+    stream, rotation = torch.cat((embedding, fused), dim=-1), drafter.rotary(torch.arange(1)[None])
+    found = block(stream, rotation, *block.keys_values(stream, rotation), None)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("n_rows", [1, 2])

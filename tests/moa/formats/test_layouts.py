@@ -97,6 +97,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in LAYOUTS),
     *((name, TWO_LAYERS) for name in ENGINES),
     ("eagle3", {"fused_layers": (0, 1, 3), "fc_norm": True, "norm_output": True}),
+    ("eagle3", {"fused_layers": (0, 1, 3), "norm_before_fc": True, "norm_before_residual": True}),
     ("moa", {"n_target_layers": 2}),
 ]
 
@@ -301,6 +302,29 @@ def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Pa
     assert (again.kind, again.config.fc_norm, again.config.norm_output) == ("eagle3", True, True)
     frozen = FrozenTarget.from_model(model)
     assert torch.equal(*(one.draft_logits(frozen, features(one, model)) for one in (again, drafter)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"target_hidden_size": 96}, "target_hidden_size is 96"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+    ],
+)
+def test_keys_of_eagle3_that_change_the_computation_are_heeded(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    """Those of speculators give their norms, in either place; others are refused by name."""
+    model = build_model()
+    write(build("eagle3", model, norm_before_fc=True, norm_before_residual=True), "eagle3", tmp_path, model)
+    without_own_key(tmp_path)
+    assert read_config(tmp_path)["norm_before_residual"]
+    sizes: Any = load_drafter(tmp_path).config
+    assert (sizes.norm_before_fc, sizes.norm_before_residual) == (True, True)
+    without_own_key(tmp_path, **changes)
+    with pytest.raises(DrafterError, match=text):
+        load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize(
