@@ -210,7 +210,10 @@ def scaled_head(model: PreTrainedModel) -> Tensor:
     """The LM head with the scale of its outputs, [V, E]."""
     head, config = cast(Any, model).get_output_embeddings(), text_model(model).config
     if head is None or getattr(head, "bias", None) is not None:
-        raise TargetError(f"the LM head of {config.model_type} is no plain matrix, which drafters need.")
+        raise TargetError(
+            f"the LM head of {config.model_type} is no plain matrix, or has a bias, which drafters don't know. Choose "
+            "another target."
+        )
     weight, scale = cast(Tensor, head.weight), logit_scale(config)
     return weight if scale == 1 else weight * scale
 

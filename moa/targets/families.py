@@ -1,12 +1,12 @@
 """Targets by their transformers config: what is known of each family, its sizes, and which layers see how far.
 
-Any causal LM of transformers gives hidden states, from which most drafters learn. What a family has besides is data, an
-entry of :data:`FAMILIES`; what an entry says, and what is assumed of families without one, is proven on the loaded
-model before it is used (``live.prove``).
+Any causal LM of transformers whose LM head is a matrix alone gives hidden states, from which most drafters learn. What
+a family has besides is data, an entry of :data:`FAMILIES`; what an entry says, and what is assumed of families without
+one, is proven on the loaded model before it is used (:mod:`.proof`).
 
 | level | what works | which targets |
 |---|---|---|
-| hidden states | stores of hidden states, drafters that read no KV | every causal LM of transformers |
+| hidden states | stores of hidden states, drafters that read no KV | causal LMs of transformers, LM head without bias |
 | keys and values | stores of KV, drafters that read it | those of :data:`FAMILIES` |
 | decoding | chains, trees, batches, serving | those whose attention takes masks; proven for each model |
 """
@@ -20,8 +20,12 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ...errors import DrafterError, TargetError
 from ...files import parsing
@@ -158,6 +162,12 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
     )
 
 
+def model_loader(folder: Path) -> Any:
+    """The class of transformers that loads a target, with the text model of those that also see."""
+    is_text = read_config(folder).get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+
+
 def attention_of(config: Any) -> str:
     """The kernels of transformers that compute all that a target's attention has."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -171,12 +181,15 @@ def family_of(config: Any) -> Family:
 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
-    """Refuse what transformers loads as no causal LM."""
-    model_type = values.get("model_type")
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    """Refuse what transformers loads as no causal LM, nor as one that also sees."""
+    model_type, text = values.get("model_type"), values.get("text_config")
+    sees = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    loads_text = isinstance(text, dict) and text.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (sees and loads_text):
+        way = "Choose another target, or a transformers that has it"
         raise TargetError(
             f"model type {str(model_type)[:60]!r} is no causal language model of transformers "
-            f"{transformers.__version__} ({source}). Choose another target, or a transformers that has it."
+            f"{transformers.__version__} ({source}). {'Save its text model alone as one' if sees else way}."
         )
 
 

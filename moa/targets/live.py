@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ...errors import TargetError
 from ...files import parsing
@@ -78,7 +78,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     config = families.load_target_config(folder)
     _check_memory(folder, _check_weights(folder, config), dtype, device)
     with parsing(f"cannot load the weights of {folder}", TargetError):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = families.model_loader(folder).from_pretrained(
             folder, dtype=dtype, attn_implementation=families.attention_of(config), output_loading_info=True,
             use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
@@ -180,7 +180,7 @@ class Target:
         folder = resolve_model_folder(path_or_id, revision=revision)
         model = load_target_model(folder, dtype, pick_device(device))
         target = cls(model, load_target_tokenizer(folder), folder)
-        if not target.is_llama:
+        if not target.is_llama or target.config is not model.config:  # the text model of one that also sees
             proof.prove_logits(target)
         return target
 

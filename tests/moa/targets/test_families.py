@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing_extensions import override
 
@@ -36,7 +36,7 @@ from moa_data.pipeline.forwards.capture import capture
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import TRAIN, refused, run
 from moa_data.tests.kit.drafters import build, frozen_for, stored
-from moa_data.tests.kit.families import FEATURES, OTHERS, SOME_FAMILIES, build_family, varied, write_family
+from moa_data.tests.kit.families import FEATURES, OTHERS, SIZES, SOME_FAMILIES, build_family, varied, write_family
 from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.models import build_tokenizer, random_prompts, written_by_transformers
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
@@ -226,6 +226,7 @@ def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
         {"text_config": {"quantization_config": {"quant_method": "awq"}}},
         {"model_type": "bert"},
         {"model_type": "of_another_world"},
+        {"model_type": "qwen3_vl"},
     ],
     ids=str,
 )
@@ -288,6 +289,21 @@ def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[
     assert trained.exit_code == 0, trained.output
     decoded = run("generate", "--model", model, "--drafter", tmp_path / "run", "--prompt", "Hi", "--device", "cpu")
     refused(decoded, f"{name} can't be decoded here")
+
+
+@pytest.mark.parametrize("name", ["mistral", "ministral3"])
+def test_the_text_model_of_one_that_also_sees(tmp_path: Path, name: str) -> None:
+    """Of one that transformers does not count among causal LMs."""
+    own = SIZES | FEATURES.get(name, {"sliding_window": 7})
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sight = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, **small}
+    config = AutoConfig.for_model("mistral3", text_config={"model_type": name, **own}, vision_config=sight)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path), device="cpu")
+    target.eos_token_ids = frozenset()
+    assert (target.config.model_type, target.decoding_problem) == (name, "")
+    assert_lossless(target, random_prompts(2, seed=4, longest=16))
 
 
 def test_layers_that_give_several_states_are_refused(tmp_path: Path) -> None:
