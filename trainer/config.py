@@ -500,6 +500,7 @@ class DrafterExportConfig(Config):
         "sglang-eagle",
         "moa-eagle",
         "eagle3",
+        "llama",
     ]
     """Layout of the files; docs/interop.md says who loads which."""
     out: str

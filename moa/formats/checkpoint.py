@@ -23,6 +23,7 @@ from ..targets.model_files import find_problems, load_pickled_tensors, read_head
 from .block import DFLASH, DSPARK, VLLM_DSPARK
 from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
 from .layout import Layout, Weights
+from .llama import LLAMA
 from .moa import MOA, MOA_VLLM
 
 CONFIG_FILE = "drafter.json"
@@ -35,7 +36,19 @@ _OWN_KEY = "moa_data"  # of config.json, with what a layout has no place for; ot
 # By name; a folder that this package did not write belongs to the first one that recognises it.
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
-    for layout in (MOA, MOA_VLLM, DFLASH, DSPARK, VLLM_DSPARK, EAGLE, VLLM_EAGLE, SGLANG_EAGLE, MOA_EAGLE, EAGLE3)
+    for layout in (
+        MOA,
+        MOA_VLLM,
+        DFLASH,
+        DSPARK,
+        VLLM_DSPARK,
+        EAGLE,
+        VLLM_EAGLE,
+        SGLANG_EAGLE,
+        MOA_EAGLE,
+        EAGLE3,
+        LLAMA,
+    )
 }
 
 

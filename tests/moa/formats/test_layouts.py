@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from moa_data.errors import DrafterError, TargetError
@@ -59,6 +59,8 @@ def build(name: Any, model: Any = None, **sizes: Any) -> Any:
     if LAYOUTS[name].kind == "eagle3":
         own: dict[str, Any] = {"fused_layers": (0, 1, 2), "draft_vocabulary": 40}
         return build_eagle3(model, **(own | sizes))
+    if name == "llama":
+        return kit.build("independent", model, **sizes)
     if LAYOUTS[name].kind in ("dflash", "dspark"):
         return build_block(LAYOUTS[name].kind, model, **sizes)
     return build_drafter(model, **sizes) if LAYOUTS[name].kind == "moa" else build_eagle(model, **sizes)
@@ -94,7 +96,7 @@ def write_weights(folder: Path, weights: dict[str, Any]) -> None:
 
 TWO_LAYERS: dict[str, Any] = {"eagle_layers": 2, "self_attention_kv_heads": 1, "eagle_input_norm": False}
 FORMS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in LAYOUTS),
+    *((name, {}) for name in LAYOUTS if name != "llama"),
     *((name, TWO_LAYERS) for name in ENGINES),
     ("eagle3", {"fused_layers": (0, 1, 3), "fc_norm": True, "norm_output": True}),
     ("eagle3", {"fused_layers": (0, 1, 3), "norm_before_fc": True, "norm_before_residual": True}),
@@ -122,6 +124,27 @@ def test_a_folder_computes_the_same_without_our_key(tmp_path: Path, name: str, s
     weights = load_drafter(tmp_path).state_dict()
     for key, value in drafter.state_dict().items():
         assert torch.equal(weights[key], value.to(torch.bfloat16).float() if value.is_floating_point() else value), key
+
+
+def test_an_independent_drafter_is_a_llama(tmp_path: Path) -> None:
+    """As transformers loads it, which has the same logits; without our key nobody knows for which target."""
+    model = build_model(max_position_embeddings=96)
+    drafter = kit.build("independent", model, independent_width=24, independent_layers=3)
+    write(drafter, "llama", tmp_path, model)
+    loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    other, info = loaded
+    assert not any(info.values()), info
+    tokens = batch_of(drafter, model).tokens
+    with torch.no_grad():
+        every = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+        own = drafter.draft_logits(kit.frozen_for(drafter, model), drafter(tokens, every))
+        torch.testing.assert_close(own, other(tokens).logits, rtol=1e-5, atol=1e-5)
+    again = load_drafter(tmp_path)
+    assert again.config == drafter.config
+    assert all(map(torch.equal, again.state_dict().values(), drafter.state_dict().values()))
+    without_own_key(tmp_path)
+    with pytest.raises(DrafterError, match="none of the formats"):
+        load_drafter(tmp_path)
 
 
 def test_keys_of_each_engine(tmp_path: Path) -> None:
