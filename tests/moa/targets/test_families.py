@@ -1,6 +1,8 @@
 """Targets of every family: what drafters learn from is the model's own, and decoding with drafts is plain decoding."""
 
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing_extensions import override
@@ -327,6 +330,50 @@ def test_infinity_in_a_config(tmp_path: Path) -> None:
         file.write_text(file.read_text().replace('"LIMIT"', limit))
         assert load_target_config(tmp_path).time_step_limit == (0.0, float("inf"))
     assert parse_target_config(json.loads(text), "config.json").time_step_limit == (0.0, float("inf"))
+
+
+GUIDE = (Path(__file__).parents[3] / "docs/real-model.md").read_text().split("## 7. Other families")[1]
+IN_GUIDE = (
+    "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "gemma2", "gemma3_text", "gemma4_text", "deepseek_v3", "qwen3_next",
+    "qwen3_5_text", "llama4_text", "phi3", "granite", "olmo2", "smollm3", "cohere2", "ministral", "olmo",
+)  # fmt: skip
+"""The type of the model in each command line of the guide."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "line"), [*zip(IN_GUIDE, re.findall(r"^moa-data (extract .*)$", GUIDE, re.MULTILINE), strict=True)]
+)
+def test_command_lines_of_the_guide_run(name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(
+        line.replace("$DATA", str(write_jsonl(tmp_path / "chats.jsonl", random_chats(6)))), comments=True
+    )
+    sizes = {"num_hidden_layers": 9} if name == "olmo" else {}
+    model = write_family(tmp_path / "model", name, vocab_size_per_layer_input=400, **sizes)
+    words[words.index("--model") + 1] = str(model)
+    extracted = run(*words, "--device", "cpu", "--max-length", "128")
+    assert extracted.exit_code == 0, extracted.output
+
+
+def test_a_dequantised_folder_is_made_as_the_guide_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gpt-oss, whose experts come in 4 bits: two numbers a byte, and an exponent for 32 numbers."""
+    model, random = write_family(tmp_path / "small", "gpt_oss", hidden_size=64), torch.Generator().manual_seed(0)
+    weights = load_file(model / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        n_experts, n_in, n_out = weights.pop(name).shape
+        shape = n_experts, n_out, n_in // 32
+        weights[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=random)
+        weights[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8, generator=random)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    change_json(model / "config.json", quantization_config={"quant_method": "mxfp4"}, dtype="bfloat16")
+    with pytest.raises(TargetError, match="quantised by 'mxfp4'"):
+        Target.load(str(model))
+    program = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert program is not None
+    monkeypatch.chdir(tmp_path)
+    exec(program[1].replace("openai/gpt-oss-20b", str(model)))
+    assert Target.load("./gpt-oss-20b", torch.bfloat16).decoding_problem == ""
 
 
 def test_what_is_wrong_with_a_family_shows_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
