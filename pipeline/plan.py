@@ -34,10 +34,12 @@ from ..errors import (
     WorkerError,
 )
 from ..files import parse_object
-from ..moa.targets.bundle import hash_target, weight_files
+from ..moa.targets.bundle import hash_target, scaled_head, weight_files
 from ..moa.targets.families import (
     attention_of,
     check_kv,
+    empty_model,
+    family_of,
     kv_groups,
     kv_shapes,
     layer_sizes,
@@ -213,6 +215,8 @@ def _plan_forwards(
         The settings, the forwards, and the engine that runs them, None for our own.
     """
     model_config = load_target_config(folder, with_weights)
+    if not family_of(model_config).keeps_kv:  # of the others it is known
+        scaled_head(empty_model(model_config))  # refuses heads that drafters don't know
     sizes, uses_vllm = target_sizes(model_config), config.forward.source == "vllm"
     groups = kv_groups(model_config)
     kv_fields = tuple(one.field for one in groups)

@@ -263,19 +263,25 @@ def _a_layer(config: Any) -> Any:
 def count_weights(config: Any) -> int:
     """Count the weights of a text model, of tied ones those of one matrix; less biases and norms of Llama's layers."""
     if not family_of(config).has_llama_layers:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return sum(weight.numel() for weight in model.parameters())
+        return sum(weight.numel() for weight in empty_model(config).parameters())
     sizes = target_sizes(config)
     heads = sizes["n_heads"] + sizes["n_kv_heads"]
     layer = sizes["hidden_size"] * (2 * heads * sizes["head_dim"] + 3 * config.intermediate_size)
     return int(sizes["vocab_size"] * sizes["hidden_size"] + sizes["n_layers"] * layer)
 
 
+def empty_model(config: Any) -> Any:
+    """Make a causal LM of the config of a text model, on the meta device; raises TargetError."""
+    trouble = f"transformers makes no causal LM of {config.model_type}"
+    with parsing(trouble, TargetError, "Choose another target."), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
 def text_model(model: Any) -> Any:
     """Find the text model in a causal LM: what gives hidden states, without the LM head."""
     found = model.get_decoder()
-    return model.model if found is model else found  # as in Llama 4, which calls itself another name
+    is_found = found is not model and hasattr(found, "config")
+    return found if is_found else model.model  # as in Llama 4, and where the LM head is called a decoder
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -1,5 +1,6 @@
 """Targets of every family: what drafters learn from is the model's own, and decoding with drafts is plain decoding."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -21,11 +22,12 @@ from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import Proposer
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.training import Draws, TrainingStep
-from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget, scaled_head
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.families import (
     FAMILIES,
+    empty_model,
     family_of,
     load_target_config,
     parse_target_config,
@@ -267,6 +269,18 @@ def test_every_config_of_transformers_is_taken_or_refused(name: str) -> None:
         assert name not in SOME_CONFIGS or name == "blt"
     else:
         assert target_sizes(config)["head_dim"] % 2 == 0
+        with contextlib.suppress(TargetError):
+            scaled_head(empty_model(config))
+
+
+@pytest.mark.parametrize("name", ["phi", "gptj"])
+def test_an_lm_head_with_a_bias_is_refused_before_its_weights_are_read(tmp_path: Path, name: str) -> None:
+    model = write_other(tmp_path / "model", name, num_attention_heads=4, intermediate_size=64)
+    (model / "model.safetensors").unlink()
+    chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(2))
+    made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
+    for command in ("plan", "extract"):
+        refused(run(command, *made, "--activations", "hidden:last"), f"LM head of {name}", "has a bias")
 
 
 def write_other(folder: Path, name: str, **sizes: Any) -> Path:
