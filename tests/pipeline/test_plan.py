@@ -40,6 +40,7 @@ from moa_data.storage.schema import TEXTS_NAME, commit_path
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.families import write_family
 from moa_data.tests.kit.hostile import change_json
 from moa_data.tests.kit.hub import Hub, serving
 from moa_data.tests.kit.models import build_text_model
@@ -406,6 +407,18 @@ def test_a_plan_is_timed_and_leaves_nothing(config: ExtractConfig, tmp_path: Pat
     found = estimate(build_plan(config.replaced(codec=codec)))
     assert sorted(tmp_path.rglob("*")) == before
     assert 0 < found.forward_s < found.extract_s
+
+
+def test_a_plan_says_where_it_cannot_be_timed(config: ExtractConfig, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(_: Any) -> Any:
+        raise RuntimeError("the sizes do not match")
+
+    monkeypatch.setattr(estimate_module, "estimate", fail)
+    model = str(write_family(tmp_path / "other", "olmo"))
+    other = build_plan(config.replaced(model=model, activations="hidden:last", target_layers=0))
+    assert estimate_module.describe_estimate(other).endswith("failed: the sizes do not match")
+    with pytest.raises(RuntimeError):  # of a family that is known it is our fault
+        estimate_module.describe_estimate(build_plan(config))
 
 
 def test_an_addition_is_timed_too(config: ExtractConfig) -> None:
