@@ -193,6 +193,7 @@ def rounds(
 
 def transformers_steps(target: Target, prompt: list[int], n_tokens: int, is_compiled: bool) -> dict[str, float]:
     """Milliseconds of a step of transformers' greedy ``generate``: of an answer, less those of its first token."""
+    model: Any = target.model
     tokens = torch.tensor([prompt], device=target.device)
     # With a static cache it compiles its steps on a GPU, as users would.
     own: dict[str, Any] = {"cache_implementation": "static"} if is_compiled else {}
@@ -200,7 +201,7 @@ def transformers_steps(target: Target, prompt: list[int], n_tokens: int, is_comp
         _seconds(
             target.device,
             partial(
-                target.model.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+                model.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
                 min_new_tokens=n, max_new_tokens=n, **own,
             ),
         )
