@@ -435,6 +435,17 @@ def test_a_read_only_output_is_refused_in_one_line(work: Path, tmp_path: Path) -
             refused(run(*shlex.split(command), "--out", disk / "out"), line)
 
 
+def test_other_inputs_for_a_store_are_named_in_a_line_that_can_be_read(work: Path) -> None:
+    write_jsonl(work / "others.jsonl", [chat(f"question {number}", "answer") for number in range(4)])
+    done = run(
+        *shlex.split(EXTRACT.replace("chats.jsonl", "others.jsonl").replace("--out out", "--out store")),
+        "--codec",
+        "int8",
+    )
+    refused(done, "store was made from other inputs (identities.dataset", "more, which `moa-data --debug` lists")
+    assert len(done.stderr.strip().splitlines()[-1]) < 600
+
+
 def test_training_asks_for_room_first(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(work)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,22 @@ def test_what_the_other_program_would_run_differently_is_refused(
 def test_groups_of_keys_and_values_have_no_place(name: str) -> None:
     drafter = build_drafter(build_family("deepseek_v3"))
     assert any("kv_groups is (0, 0, 0, 0)" in text for text in LAYOUTS[name].refusals(drafter.config))
+
+
+def test_what_holds_no_drafter_says_what_it_is(tmp_path: Path) -> None:
+    """A path that does not exist, a run that was stopped, a store, and anything else."""
+    run, store = tmp_path / "run", tmp_path / "store"
+    for folder in (run / "checkpoints", store, tmp_path / "other"):
+        folder.mkdir(parents=True)
+    (run / "run.yaml").touch()
+    (store / "plan.parquet").touch()
+    said = {tmp_path / "none": "does not exist", store: "is a store", tmp_path / "other": "holds no drafter: expected"}
+    for folder, text in (said | {run: "was stopped before it wrote a drafter. Run the same command again."}).items():
+        with pytest.raises(DrafterError, match=re.escape(text)):
+            load_drafter(folder)
+    (run / "checkpoints" / "last.ckpt").touch()
+    with pytest.raises(DrafterError, match="again with --resume"):
+        load_drafter(run)
 
 
 def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:
