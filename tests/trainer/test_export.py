@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"fused_layers": (0, 1, 2)},
     "dspark": {"block_layers": 1, "markov_rank": 8},
     "dflash": {"block_layers": 1},
+    "independent": {},
 }
 """Sizes with which a drafter of a kind fits the layouts of other programs."""
 
