@@ -493,6 +493,7 @@ class DrafterExportConfig(Config):
         "moa",
         "moa-vllm",
         "dflash",
+        "hf-dflash",
         "dspark",
         "vllm-dspark",
         "eagle",

@@ -101,6 +101,27 @@ DFLASH = Layout(
 )
 
 
+def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
+    config = _config(sizes) | {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    own = config.pop("dflash_config")
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # theirs are of a vocabulary of their own
+    del config["sliding_window"]
+    found: dict[str, Any] = config | own
+    return found
+
+
+HF_DFLASH = replace(
+    DFLASH,
+    name="hf-dflash",  # loaded for generate(speculation_type="dflash", assistant_model=...)
+    reader="transformers",
+    notes=lambda sizes: [],
+    config=_hf_config,
+    file_name=lambda name: name.replace("hidden_norm.", "encoder.output_norm_enc.").replace("fc.", "encoder.fc."),
+    own_name=lambda name: name.replace("encoder.output_norm_enc.", "hidden_norm.").replace("encoder.fc.", "fc."),
+    recognises=lambda names, config: config.get("model_type") == "muse_glimmer_assistant",
+)
+
+
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
     """Add the heads to the backbone's config, on the top level as DeepSpec and vLLM read them."""
     config, has_markov = _config(sizes), sizes.markov_head != "none"

@@ -20,7 +20,7 @@ from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
 from ..targets.live import Target
 from ..targets.model_files import find_problems, load_pickled_tensors, read_header, read_json, write_tensors
-from .block import DFLASH, DSPARK, VLLM_DSPARK
+from .block import DFLASH, DSPARK, HF_DFLASH, VLLM_DSPARK
 from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
 from .layout import Layout, Weights
 from .llama import LLAMA
@@ -40,6 +40,7 @@ LAYOUTS: dict[str, Layout] = {
         MOA,
         MOA_VLLM,
         DFLASH,
+        HF_DFLASH,
         DSPARK,
         VLLM_DSPARK,
         EAGLE,

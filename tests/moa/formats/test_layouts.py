@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from moa_data.errors import DrafterError, TargetError
+from moa_data.moa.decoding.loop import generate_batch
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import (
     LAYOUTS,
     check_drafter_matches,
@@ -28,7 +31,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.drafters import build_drafter, build_eagle3
 from moa_data.tests.kit.families import build_family
-from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.models import build_model, random_prompts
 
 from ..drafters.contract import ROUNDS, batch_of
 
@@ -146,6 +149,37 @@ def test_an_independent_drafter_is_a_llama(tmp_path: Path) -> None:
     without_own_key(tmp_path)
     with pytest.raises(DrafterError, match="none of the formats"):
         load_drafter(tmp_path)
+
+
+def test_transformers_drafts_with_a_block_as_we_do(tmp_path: Path) -> None:
+    """By its own generate, in as many rounds but for the last, which it ends without a draft."""
+    model: Any = build_model(num_hidden_layers=3, eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    target, prompts, n_new = Target(model), random_prompts(3, 3), 20
+    drafter = kit.build("dflash", model, block_layers=2, block_size=6, sample_from_anchor=False)
+    write(kit.teach(drafter, target, prompts, 80), "hf-dflash", tmp_path, model)
+    loaded: Any = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assistant, info = loaded
+    assert not any(info.values()), info
+    rounds, call = [0], assistant.forward
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        rounds[0] += 1
+        return call(*arguments, **options)
+
+    assistant.forward = counted
+    for prompt in prompts:
+        rounds[0], tokens = 0, torch.tensor([prompt])
+        written = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=n_new,
+            assistant_model=assistant, speculation_type="dflash",
+        )  # fmt: skip
+        (own,) = generate_batch(
+            target, [prompt], max_new_tokens=n_new, proposer=DrafterProposer(target, drafter), tree=TreeShape(5)
+        )
+        assert written[0, len(prompt) :].tolist() == own.tokens
+        assert own.stats.n_target_calls - rounds[0] in (0, 1)
+        assert own.stats.acceptance_length > 2
 
 
 def test_keys_of_each_engine(tmp_path: Path) -> None:
