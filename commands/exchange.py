@@ -13,14 +13,18 @@ from .options import StageCommand, config_options
 @click.command("export", cls=StageCommand)
 @config_options(ExportConfig, arguments=("store",))
 def export_command(config: ExportConfig) -> None:
-    """Write a store in the layout of speculators, SpecForge or EAGLE; `export-drafter` writes drafters.
+    """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
+
+    `export-drafter` writes drafters. The index has ids, lengths, tokens, masks and texts of all sequences and where
+    their activations lie, for DuckDB, Polars or `datasets` to choose by.
 
     Numbers of layers and norms are converted; files that are there already are kept. If the store lacks a field that
     the layout needs, the command names the `moa-data add` that adds it.
 
     \b
-    Example:
+    Examples:
       moa-data export store --format specforge --out hidden_states
+      moa-data export store --format index --out index.parquet
     """
     from ..pipeline.exchange.transfer import export_store
 

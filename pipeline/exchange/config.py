@@ -7,6 +7,7 @@ from typing_extensions import override
 from ...config import Config, Count, Natural
 
 Format = Literal["speculators", "specforge", "eagle"]
+ExportFormat = Literal["speculators", "specforge", "eagle", "index"]
 
 
 class ExportConfig(Config):
@@ -14,10 +15,11 @@ class ExportConfig(Config):
 
     store: str
     """Folder of the store."""
-    format: Format
-    """Layout to write: speculators, specforge (EAGLE-3) or eagle (EAGLE v1)."""
+    format: ExportFormat
+    """Layout to write: speculators, specforge (EAGLE-3), eagle (EAGLE v1), or index, one Parquet file of all sequences
+    without their activations."""
     out: str
-    """Folder to write to; the same command run again continues where it stopped."""
+    """Folder to write to, of index the file; the same command run again continues where it stopped."""
     max_sequences: Count | None = None
     """Write only the first sequences of the store; default: all."""
     layers: tuple[int, ...] = ()
@@ -64,8 +66,9 @@ class ImportConfig(Config):
 
 def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
     found = []
-    if layers and name == "eagle":
-        found.append("layers has no meaning for the format eagle, which holds the last hidden state alone")
+    if layers and name in ("eagle", "index"):
+        holds = "the last hidden state alone" if name == "eagle" else "no hidden states"
+        found.append(f"layers has no meaning for the format {name}, which holds {holds}")
     if len(set(layers)) < len(layers):
         found.append(f"layers repeats a layer: {','.join(map(str, layers))}")
     return found

@@ -43,6 +43,7 @@ from ..report import WriteReport
 from ..sequences import content_id
 from .config import ExportConfig, ImportConfig
 from .formats import FileFormat, make_format, write_rows
+from .index import write_index
 from .torch_dataset import ActivationDataset
 
 _N_WRITERS = 8
@@ -52,9 +53,9 @@ RECORD_NAME = "export.json"
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
-    """Write a store's sequences as another project's files, in the store's order, and say what was written.
+    """Write a store's sequences in its order, as another project's files or as an index, and say what was written.
 
-    Files that are there stay.
+    Files that are there stay; an index is written anew.
 
     Raises:
         SelectionInvalid: the store lacks a field that the file format needs.
@@ -62,6 +63,9 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
     """
     folder = Path(config.out).expanduser()
     with ActivationStore(config.store, require_complete=True) as store:
+        n = min(config.max_sequences or len(store), len(store))
+        if config.format == "index":
+            return write_index(store, folder, n, progress)
         n_layers = int(store.manifest.target["n_layers"])
         if config.kv:
             store.refuse_groups("--kv")
@@ -73,7 +77,6 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                 f"{store.path} lacks {', '.join(missing)}, needed for {file_format.name}. Add with "
                 f"{add_command(str(store.path), missing)}, or choose other --layers."
             )
-        n = min(config.max_sequences or len(store), len(store))
         _claim(folder, file_format, store, n)
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
         sizes, pending = list[int](), deque[Future[None]]()
