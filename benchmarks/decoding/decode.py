@@ -4,6 +4,7 @@
         [--dtype float32]
     python -m benchmarks.decoding.decode --shape llama-3-8b --device cuda --dtype bfloat16      random weights
     python -m benchmarks.decoding.decode --shape llama-3-8b --kind eagle                        of another drafter
+    python -m benchmarks.decoding.decode --shape llama-3-8b --device cuda --cuda-graphs        one launch a call
     python -m benchmarks.decoding.decode --shape llama-3-8b --share-weights --parts-only        in 10 GB of memory
 
 Drafts and target calls are timed alone, in alternation, and the least of all repeats counts; rounds are timed
@@ -192,10 +193,13 @@ def rounds(
 
 
 def transformers_steps(target: Target, prompt: list[int], n_tokens: int, is_compiled: bool) -> dict[str, float]:
-    """Milliseconds of a step of transformers' greedy ``generate``: of an answer, less those of its first token."""
+    """Milliseconds of a step of transformers' greedy ``generate``: of an answer, less those of its first token.
+
+    Args:
+        is_compiled: with a static cache, with which it compiles its steps on a GPU: a minute for a model of 8B.
+    """
     model: Any = target.model
     tokens = torch.tensor([prompt], device=target.device)
-    # With a static cache it compiles its steps on a GPU, as users would.
     own: dict[str, Any] = {"cache_implementation": "static"} if is_compiled else {}
     seconds = [
         _seconds(
@@ -229,12 +233,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     target, drafter = load(options)
     shapes = (None, *options.drafts)
-    if options.compile:
-        target.compile(options.prompt_tokens + options.max_new_tokens + 128, options.compile)
-    if options.compile or options.rounds_only:
+    if options.cuda_graphs:
+        target.use_static_calls(options.prompt_tokens + options.max_new_tokens + 128)
+    if options.cuda_graphs or options.rounds_only:
         for shape in shapes:  # each size once, and the sizes of the last rounds
             rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
-        transformers_steps(target, [5] * options.prompt_tokens, options.max_new_tokens, bool(options.compile))
+        transformers_steps(target, [5] * options.prompt_tokens, options.max_new_tokens, options.transformers_compiled)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
     found: dict[str, Any] = {
@@ -243,7 +247,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "target": options.model or options.shape,
         "n_layers": target.config.num_hidden_layers,
-        "compiled": bool(options.compile),
+        "cuda_graphs": options.cuda_graphs,
+        "transformers_compiled": options.transformers_compiled,
         "drafter": drafter.kind,
         "context": options.context,
         "target_layers": options.target_layers if not options.model else None,
@@ -258,7 +263,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for shape in shapes:
             one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
             repeats.setdefault(str(shape or "plain"), []).append(one)
-        other = transformers_steps(target, prompt, options.max_new_tokens, bool(options.compile))
+        other = transformers_steps(target, prompt, options.max_new_tokens, options.transformers_compiled)
         repeats.setdefault("transformers", []).append(other)
     found["rounds"] = {name: medians(runs) for name, runs in repeats.items()}
     return {"figures": found}
@@ -266,11 +271,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run(
-        lambda options: "decode-compiled" if options.compile else "decode", measure,
+        lambda options: "decode-graphs" if options.cuda_graphs else "decode", measure,
         model=str, drafter=str, layers=int, target_layers=0, device="auto", prompt_tokens=200, max_new_tokens=32,
         repeats=5, verify=N_VERIFIED, share_weights=False, parts_only=False, rounds_only=False,
         shape={"choices": SHAPES, "default": "tiny"}, kind={"choices": DRAFTERS, "default": "moa"},
         context={"choices": CONTEXTS}, dtype={"choices": ["float32", "bfloat16", "float16"], "default": "float32"},
-        compile={"nargs": "?", "const": "inductor", "help": "static shapes, compiled; the backend, if not inductor"},
+        cuda_graphs=False, transformers_compiled=False,
         drafts={"nargs": "+", "type": TreeShape.parse, "default": ROUNDS},
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.caches import LayerState
+from ..nn.graphs import recorded
 from ..nn.kv import KVBuffer
 from ..nn.masks import DeviceLengths, added
 from ..targets.cache import TargetCache
@@ -22,7 +23,7 @@ Record = Callable[[LayerState], DraftTree]  # drafts from a state whose round ha
 
 
 class _Graph(NamedTuple):
-    recorded: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph
     numbers: Tensor  # [B, N + 2 + buffers] int64: the tokens of each row, how many, and the lengths before them
     states: Tensor | None  # [B, N, ...], the target's, of drafters that take any
     drafts: Tensor  # [B, depth] int64, which each run overwrites
@@ -60,7 +61,7 @@ class ChainGraphs:
         graph.numbers.copy_(numbers, non_blocking=True)
         if graph.states is not None and states is not None:
             graph.states[:, : states.shape[1]] = states
-        graph.recorded.replay()
+        graph.graph.replay()
         state.n_true = added(state.n_true, columns[0])
         for buffer in buffers:
             buffer.lengths = added(state.n_true, 0 if buffer in state.slots else -1)
@@ -94,18 +95,8 @@ def _recorded(
             buffer.lengths = DeviceLengths(most - n_new - (buffer not in own.slots), length)
         return own
 
-    recorded, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        record(begun())  # libraries begin in a first run
-    here.wait_stream(side)
-    # cuBLAS keeps scratch memory for each stream. What is taken while recording is the graph's own. What was there
-    # before would be freed under the graph when torch.compile records one; what stayed would be shared with others.
-    torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(recorded, stream=side):
-        drafts = record(begun()).tokens
-    torch._C._cuda_clearCublasWorkspaces()
-    return _Graph(recorded, numbers, states, drafts)
+    graph, drafts = recorded(lambda: record(begun()).tokens, device)
+    return _Graph(graph, numbers, states, drafts)
 
 
 def _buffers(state: LayerState) -> list[KVBuffer]:

@@ -194,7 +194,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         # A buffer for each number of rows that a batch shrinks through would take many times the first one's memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
-        self._view(fewer)
+        super()._place(fewer)
         self.lengths = [self.lengths[row] for row in rows]
 
     def release(self) -> None:
@@ -235,11 +235,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def _place(self, buffer: Tensor) -> None:
         self.release()
         self._whole = buffer
-        self._view(buffer)
-
-    def _view(self, buffer: Tensor) -> None:
         super()._place(buffer)
-        torch._dynamo.mark_static_address(buffer)  # a CUDA graph may write to it only where it stays
 
 
 def _widened(x: Tensor, n_heads: int, width: int) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ...files import parsing
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 from ..nn import masks
+from ..nn.graphs import recorded
 from ..nn.losses import capped
 from ..nn.masks import to_device
 from . import bundle, families, proof
@@ -32,8 +33,6 @@ _FOREIGN = ["consolidated*", "original/*"]  # the same weights in the layouts of
 _CHUNK_TOKENS = 1024
 # Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# Graphs: one for each size, number of rows and length of the cache; torch.compile's own limit of 8 is too low.
-_MAX_GRAPHS = 256
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
@@ -209,11 +208,11 @@ class Target:
         """Why drafts can't be verified; empty where they can."""
         return "" if self.is_llama else proof.decoding_problem(self)
 
-    def compile(self, n_slots: int, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile the calls after the prefill for texts of ``n_slots`` tokens; longer ones are compiled for again."""
+    def use_static_calls(self, n_slots: int) -> None:
+        """Give the calls after a prefill static shapes, for texts of ``n_slots`` tokens, and graphs on a CUDA device."""
         if not self.has_uniform_kv:
-            raise TargetError(f"layers of {self.config.model_type} are not alike. Leave out --compile.")
-        self._static = StaticCalls(self.body, n_slots, backend, self.device)
+            raise TargetError(f"layers of {self.config.model_type} are not alike. Leave out --cuda-graphs.")
+        self._static = StaticCalls(self.body, n_slots, self.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
@@ -339,21 +338,30 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
             handle.remove()
 
 
+Inputs = tuple[Tensor, Tensor | None, Tensor]  # tokens, the tree, and numbers, as _static_call takes them
+
+
+class _StaticGraph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: Inputs
+    hidden: Tensor  # [B, P, E], which each run overwrites
+    kept: list[Tensor]  # [B, P, E] of each watched layer, likewise
+
+
 class StaticCalls:
-    """The compiled body of a target, for calls of static shapes: one CUDA graph serves every round of a size.
+    """The body of a target in calls of static shapes: on a CUDA device one graph serves every round of a size.
 
     A call is padded to one of a few sizes, attends to every slot of a cache of fixed length, and finds its place in it
     by tensors alone, so that nothing in the graph depends on how long the text has become. A text of more than
     ``n_slots`` tokens makes the caches grow, and costs another graph.
     """
 
-    def __init__(self, body: nn.Module, n_slots: int, backend: str | Callable[..., Any], device: torch.device) -> None:
-        torch._dynamo.config.recompile_limit = _MAX_GRAPHS
+    def __init__(self, body: nn.Module, n_slots: int, device: torch.device) -> None:
         self.n_slots = n_slots + STATIC_SIZES[-1]  # padding takes slots too
-        mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
         self.buffers: Buffers = {}  # that the caches of these calls share in turn
         self._model = body
-        self._call: Any = torch.compile(_static_call, dynamic=False, backend=backend, mode=mode)
+        self._device = device
+        self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
 
     def forward(
         self,
@@ -372,28 +380,43 @@ class StaticCalls:
         n_tokens = tokens.shape[1]
         padding = next(size for size in STATIC_SIZES if size >= n_tokens) - n_tokens
         numbers = to_device([[length, n_tokens] for length in cache.lengths], tokens.device)
-        cache.begin_static_call(n_tokens + padding, numbers[:, :1])
-        # Also where nothing is missing, for a tensor that is not of inference mode would take a graph of its own.
         tokens = nn.functional.pad(tokens, (0, padding))
         seen = None if seen is None else nn.functional.pad(seen, (0, padding, 0, padding))
-        hidden, kept = self._call(self._model, cache, tokens, seen, numbers, as_mask, outputs)
+        cache.begin_static_call(n_tokens + padding, numbers[:, :1])
+        call, given = partial(_static_call, self._model, cache, as_mask, outputs), (tokens, seen, numbers)
+        hidden, kept = call(*given) if self._device.type == "cpu" else self._replayed(call, cache, given)
         if kept:
             cache.keep_layer_outputs([states[:, :n_tokens] for states in kept])
-        # A CUDA graph's output is overwritten by its next run.
-        kept_hidden: Tensor = hidden[:, :n_tokens].clone()
-        return kept_hidden
+        return hidden[:, :n_tokens].clone()  # a graph's next run overwrites it
+
+    def _replayed(
+        self, call: Callable[..., tuple[Tensor, list[Tensor]]], cache: TargetCache, given: Inputs
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the graph of such a call, which the first one records."""
+        place = cache.buffer.data_ptr(), cache.buffer.shape, cache.buffer.stride()
+        key = given[0].shape, given[1] is None, cache.watched_layers, place
+        if key not in self._graphs:
+            tokens, seen, numbers = (None if one is None else one.clone() for one in given)
+            cache.begin_static_call(tokens.shape[1], numbers[:, :1])
+            graph, (hidden, kept) = recorded(lambda: call(tokens, seen, numbers), self._device)
+            self._graphs[key] = _StaticGraph(graph, (tokens, seen, numbers), hidden, kept)
+        found = self._graphs[key]
+        for own, one in zip(found.inputs, given, strict=True):
+            if own is not None and one is not None:
+                own.copy_(one)
+        found.graph.replay()
+        return found.hidden, found.kept
 
 
 def _static_call(
     body: nn.Module,
     cache: TargetCache,
+    as_mask: Callable[[Callable[[int | None], Tensor]], Any],
+    outputs: dict[int, Tensor],
     tokens: Tensor,
     seen: Tensor | None,
     numbers: Tensor,
-    as_mask: Callable[[Callable[[int | None], Tensor]], Any],
-    outputs: dict[int, Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
-    # Compiled in place of the body: its graphs depend on the watched layers, those of a module do not on its hooks.
     lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and, how many tokens of the call, [B, 1, 1]
     at = torch.arange(tokens.shape[1], device=tokens.device)
     if seen is None:

@@ -1,4 +1,4 @@
-"""Decoding on a GPU writes in float32 what plain decoding writes there; all but compiled calls also on a simulated one.
+"""Decoding on a GPU writes in float32 what plain decoding writes there; also on a simulated one.
 
 Needs torch, transformers and pytest alone: `benchmarks/gpu/gpu.sh --part decode` runs it.
 """
@@ -24,7 +24,6 @@ from moa_data.tests.moa.decoding import test_graphs
 
 PROMPTS = random_prompts(4, 3)
 N_NEW = 12
-SHAPES = [TreeShape(4), TreeShape(2, 3, 6)]
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -64,24 +63,25 @@ def test_tokens_are_those_of_the_cpu(gpu: str) -> None:
     assert plain(target_on(gpu)) == plain(target_on("cpu"))
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # compilers give advice
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_compiled_calls_give_the_same_tokens(shape: TreeShape) -> None:
-    """As graphs of static shapes, which only a real device captures."""
-    target = target_on("cuda")
+@pytest.mark.parametrize("shape", [None, TreeShape(4), TreeShape(2, 3, 6)], ids=str)
+@pytest.mark.parametrize("kind", quick(test_graphs.DRAFTERS, ["moa", "eagle"]))
+def test_graphs_give_the_same_tokens(gpu: str, kind: str, shape: TreeShape | None) -> None:
+    """Of the target's calls, and of greedy chains of drafts; for a row and for several, and for texts that follow."""
+    name, settings = test_graphs.DRAFTERS[kind]
+    target = target_on(gpu)
     expected = plain(target)
-    target.compile(64)
-    proposer = DrafterProposer(target, drafter_on("cuda", "eagle"))
-    found = generate_batch(target, PROMPTS, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
-    assert [one.tokens for one in found] == expected
+    target.use_static_calls(32)
+    drafter: Any = build(name, build_model(num_hidden_layers=2), **settings).to(gpu)
+    proposer = DrafterProposer(target, drafter) if shape else None
+    for prompts, wanted in ((PROMPTS[:1], expected[:1]), (PROMPTS, expected), (PROMPTS[:1], expected[:1])):
+        found = generate_batch(target, prompts, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
+        assert [one.tokens for one in found] == wanted
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", test_graphs.DRAFTERS)
 def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a real device, which alone captures them; the target's calls, of static shapes too, are not compiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    """On a real device, which alone captures them."""
     n_replays, replay = 0, torch.cuda.CUDAGraph.replay
 
     def counted(graph: torch.cuda.CUDAGraph) -> None:
@@ -90,11 +90,11 @@ def test_graphs_draft_what_is_drafted_without(name: str, monkeypatch: pytest.Mon
         replay(graph)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
-    plain, graphs = (test_graphs.proposer_on("cuda", name, is_compiled) for is_compiled in (False, True))
+    plain, graphs = (test_graphs.proposer_on("cuda", name, is_static) for is_static in (False, True))
     for prompts in (test_graphs.PROMPTS[:1], test_graphs.PROMPTS, test_graphs.PROMPTS[:1]):
         found = test_graphs.drafts_of(*graphs, prompts)
         assert found == test_graphs.drafts_of(*plain, prompts)
-    assert n_replays == 3 * (len(found) - 1)
+    assert n_replays == 3 * (len(found) - 1) + 3 * len(found)  # of drafts, and of the target's calls
 
 
 @pytest.mark.parametrize("kind", [None, "moa", "eagle"])

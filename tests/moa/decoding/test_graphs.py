@@ -13,7 +13,6 @@ from moa_data.moa.decoding.loop import generate_batch, prefill
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit import device as kit
 from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model
@@ -37,18 +36,15 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
 BY_DEFAULT = ["moa", "moa, a target layer", "eagle", "eagle3", "independent"]
 
 
-@pytest.fixture
-def counts(device: Counts, monkeypatch: pytest.MonkeyPatch) -> Counts:
-    """The simulated device, on which a compiled function is one launch."""
-    monkeypatch.setattr(torch, "compile", kit.compiled)
-    return device
+def replays(counts: Counts, file: str) -> int:
+    return sum(n for line, n in counts.launch_lines.items() if line.startswith(file) and line.endswith(" graph"))
 
 
-def proposer_on(device: str, name: str, is_compiled: bool, family: str = "llama") -> tuple[Target, DrafterProposer]:
+def proposer_on(device: str, name: str, is_static: bool, family: str = "llama") -> tuple[Target, DrafterProposer]:
     kind, settings = DRAFTERS[name]
     target = Target(build_model(family, **SIZES).to(device))
-    if is_compiled:
-        target.compile(N_SLOTS)
+    if is_static:
+        target.use_static_calls(N_SLOTS)
     return target, DrafterProposer(target, build(kind, build_model(family, **SIZES), **settings).to(device))
 
 
@@ -82,16 +78,17 @@ def drafts_of(
 
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, BY_DEFAULT))
-def test_graphs_draft_what_is_drafted_without(counts: Counts, name: str) -> None:
+def test_graphs_draft_what_is_drafted_without(device: Counts, name: str) -> None:
     """For a row, for rows of other lengths, and for texts that follow; by a handful of launches and no wait."""
-    plain, graphs = proposer_on("cpu", name, is_compiled=False), proposer_on("cuda", name, is_compiled=True)
+    plain, graphs = proposer_on("cpu", name, is_static=False), proposer_on("cuda", name, is_static=True)
     marks: list[tuple[int, int]] = []
     for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2], PROMPTS):
         marks.clear()
-        counts.reset()
-        found = drafts_of(*graphs, prompts, lambda: marks.append((counts.launches, counts.waits)))
-        assert sum(n for line, n in counts.launch_lines.items() if line.endswith(" graph")) == 7
-        message = counts.worst()
+        device.reset()
+        found = drafts_of(*graphs, prompts, lambda: marks.append((device.launches, device.waits)))
+        assert replays(device, "moa/decoding/graphs.py") == 7
+        assert replays(device, "moa/targets/live.py") == 8
+        message = device.worst()
         assert found == drafts_of(*plain, prompts)
     rounds = [
         (after[0] - before[0], after[1] - before[1]) for before, after in zip(marks[::2], marks[1::2], strict=True)
@@ -103,42 +100,43 @@ def test_graphs_draft_what_is_drafted_without(counts: Counts, name: str) -> None
 
 
 @pytest.mark.parametrize("family", quick(["mistral", "qwen3"], ["mistral"]))
-def test_targets_of_other_families(counts: Counts, family: str) -> None:
+def test_targets_of_other_families(device: Counts, family: str) -> None:
     """With sliding windows, and with norms of keys."""
     name = "moa, a target layer"
     plain, graphs = proposer_on("cpu", name, False, family), proposer_on("cuda", name, True, family)
     assert drafts_of(*graphs, PROMPTS) == drafts_of(*plain, PROMPTS)
 
 
-@pytest.mark.parametrize(("drafter", "most"), [(None, 10), ("moa", 20), ("eagle", 24)])
-def test_a_whole_round_of_graphs(counts: Counts, drafter: str | None, most: int) -> None:
+@pytest.mark.parametrize(("drafter", "most"), [(None, 11), ("moa", 20), ("eagle", 24)])
+def test_a_whole_round_of_graphs(device: Counts, drafter: str | None, most: int) -> None:
     """One upload of the target's call, one of the drafter's, and one copy to the host for which it waits."""
     marks: list[tuple[int, int]] = []
-    target, proposer = proposer_on("cuda", drafter or "moa", is_compiled=True)
+    target, proposer = proposer_on("cuda", drafter or "moa", is_static=True)
     tree = TreeShape(DEPTH) if drafter else None
     for _ in range(2):
         marks.clear()
         generate_batch(
             target, PROMPTS[:1], max_new_tokens=24, proposer=proposer if drafter else None, tree=tree,
-            on_round=lambda *_: marks.append((counts.launches, counts.waits)),
+            on_round=lambda *_: marks.append((device.launches, device.waits)),
         )  # fmt: skip
-        counts.launch_lines.clear()
+        device.launch_lines.clear()
     rounds = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(marks[2:])]
-    assert max(launches for launches, _ in rounds) <= most, counts.worst()
-    assert max(waits for _, waits in rounds) <= 1, counts.worst()
+    assert max(launches for launches, _ in rounds) <= most, device.worst()
+    assert max(waits for _, waits in rounds) <= 1, device.worst()
 
 
 @pytest.mark.parametrize("n_tokens", [1, 6])
-def test_a_static_call_launches_one_graph_and_little_else(counts: Counts, n_tokens: int) -> None:
-    target, _ = proposer_on("cuda", "moa", is_compiled=True)
+def test_a_static_call_launches_one_graph_and_little_else(device: Counts, n_tokens: int) -> None:
+    target, _ = proposer_on("cuda", "moa", is_static=True)
     cache = target.new_cache(2)
     prefill(target, cache, PROMPTS[:2])
     tokens, seen = torch.ones(2, n_tokens, dtype=torch.int64).cuda(), torch.eye(n_tokens, dtype=torch.bool).cuda()
     for given in (None, seen.repeat(2, 1, 1)):
-        counts.reset()
+        target.forward(tokens, cache, given)  # records
+        device.reset()
         target.logits(target.forward(tokens, cache, given))
-        assert counts.launches <= 6, counts.worst()
-        assert not counts.waits, counts.worst()
+        assert device.launches <= 7, device.worst()
+        assert not device.waits, device.worst()
 
 
 HOST_DEPENDENT: dict[str, Callable[[Tensor], object]] = {
@@ -152,9 +150,9 @@ HOST_DEPENDENT: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("what", HOST_DEPENDENT)
 def test_what_depends_on_the_host_cannot_be_captured(
-    counts: Counts, what: str, monkeypatch: pytest.MonkeyPatch
+    device: Counts, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, proposer = proposer_on("cuda", "independent", is_compiled=True)
+    target, proposer = proposer_on("cuda", "independent", is_static=True)
     real = proposer.drafter.draft_level
 
     def dependent(state: Any, frozen: Any, level: Any, cache: Any) -> Tensor:
@@ -167,10 +165,10 @@ def test_what_depends_on_the_host_cannot_be_captured(
 
 
 @pytest.mark.parametrize("shape", quick(["3", "4@0.000001", "2x2x4"], ["3"]))
-def test_other_chains_and_longer_texts_are_plain_decoding_too(counts: Counts, shape: str) -> None:
+def test_other_chains_and_longer_texts_are_plain_decoding_too(device: Counts, shape: str) -> None:
     settings: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": 72}
-    target, proposer = proposer_on("cuda", "eagle", is_compiled=True)
-    target.compile(8)  # of 72 slots, less than the longest text
-    expected = generate_batch(proposer_on("cpu", "eagle", is_compiled=False)[0], **settings)
+    target, proposer = proposer_on("cuda", "eagle", is_static=True)
+    target.use_static_calls(8)  # of 72 slots, less than the longest text
+    expected = generate_batch(proposer_on("cpu", "eagle", is_static=False)[0], **settings)
     found = generate_batch(target, proposer=proposer, tree=TreeShape.parse(shape), **settings)
     assert [one.tokens for one in found] == [one.tokens for one in expected]

@@ -29,7 +29,7 @@ def _forget_graphs() -> Iterator[None]:
 def compiled(model: Any, n_slots: int = 64) -> tuple[Target, CompileCounter]:
     counter = CompileCounter()
     target = Target(model)
-    target.compile(n_slots, backend=counter)
+    target.use_static_calls(n_slots)
     return target, counter
 
 
