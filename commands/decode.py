@@ -70,8 +70,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from .views import decoding_view
 
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    if config.compile:
-        target.compile(config.compile)
+    if config.cuda_graphs:
+        target.use_graphs()
     drafter = load_drafter(config.drafter, target.model.dtype, target.device)
     check_drafter_matches(drafter, target)
     arguments = choose_template_arguments(config.template_kwargs, {config.drafter: drafter.config.target})

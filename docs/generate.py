@@ -148,7 +148,7 @@ remain. What does not work with each:
 - **keys and values**: what the layers cache is not known, so that `moa`, `glide` and the contexts `kv` and `memory` of
   `dspark` and `dflash` have no stores. *By groups*: layers cache other keys and values than others, or none, or
   latents, and stores hold them [by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec
-  `lossless` or `int8`, not by `--source vllm`; nor does `--compile` take these targets;
+  `lossless` or `int8`, not by `--source vllm`; nor do their calls become CUDA graphs;
 - **trees, batches**: layers carry a state, which has no branches;
 - **`serve`**: it serves no layers with a state, and for latents no drafters that read keys and values. Of others
   it compares the engine's calls with one of the model, and refuses those whose attention is their own;

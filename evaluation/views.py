@@ -60,7 +60,7 @@ def _settings(report: EvaluationReport) -> str:
         f"trees {config['tree']}": "tree" in methods,
         f"temperature {config['temperature']}" if config["temperature"] else "greedy": True,
         **{f"{name.replace('_', '-')} {config[name]}": config[name] != value for name, value in usual.items()},
-        f"target calls compiled for {config['compile']} tokens": config["compile"],
+        "without CUDA graphs": not config["cuda_graphs"],
         f"{config['batch_size']} prompts at once": config["batch_size"] > 1,
         f"median of {config['repeats']} repeats": config["repeats"] > 1,
     }

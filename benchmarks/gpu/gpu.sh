@@ -9,7 +9,7 @@ Usage: benchmarks/gpu/gpu.sh OUT [--part decode|train] [--device cuda|cpu] [--ti
 Runs, one after the other, each with a share of the part's time:
   --part decode, which needs little beside torch and transformers
     decode       tokens/s of chains and trees beside plain decoding
-    compiled     the same with compiled target calls
+    graphs       the same with CUDA graphs, beside transformers' compiled generate
     tests        tests marked gpu: decoding, compiled calls, serving, attention
     sampling     draws, choices and verifications at a large vocabulary
   --part train
@@ -102,7 +102,7 @@ if [ -n "$tiny" ]; then
   transform=(--shape 2 2 32 --tokens 128 --learn-tokens 512 --repeats 1 --threads 1)
   sampling=(--vocabulary 1000 --repeats 3)
   decode=(--shape tiny --prompt-tokens 32 --max-new-tokens 6 --repeats 1 --drafts 5 4x4x16)
-  compiled=(--shape tiny --layers 2 --prompt-tokens 32 --max-new-tokens 4 --repeats 1 --drafts 3 --compile aot_eager)
+  graphs=(--shape tiny --layers 2 --prompt-tokens 32 --max-new-tokens 4 --repeats 1 --drafts 3 --cuda-graphs)
 else
   extract=(--shape llama-3-8b --layers 8 --max-sequences 64 --repeats 2)
   # Four kinds, and no search for the largest micro-batch: on an H100 that and compiling take a minute a kind.
@@ -111,7 +111,8 @@ else
   transform=(--shape 4 8 128 --tokens 1024 --repeats 3 --threads 1)
   sampling=()
   decode=(--shape llama-3-8b --dtype bfloat16 --repeats 2 --drafts 3 5 4x4x16 6x8x24 6x8x62)
-  compiled=(--shape llama-3-8b --layers 8 --dtype bfloat16 --repeats 2 --drafts 3 5 6x8x24 --compile)
+  graphs=(--shape llama-3-8b --dtype bfloat16 --repeats 3 --max-new-tokens 64 --drafts 3 5 4x4x16 6x8x24 6x8x62
+    --cuda-graphs --transformers-compiled)
 fi
 marked_gpu() { # marked_gpu NAME PERCENT PATH...: runs the tests below some paths
   local name=$1 percent=$2; shift 2
@@ -120,7 +121,7 @@ marked_gpu() { # marked_gpu NAME PERCENT PATH...: runs the tests below some path
 
 decode() {
   step decode 35 benchmarks.decoding.decode "${decode[@]}" "${on[@]}" --rounds-only --out "$out"
-  step compiled 50 benchmarks.decoding.decode "${compiled[@]}" "${on[@]}" --rounds-only --out "$out"
+  step graphs 45 benchmarks.decoding.decode "${graphs[@]}" "${on[@]}" --rounds-only --out "$out"
   marked_gpu tests 25 tests/gpu/test_decoding.py tests/moa/nn/test_attention.py
   step sampling 15 benchmarks.decoding.sampling "${sampling[@]}" "${on[@]}" --out "$out"
 }

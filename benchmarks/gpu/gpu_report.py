@@ -85,7 +85,7 @@ SUMMARIES: dict[str, Callable[[Record], Lines]] = {
     "codec-shape": codecs,
     "sampling": sampling,
     "decode": decoding,
-    "decode-compiled": decoding,
+    "decode-graphs": decoding,
 }
 
 

@@ -218,13 +218,12 @@ def _send(sender: Connection, *arguments: Any) -> None:
         sender.send({"error": f"{type(error).__name__}: {error}"[:300]})
 
 
-def measure_each(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def measure_each(folder: Path, options: argparse.Namespace, ends: float | None) -> dict[str, dict[str, Any]]:
     """Measure the drafters one after the other; each may take twice an equal share of the time that is left.
 
     The first one compiles kernels that the others find in a cache.
     """
     steps: dict[str, dict[str, Any]] = {}
-    ends = time.perf_counter() + options.limit_s if options.limit_s else None
     for number, kind in enumerate(options.drafters):
         n_left = len(options.drafters) - number
         share_s = ends and max(1.0, (ends - time.perf_counter()) * min(1.0, 2 / n_left))
@@ -235,11 +234,12 @@ def measure_each(folder: Path, options: argparse.Namespace) -> dict[str, dict[st
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Write the store, and measure the loader and each drafter in a process of its own."""
+    ends = time.perf_counter() + options.limit_s if options.limit_s else None
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         if not (folder / TARGET_NAME).exists():
             write_store(folder, shape_config(options.shape, options.layers), options.tokens)
-        return {"steps": measure_each(folder, options)}
+        return {"steps": measure_each(folder, options, ends)}
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ _FOREIGN = ["consolidated*", "original/*"]  # the same weights in the layouts of
 _CHUNK_TOKENS = 1024
 # Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# Tokens of a text for which the first graphs are recorded; one that gets longer costs others for twice as many.
+_GRAPH_SLOTS = 1024
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
@@ -208,10 +210,14 @@ class Target:
         """Why drafts can't be verified; empty where they can."""
         return "" if self.is_llama else proof.decoding_problem(self)
 
+    def use_graphs(self) -> None:
+        """Run the calls after a prefill as CUDA graphs, if the device has them and the layers are Llama's."""
+        # Experts, for one, choose what to compute by values that the host reads.
+        if self.device.type == "cuda" and self.is_llama and self.has_uniform_kv:
+            self.use_static_calls(_GRAPH_SLOTS)
+
     def use_static_calls(self, n_slots: int) -> None:
-        """Give the calls after a prefill static shapes, for texts of ``n_slots`` tokens, and graphs on a CUDA device."""
-        if not self.has_uniform_kv:
-            raise TargetError(f"layers of {self.config.model_type} are not alike. Leave out --cuda-graphs.")
+        """Give the calls after a prefill static shapes, for texts of so many tokens; longer ones take other shapes."""
         self._static = StaticCalls(self.body, n_slots, self.device)
 
     @torch.inference_mode()
@@ -362,6 +368,7 @@ class StaticCalls:
         self._model = body
         self._device = device
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
+        self._pool: Any = None  # of the memory that graphs compute in
 
     def forward(
         self,
@@ -393,17 +400,18 @@ class StaticCalls:
         self, call: Callable[..., tuple[Tensor, list[Tensor]]], cache: TargetCache, given: Inputs
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the graph of such a call, which the first one records."""
-        place = cache.buffer.data_ptr(), cache.buffer.shape, cache.buffer.stride()
-        key = given[0].shape, given[1] is None, cache.watched_layers, place
+        home = cache.buffer.data_ptr(), cache.buffer.shape, cache.buffer.stride()
+        key = given[0].shape, given[1] is None, cache.watched_layers, home
         if key not in self._graphs:
-            tokens, seen, numbers = (None if one is None else one.clone() for one in given)
-            cache.begin_static_call(tokens.shape[1], numbers[:, :1])
-            graph, (hidden, kept) = recorded(lambda: call(tokens, seen, numbers), self._device)
-            self._graphs[key] = _StaticGraph(graph, (tokens, seen, numbers), hidden, kept)
+            own = given[0].clone(), None if given[1] is None else given[1].clone(), given[2].clone()
+            cache.begin_static_call(own[0].shape[1], own[2][:, :1])
+            self._pool = self._pool or torch.cuda.graph_pool_handle()  # one for all: they never run at once
+            graph, (hidden, kept) = recorded(lambda: call(*own), self._device, self._pool)
+            self._graphs[key] = _StaticGraph(graph, own, hidden, kept)
         found = self._graphs[key]
-        for own, one in zip(found.inputs, given, strict=True):
-            if own is not None and one is not None:
-                own.copy_(one)
+        for place, value in zip(found.inputs, given, strict=True):
+            if place is not None and value is not None:
+                place.copy_(value)
         found.graph.replay()
         return found.hidden, found.kept
 

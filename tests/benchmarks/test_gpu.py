@@ -18,7 +18,7 @@ from moa_data.moa.drafters.registry import DRAFTERS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "gpu.sh"
-DECODE, TRAIN = ["decode", "compiled", "tests", "sampling"], ["train", "extract", "train-tests", "codecs", "transform"]
+DECODE, TRAIN = ["decode", "graphs", "tests", "sampling"], ["train", "extract", "train-tests", "codecs", "transform"]
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -45,7 +45,7 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
     for file in sorted(out.glob("*.json")):
         records.setdefault(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), []).append(json.loads(file.read_text()))
     assert {name: len(found) for name, found in records.items()} == {
-        "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1, "decode-compiled": 1,
+        "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1, "decode-graphs": 1,
     }  # fmt: skip
     for name in ("tests", "train-tests"):
         assert "<testsuite " in (out / f"{name}.xml").read_text()
@@ -64,7 +64,7 @@ def test_every_step_writes_its_record(tmp_path: Path) -> None:
     for row in rows[1:]:
         positive(row, "encode_gb_per_s", "decode_gb_per_s")
     positive(records["sampling"][0]["figures"], *records["sampling"][0]["figures"])
-    for name, shapes in (("decode", ["plain", "5", "4x4x16"]), ("decode-compiled", ["plain", "3"])):
+    for name, shapes in (("decode", ["plain", "5", "4x4x16"]), ("decode-graphs", ["plain", "3"])):
         rounds = records[name][0]["figures"]["rounds"]
         assert list(rounds)[: len(shapes)] == shapes
         for one in rounds.values():

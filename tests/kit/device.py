@@ -163,20 +163,6 @@ def _clear_workspaces() -> None:
     _local.cleared_at = COUNTS.launches
 
 
-def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """Stand in for ``torch.compile``: each call is one launch, within which waits and values of the host are errors."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        COUNTS.launch("compiled")
-        _local.graph = CUDAGraph()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _local.graph = None
-
-    return call
-
-
 def _done(call: Callable[[], Any], written: tuple[Tensor, ...] = ()) -> Any:
     """Do an operation, on tensors of the host, and record it where a graph is captured."""
     if (graph := _graph()) is None:
@@ -566,6 +552,7 @@ _CUDA: dict[str, Any] = {
     "Event": Event,
     "CUDAGraph": CUDAGraph,
     "graph": capture,
+    "graph_pool_handle": object,
     "stream": _stream_context,
     "synchronize": lambda *_: COUNTS.wait("synchronize"),
 }

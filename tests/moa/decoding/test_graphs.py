@@ -135,7 +135,7 @@ def test_a_static_call_launches_one_graph_and_little_else(device: Counts, n_toke
         target.forward(tokens, cache, given)  # records
         device.reset()
         target.logits(target.forward(tokens, cache, given))
-        assert device.launches <= 7, device.worst()
+        assert device.launches <= 9, device.worst()
         assert not device.waits, device.worst()
 
 

@@ -1,43 +1,41 @@
 """Calls of static shapes give what others give, and a few graphs serve all rounds."""
 
-from collections.abc import Iterator
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape, ancestors
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.drafters import build_drafter, build_glide
+from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import quick
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
 
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled(model: Any, n_slots: int = 64) -> tuple[Target, CompileCounter]:
-    counter = CompileCounter()
+def static_target(model: Any, n_slots: int = 64) -> Target:
     target = Target(model)
     target.use_static_calls(n_slots)
-    return target, counter
+    return target
+
+
+def n_graphs(target: Target) -> int:
+    assert target._static is not None
+    return len(target._static._graphs)
 
 
 @pytest.mark.parametrize("watched", [(), (0, 1)], ids=str)
 @pytest.mark.parametrize("family", quick(["llama", "mistral"], ["llama"]))
 def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str, watched: tuple[int, ...]) -> None:
     model = build_model(family, num_hidden_layers=2)
-    static, counter = compiled(model)
+    static = static_target(model)
     prompts = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 5, 0, 0]])
     parents = torch.tensor([[-1, -1, 0, 0, 1], [-1, 0, 1, 2, 3]])
     tree = torch.randint(4, 60, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -53,21 +51,20 @@ def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str, watched: t
         given += [cache.take_layer_outputs()] if watched else []
         cache.commit([[0], [0]])
         found.append([*given, cache.packed([0, 0], 8)])
-    assert counter.frame_count == 2  # six tokens and one
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", quick([None, TreeShape(5), TreeShape(3, 2, 6)], [TreeShape(3, 2, 6)]), ids=str)
-def test_a_few_graphs_serve_all_rounds(shape: TreeShape | None) -> None:
+def test_a_few_graphs_serve_all_rounds(device: Counts, shape: TreeShape | None) -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
-    target, counter = compiled(model)
-    session = DrafterProposer(target, build_drafter(model)) if shape else None
+    target = static_target(copy.deepcopy(model).to("cuda"))
+    session = DrafterProposer(target, build_drafter(model).to("cuda")) if shape else None
     found = [generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0] for p in PROMPTS[:1]]
-    n_graphs = counter.frame_count
-    assert 1 <= n_graphs <= 4  # rounds near the end are shallower
+    n_before = n_graphs(target)
+    assert 1 <= n_before <= 4  # rounds near the end are shallower
     found += [generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0] for p in PROMPTS[1:]]
-    assert counter.frame_count == n_graphs
+    assert n_graphs(target) == n_before
     expected = generate_batch(Target(model), PROMPTS, max_new_tokens=40)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
 
@@ -75,7 +72,7 @@ def test_a_few_graphs_serve_all_rounds(shape: TreeShape | None) -> None:
 def test_generations_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph is recorded for an address, so a buffer per generation would record all graphs again."""
     model = build_model(eos_token_id=None, num_hidden_layers=1)
-    target, _ = compiled(model)
+    target = static_target(model)
     addresses: set[int] = set()
     real = TargetCache.layer_view
 
@@ -92,7 +89,7 @@ def test_generations_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_caches_that_live_at_once_share_nothing() -> None:
-    target, _ = compiled(build_model(num_hidden_layers=1))
+    target = static_target(build_model(num_hidden_layers=1))
     caches = [target.new_cache() for _ in range(2)]
     for cache, prompt in zip(caches, PROMPTS[::2], strict=True):
         target.forward(torch.tensor([prompt]), cache)
@@ -105,9 +102,15 @@ def test_caches_that_live_at_once_share_nothing() -> None:
 
 def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
-    target, counter = compiled(model, n_slots=16)
+    target = static_target(model, n_slots=16)
     session = DrafterProposer(target, build_drafter(model))
     found = generate_batch(target, PROMPTS, max_new_tokens=24, proposer=session, tree=TreeShape(2, 2, 4))
     expected = generate_batch(Target(model), PROMPTS, max_new_tokens=24)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
-    assert counter.frame_count > 1
+
+
+def test_only_layers_of_llama_on_a_gpu_become_graphs(device: Counts) -> None:
+    for family, where, is_static in (("llama", "cuda", True), ("llama", "cpu", False), ("qwen3_moe", "cuda", False)):
+        target = Target(build_family(family).to(where))
+        target.use_graphs()
+        assert (target._static is not None) == is_static, (family, where)
