@@ -1,7 +1,7 @@
 """Requests, answers and errors in the form of OpenAI's API.
 
-A setting that is not supported is refused, unless its value changes nothing. ``top_k``, ``repetition_penalty`` and
-``drafter`` are additions of this server.
+A setting that is not supported is refused, unless its value changes nothing. ``drafter`` is an addition of this server;
+``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``min_tokens`` are vLLM's.
 """
 
 import asyncio
@@ -9,8 +9,8 @@ import json
 import math
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Self
@@ -22,7 +22,7 @@ from typing_extensions import override
 from ..errors import NotAllowed, Overloaded, RequestInvalid, ServingError
 from .detokenizer import Detokenizer, StopStrings
 from .engine.engine import Engine
-from .engine.sequence import Commit, Request, Work
+from .engine.sequence import Commit, Logprobs, Request, Work
 
 # Commits that wait for a reader when its sequence is held, and when it is released.
 _HOLD_AT, _RELEASE_AT = 64, 8
@@ -30,12 +30,10 @@ _MAX_STOPS, _MAX_STOP_CHARS = 4, 256
 
 # Settings of the API that this server lacks -> values, besides null, at which they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,),
-    "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,), "tools": ([],),
-    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "service_tier": ("auto", "default"), "store": (False,), "top_logprobs": (), "audio": (), "prediction": (),
-    "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    "service_tier": ("auto", "default"), "store": (False,), "audio": (), "prediction": (), "reasoning_effort": (),
+    "verbosity": (), "web_search_options": (), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": (),
 }  # fmt: skip
 # Settings that concern the caller's own records, and never the answer.
 _OF_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -91,31 +89,19 @@ class _StreamOptions(BaseModel):
 # A body of a megabyte can hold half a million wrong items, and each would become an error, for seconds.
 _FAILS_FAST = Field(fail_fast=True)
 _MAX_MESSAGES = 10_000
+_MAX_CHOICES = 128  # texts of one request
+_MAX_LOGPROBS = 20
+_MIN_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON lacks; as in vLLM
 _MAX_CONTAINERS = 100_000  # lists and objects of a body, counted by their brackets: Python takes 0.2 s to make them
 
 
-class AnswerRequest(BaseModel):
-    """The settings that requests for chat completions and for completions have in common."""
+_Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES), _FAILS_FAST]
+
+
+class _Body(BaseModel):
+    """The JSON object of a request."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], _FAILS_FAST] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    drafter: str | None = None
-    """Name of the drafter whose drafts speed the answer up, ``none`` for plain decoding."""
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -135,6 +121,45 @@ class AnswerRequest(BaseModel):
             if name in _NOTHING and value is not None and value not in _NOTHING[name]:
                 message = f"{name} is not supported by this server. Leave it out."
                 raise ApiError(400, message, name, "unsupported_parameter")
+        return request
+
+
+class AnswerRequest(_Body):
+    """The settings that requests for chat completions and for completions have in common."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Any] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], _FAILS_FAST] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    drafter: str | None = None
+    """Name of the drafter whose drafts speed the answer up, ``none`` for plain decoding."""
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """The number of most likely tokens whose log-probabilities are asked for; None where none at all are."""
+        return None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @classmethod
+    @override
+    def parse(cls, body: bytes) -> Self:
+        request = super().parse(body)
         if len(request.stops) > _MAX_STOPS or not all(1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops):
             message = f"stop takes up to {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} characters."
             raise ApiError(400, message, "stop", "invalid_value")
@@ -146,20 +171,28 @@ class AnswerRequest(BaseModel):
 class ChatRequest(AnswerRequest):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES), _FAILS_FAST]
+    messages: _Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
     @override
     def model_post_init(self, context: Any) -> None:
         self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs", "invalid_value")
+        if self.tools and self.tool_choice != "none":
+            message = 'tools are called by nobody here. Leave them out, or give "none" as tool_choice.'
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, 'tool_choice can only be "none".', "tool_choice", "unsupported_parameter")
 
     @property
-    def n_chars(self) -> int:
-        """Characters of all contents."""
-        contents = [message.get("content") for message in self.messages]
-        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-        found = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        return sum(len(text) for text in found if isinstance(text, str))
+    @override
+    def n_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class CompletionRequest(AnswerRequest):
@@ -167,19 +200,66 @@ class CompletionRequest(AnswerRequest):
 
     prompt: str | list[Any]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     @property
-    def single_prompt(self) -> str | list[int]:
-        """The prompt, as a text or as tokens; ApiError where there are several."""
+    @override
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, as texts or as tokens, at least one."""
         prompt = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise ApiError(400, "one request takes one prompt; send several requests.", "prompt", "invalid_value")
-            (prompt,) = prompt
+        prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
         # By hand: pydantic would try each kind of prompt on half a million items.
-        if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
-            raise ApiError(400, "prompt: Input should be a text or a list of token ids.", "prompt", "invalid_value")
-        return prompt
+        are_texts = isinstance(prompts[0], str)
+        for one in prompts[: _MAX_CHOICES + 1]:
+            is_text = isinstance(one, str)
+            if is_text is not are_texts or not (is_text or all(type(token) is int for token in one)):
+                message = "prompt: Input should be a text or a list of token ids, or a list of either."
+                raise ApiError(400, message, "prompt", "invalid_value")
+        if len(prompts) * (self.n or 1) > _MAX_CHOICES:
+            message = f"one request takes at most {_MAX_CHOICES} answers; send several requests."
+            raise ApiError(400, message, "prompt", "invalid_value")
+        return prompts
+
+
+class TokenizeRequest(_Body):
+    """The body of ``/tokenize``, which vLLM has too: of a prompt, or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Messages | None = None
+    tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
+    add_special_tokens: bool | None = None  # of a prompt; those of a chat are the template's
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @override
+    def model_post_init(self, context: Any) -> None:
+        if (self.prompt is None) is (self.messages is None):
+            raise ApiError(400, "give either a prompt or messages.", "prompt", "invalid_value")
+        unused = ("add_special_tokens",) if self.prompt is None else ("add_generation_prompt", "tools")
+        for name in unused:
+            if getattr(self, name) not in (None, False, []):
+                of = "a chat" if self.prompt is None else "a prompt"
+                raise ApiError(400, f"{name} says nothing about {of}. Leave it out.", name, "unsupported_parameter")
+
+
+class DetokenizeRequest(_Body):
+    """The body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], _FAILS_FAST]
+
+
+def n_chars(messages: Sequence[dict[str, Any]]) -> int:
+    """Count the characters of all contents."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in found if isinstance(text, str))
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -194,43 +274,34 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 class AnswerText:
-    """The text of one request on its way from the engine's thread to a reader in the event loop."""
+    """One text of a request on its way from the engine's thread to a reader in the event loop."""
 
-    def __init__(self, engine: Engine, request: Request, stops: Sequence[str], ends_s: float) -> None:
-        self._engine, loop = engine, asyncio.get_running_loop()
+    def __init__(
+        self, engine: Engine, request: Request, index: int, stops: Sequence[str], has_come: asyncio.Event
+    ) -> None:
+        self.index, self._engine, loop = index, engine, asyncio.get_running_loop()
         self._commits: deque[Commit] = deque()
-        self._has_come, self._is_held, self._is_late = asyncio.Event(), False, False
+        self._has_come, self._is_held = has_come, False
         decode = partial(engine.target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._text, self._stops = Detokenizer(decode), StopStrings(stops)
         self._began = time.perf_counter()
         self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
         self.first_s: float | None = None  # seconds from the request to its first token
+        self.scored: list[tuple[int, Logprobs]] = []  # tokens with their log-probabilities, which were not shown yet
         self._id: int | None = engine.add(request, lambda commit: loop.call_soon_threadsafe(self._arrive, commit))
-        # The answer ends at ``ends_s`` of time.monotonic(), the loop's clock, complete or not.
-        self._timer = loop.call_at(ends_s, self._end_late)
         engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text as it comes, each piece not empty; ServingError or ApiError where it does not end well."""
-        while not self.finish_reason:
-            await self._has_come.wait()
-            if self._is_late:
-                raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
-            while self._commits and not self.finish_reason:
-                if piece := self._take(self._commits.popleft()):
-                    yield piece
-            if not self._commits and not self._is_late:
-                self._has_come.clear()
-            if self._is_held and len(self._commits) <= _RELEASE_AT:
-                self._hold(False)
-
-    async def whole(self) -> str:
-        """Wait for the end, and return the text."""
-        return "".join([piece async for piece in self.pieces()])
+    def pieces(self) -> Iterator[str]:
+        """Yield the text that has come, each piece not empty but the last one; ServingError where it has failed."""
+        while self._commits and not self.finish_reason:
+            piece = self._take(self._commits.popleft())
+            if piece or self.finish_reason:
+                yield piece
+        if self._is_held and len(self._commits) <= _RELEASE_AT:
+            self._hold(False)
 
     def close(self) -> None:
-        """Free the sequence; the answer has ended, or its reader has gone."""
-        self._timer.cancel()
+        """Free the sequence."""
         if self._id is not None:
             self._engine.remove(self._id)
             self._id = None
@@ -242,8 +313,10 @@ class AnswerText:
         if commit.tokens and self.first_s is None:
             self.first_s = time.perf_counter() - self._began
         text = ""
-        for token in commit.tokens:
+        for index, token in enumerate(commit.tokens):
             self.n_tokens += 1
+            if commit.logprobs:
+                self.scored.append((token, commit.logprobs[index]))
             text += self._stops.push(self._text.append(token))
             if self._stops.is_found:
                 self.finish_reason = "stop"
@@ -256,10 +329,6 @@ class AnswerText:
             self._is_held = is_held
             self._engine.hold(self._id, is_held)
 
-    def _end_late(self) -> None:
-        self._is_late = True
-        self._has_come.set()
-
     def _arrive(self, commit: Commit) -> None:
         self._commits.append(commit)
         self._has_come.set()
@@ -267,53 +336,156 @@ class AnswerText:
             self._hold(True)
 
 
-class AnswerForm:
-    """Writes the answer to a request as JSON, whole or as server-sent events."""
+class Answers:
+    """The texts of one request, which end at ``ends_s`` of time.monotonic(), the loop's clock, complete or not."""
 
-    def __init__(self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int) -> None:
-        self._is_chat, self._n_prompt = isinstance(asked, ChatRequest), n_prompt
+    def __init__(self, engine: Engine, requests: Sequence[Request], stops: Sequence[str], ends_s: float) -> None:
+        self._has_come, self._is_late = asyncio.Event(), False
+        self.texts: list[AnswerText] = []
+        try:
+            for index, request in enumerate(requests):
+                self.texts.append(AnswerText(engine, request, index, stops, self._has_come))
+        except ServingError:
+            for text in self.texts:
+                text.close()
+            raise
+        self._timer = asyncio.get_running_loop().call_at(ends_s, self._end_late)
+
+    @property
+    def n_tokens(self) -> int:
+        """New tokens of all texts."""
+        return sum(text.n_tokens for text in self.texts)
+
+    @property
+    def first_s(self) -> float | None:
+        """Seconds from the request to the first token of any text."""
+        return min((text.first_s for text in self.texts if text.first_s is not None), default=None)
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the texts have ended, each reason once; empty while one has not."""
+        reasons = [text.finish_reason for text in self.texts]
+        return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
+
+    async def pieces(self) -> AsyncIterator[tuple[AnswerText, str]]:
+        """Yield texts and pieces of them as they come; ServingError or ApiError where they do not end well."""
+        while not self.finish_reason:
+            await self._has_come.wait()
+            if self._is_late:
+                raise ApiError(408, "the answer took too long; ask for fewer tokens.", None, "timeout")
+            self._has_come.clear()
+            for text in self.texts:
+                for piece in text.pieces():
+                    yield text, piece
+
+    async def whole(self) -> list[str]:
+        """Wait for the end, and return the texts."""
+        pieces: list[list[str]] = [[] for _ in self.texts]
+        async for text, piece in self.pieces():
+            pieces[text.index].append(piece)
+        return ["".join(own) for own in pieces]
+
+    def close(self) -> None:
+        """Free the sequences; the answers have ended, or their reader has gone."""
+        self._timer.cancel()
+        for text in self.texts:
+            text.close()
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._has_come.set()
+
+
+class AnswerForm:
+    """Writes the answer to a request as JSON, whole or as server-sent events; ``decode`` shows a token."""
+
+    def __init__(
+        self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, decode: Callable[[list[int]], str]
+    ) -> None:
+        self._is_chat, self._n_prompt, self._decode = isinstance(asked, ChatRequest), n_prompt, decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._n_logprobs = asked.n_logprobs
+        self._offsets: Counter[int] = Counter()  # of each text with log-probabilities: characters of the tokens shown
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
             "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
 
-    def whole(self, text: str, answer: AnswerText) -> dict[str, Any]:
+    def whole(self, texts: Sequence[str], answers: Answers) -> dict[str, Any]:
         """The answer at once."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice({"message": message} if self._is_chat else {"text": text}, answer.finish_reason)
+        choices = []
+        for text, answer in zip(texts, answers.texts, strict=True):
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self._is_chat else {"text": text}
+            choices.append(self._choice(answer, content, answer.finish_reason))
         name = "chat.completion" if self._is_chat else "text_completion"
-        return self._facts | {"object": name, "choices": [choice], "usage": self._usage(answer)}
+        return self._facts | {"object": name, "choices": choices, "usage": self._usage(answers)}
 
-    def first(self) -> bytes:
-        """The event before all text, which names the role of a chat."""
-        return self._delta({"role": "assistant", "content": ""}, None) if self._is_chat else b""
+    def first(self, answers: Answers) -> bytes:
+        """The events before all text, which name the role of a chat."""
+        if not self._is_chat:
+            return b""
+        return b"".join(self._delta(text, {"role": "assistant", "content": ""}, None) for text in answers.texts)
 
-    def piece(self, text: str) -> bytes:
-        """The event of a piece of text."""
-        return self._delta({"content": text} if self._is_chat else text, None)
+    def piece(self, answer: AnswerText, text: str) -> bytes:
+        """The events of a piece of text, and of the end where it is the last one."""
+        events = self._delta(answer, {"content": text} if self._is_chat else text, None) if text else b""
+        if reason := answer.finish_reason:
+            events += self._delta(answer, {} if self._is_chat else "", reason)
+        return events
 
-    def last(self, answer: AnswerText) -> bytes:
-        """The events that say why the answer has ended and, where asked for, how many tokens it has."""
-        events = self._delta({} if self._is_chat else "", answer.finish_reason)
-        if self._has_usage:
-            events += event(self._chunk([]) | {"usage": self._usage(answer)})
+    def last(self, answers: Answers) -> bytes:
+        """The events after all text: where asked for, how many tokens it has."""
+        events = event(self._chunk([]) | {"usage": self._usage(answers)}) if self._has_usage else b""
         return events + b"data: [DONE]\n\n"
 
-    def _delta(self, delta: Any, finish_reason: str | None) -> bytes:
-        chunk = self._chunk([self._choice({"delta" if self._is_chat else "text": delta}, finish_reason)])
+    def _delta(self, answer: AnswerText, delta: Any, finish_reason: str | None) -> bytes:
+        chunk = self._chunk([self._choice(answer, {"delta" if self._is_chat else "text": delta}, finish_reason)])
         return event(chunk | {"usage": None} if self._has_usage else chunk)
 
-    def _choice(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return {"index": 0} | content | {"logprobs": None, "finish_reason": finish_reason}
+    def _choice(self, answer: AnswerText, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        logprobs = None
+        if self._n_logprobs is not None and answer.scored:
+            logprobs = self._chat_logprobs(answer) if self._is_chat else self._logprobs(answer)
+            answer.scored.clear()
+        return {"index": answer.index} | content | {"logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _chat_logprobs(self, answer: AnswerText) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self._decode([token])
+            is_whole = "\ufffd" not in text  # else it has only a part of a character's bytes
+            shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
+            return shown | {"bytes": list(text.encode()) if is_whole else None}
+
+        scored = answer.scored
+        tops = [[entry(*one) for one in found.likeliest] for _, found in scored]
+        content = [entry(token, found.of_token) for token, found in scored]
+        return {
+            "content": [one | {"top_logprobs": top} for one, top in zip(content, tops, strict=True)],
+            "refusal": None,
+        }
+
+    def _logprobs(self, answer: AnswerText) -> dict[str, Any]:
+        tokens = [self._decode([token]) for token, _ in answer.scored]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offsets[answer.index])
+            self._offsets[answer.index] += len(text)
+        values, tops = [], []
+        for text, (_, found) in zip(tokens, answer.scored, strict=True):
+            values.append(max(found.of_token, _MIN_LOGPROB))
+            # Parts of characters are shown alike: the likeliest of them, or the text's own.
+            top = {self._decode([token]): max(logprob, _MIN_LOGPROB) for token, logprob in reversed(found.likeliest)}
+            tops.append(top | {text: values[-1]})
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._facts | {
             "object": "chat.completion.chunk" if self._is_chat else "text_completion", "choices": choices
         }  # fmt: skip
 
-    def _usage(self, answer: AnswerText) -> dict[str, int]:
-        n_prompt, n_new = self._n_prompt, answer.n_tokens
+    def _usage(self, answers: Answers) -> dict[str, int]:
+        n_prompt, n_new = self._n_prompt, answers.n_tokens
         return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
 
 

@@ -12,13 +12,15 @@ A client that goes away frees its text in the engine, one that reads slowly hold
 """
 
 import asyncio
+import contextlib
 import copy
 import math
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +36,18 @@ from ..moa.targets.chat import Rejection, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Connection, Guard, Rate
-from .api import AnswerForm, AnswerRequest, AnswerText, ApiError, ChatRequest, CompletionRequest, event
+from .api import (
+    AnswerForm,
+    AnswerRequest,
+    Answers,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    event,
+    n_chars,
+)
 from .config import ServeConfig
 from .engine.engine import Engine
 from .engine.sequence import Request
@@ -77,6 +90,8 @@ class Service:
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
+        app.add_api_route("/tokenize", self._tokens, methods=["POST"])
+        app.add_api_route("/detokenize", self._text, methods=["POST"])
         app.add_api_route("/v1/models", self._models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
         app.add_api_route("/health", self._health, methods=["GET"])
@@ -92,17 +107,42 @@ class Service:
     async def _chat(self, request: HttpRequest) -> Response:
         asked = ChatRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        encoding = self._tokenize(asked.n_chars, lambda template: _chat_tokens(template, asked.messages))
-        return await self._answer(request, asked, await _while_connected(request, encoding))
+        encode = partial(_chat_tokens, messages=asked.messages, tools=asked.tools)
+        tokens = await _while_connected(request, self._tokenize(n_chars(asked.messages), encode))
+        return await self._answer(request, asked, [tokens])
 
     async def _completions(self, request: HttpRequest) -> Response:
         asked = CompletionRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        prompt = asked.single_prompt
-        if isinstance(prompt, list):
-            return await self._answer(request, asked, prompt)
-        encoding = self._tokenize(len(prompt), lambda template: _text_tokens(template.tokenizer, prompt))
-        return await self._answer(request, asked, await _while_connected(request, encoding))
+        prompts = []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                encode = partial(_text_tokens, text=prompt)
+                prompts.append(await _while_connected(request, self._tokenize(len(prompt), encode)))
+            else:
+                prompts.append(prompt)
+        return await self._answer(request, asked, prompts)
+
+    async def _tokens(self, request: HttpRequest) -> Response:
+        asked = TokenizeRequest.parse(await self._body(request))
+        self._check_model(asked.model or self.model_name)
+        encode: Callable[[ChatTemplate], list[int]]
+        if asked.messages is None:
+            text = asked.prompt or ""
+            encode, n = partial(_text_tokens, text=text, adds_special=asked.add_special_tokens is not False), len(text)
+        else:
+            is_open, n = asked.add_generation_prompt is not False, n_chars(asked.messages)
+            encode = partial(_chat_tokens, messages=asked.messages, tools=asked.tools, is_open=is_open)
+        tokens = await _while_connected(request, self._tokenize(n, encode))
+        names = self.target.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        found = {"count": len(tokens), "max_model_len": self.engine.max_positions, "tokens": tokens}
+        return JSONResponse(found | {"token_strs": names})
+
+    async def _text(self, request: HttpRequest) -> Response:
+        asked = DetokenizeRequest.parse(await self._body(request))
+        self._check_model(asked.model or self.model_name)
+        self.engine.check_tokens(asked.tokens)
+        return JSONResponse({"prompt": self.target.tokenizer.decode(asked.tokens)})
 
     async def _models(self, request: HttpRequest) -> Response:
         self._admit(request)
@@ -178,25 +218,29 @@ class Service:
 
     # Answers
 
-    async def _answer(self, request: HttpRequest, asked: AnswerRequest, tokens: list[int]) -> Response:
-        """Complete a prompt; the log's middleware closes the answer in any case."""
-        answer = await self._begin(asked, tokens, request.scope["moa_data.connection"])
+    async def _answer(self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]) -> Response:
+        """Complete prompts; the log's middleware closes the answers in any case."""
+        answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
-        facts.answer, facts.n_prompt = answer, len(tokens)
-        form = AnswerForm(asked, self._fingerprint, len(tokens))
+        facts.answer, facts.n_prompt = answers, sum(map(len, prompts))
+        form = AnswerForm(asked, self._fingerprint, facts.n_prompt, self.target.tokenizer.decode)
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            return StreamingResponse(_events(request, answer, form), 200, headers, "text/event-stream")
-        return JSONResponse(form.whole(await _while_connected(request, answer.whole()), answer))
+            return StreamingResponse(_events(request, answers, form), 200, headers, "text/event-stream")
+        return JSONResponse(form.whole(await _while_connected(request, answers.whole()), answers))
 
-    async def _begin(self, asked: AnswerRequest, tokens: list[int], connection: Connection) -> AnswerText:
-        """Start an answer; where the engine is full, one whose reader takes nothing gives way."""
-        start = self._request(asked, tokens)
+    async def _begin(self, asked: AnswerRequest, prompts: list[list[int]], connection: Connection) -> Answers:
+        """Start the answers; where the engine is full, one whose reader takes nothing gives way."""
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        # As in vLLM the answers of a prompt have seeds that follow each other, and every prompt has the same ones.
+        requests = [self._request(asked, tokens, seed + k) for tokens in prompts for k in range(asked.n or 1)]
+        if len(requests) > self.engine.max_open:
+            raise ApiError(400, f"this server takes at most {self.engine.max_open} texts.", "n", "invalid_value")
         now, has_room = time.monotonic(), False
         ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
         while True:
             try:
-                answer = AnswerText(self.engine, start, asked.stops, ends_s)
+                answers = Answers(self.engine, requests, asked.stops, ends_s)
             except Overloaded:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
@@ -204,9 +248,9 @@ class Service:
                 await asyncio.sleep(0.02)  # the engine forgets a text between two calls
             else:
                 connection.ends_s = ends_s
-                return answer
+                return answers
 
-    def _request(self, asked: AnswerRequest, tokens: list[int]) -> Request:
+    def _request(self, asked: AnswerRequest, tokens: list[int], seed: int) -> Request:
         engine, drafter = self.engine, next(iter(self.engine.drafters), None)
         if asked.drafter is not None:
             drafter = None if asked.drafter == "none" else asked.drafter
@@ -219,11 +263,24 @@ class Service:
             top_p=1.0 if asked.top_p is None else max(asked.top_p, _MIN_TOP_P),
             top_k=asked.top_k or 0,
             repetition_penalty=asked.repetition_penalty or 1.0,
+            min_p=asked.min_p or 0.0,
+            presence_penalty=asked.presence_penalty or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            logit_bias=self._logit_bias(asked),
         )
         return Request(
-            tuple(tokens), len(tokens), self._max_new_tokens(asked, len(tokens)), sampling,
-            secrets.randbits(63) if asked.seed is None else asked.seed, drafter,
+            tuple(tokens), len(tokens), self._max_new_tokens(asked, len(tokens)), sampling, seed, drafter,
+            n_logprobs=asked.n_logprobs, ignores_eos=bool(asked.ignore_eos),
         )  # fmt: skip
+
+    def _logit_bias(self, asked: AnswerRequest) -> tuple[tuple[int, float], ...]:
+        found, n_vocab = asked.logit_bias or {}, self.target.sizes["vocab_size"]
+        for name, value in found.items():
+            is_token = name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < n_vocab
+            if not is_token or type(value) not in (int, float) or not -100 <= value <= 100:
+                message = f"logit_bias takes numbers from -100 to 100 for token ids from 0 to {n_vocab - 1}."
+                raise ApiError(400, message, "logit_bias", "invalid_value")
+        return tuple((int(name), value) for name, value in found.items())
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
         context, most, limit = self.engine.max_positions, asked.max_tokens, self.limits.max_new_tokens
@@ -262,25 +319,37 @@ class _Tokenizer:
             self._n_waiting -= 1
 
 
-def _chat_tokens(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[int]:
-    chat = parse_prompt({"messages": messages})
+def _chat_tokens(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None, is_open: bool = True
+) -> list[int]:
+    """Encode a chat, with tools that nobody calls, where the template shows them."""
+    are_developers = [message.get("role") == "developer" for message in messages]
+    known = [m | {"role": "system"} if is_one else m for m, is_one in zip(messages, are_developers, strict=True)]
+    chat = parse_prompt({"messages": known, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
-    return prompt_tokens(template, chat.messages)
+    # As vLLM does it: a template that does not name the developer gets a system message.
+    if any(are_developers) and re.search("['\"]developer['\"]", template.text):
+        for message, is_one in zip(chat.messages, are_developers, strict=True):
+            message["role"] = "developer" if is_one else message["role"]
+    if chat.tools:
+        with contextlib.suppress(TemplateError):
+            return prompt_tokens(template, chat.messages, chat.tools, is_open=is_open)
+    return prompt_tokens(template, chat.messages, is_open=is_open)
 
 
-def _text_tokens(tokenizer: Any, text: str) -> list[int]:
+def _text_tokens(template: ChatTemplate, text: str, adds_special: bool = True) -> list[int]:
     text.encode()  # halves of surrogate pairs are no text
-    return list(tokenizer(text)["input_ids"])
+    return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
 
-async def _events(request: HttpRequest, answer: AnswerText, form: AnswerForm) -> AsyncIterator[bytes]:
-    if first := form.first():
+async def _events(request: HttpRequest, answers: Answers, form: AnswerForm) -> AsyncIterator[bytes]:
+    if first := form.first(answers):
         yield first
     try:
-        async for piece in answer.pieces():
-            yield form.piece(piece)
-        yield form.last(answer)
+        async for answer, piece in answers.pieces():
+            yield form.piece(answer, piece)
+        yield form.last(answers)
     except (ApiError, ServingError) as error:
         failure = ApiError.of(error)
         request.scope["moa_data.facts"].error = failure.message

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from .api import AnswerText
+from .api import Answers
 from .engine.engine import Counts
 from .grpc import DraftingCounts
 
@@ -66,7 +66,7 @@ class Facts:
     """The facts of a request that its line in the log tells."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
-    answer: AnswerText | None = None  # closed when the request ends, however it ends
+    answer: Answers | None = None  # closed when the request ends, however it ends
     n_prompt: int | None = None
     status: int | None = None  # that was sent
     error: str | None = None

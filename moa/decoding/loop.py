@@ -178,7 +178,7 @@ def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: Samplin
         if sampling.is_argmax:
             token = int(logits.argmax())
         else:
-            token = accept_sampled(nothing, 0, logits[None], row.committed, sampling, row.generator)[1]
+            token = accept_sampled(nothing, 0, logits[None], row.committed, sampling, row.generator, row.n_prompt)[1]
         row.append([token], [False])
 
 
@@ -220,7 +220,9 @@ def _verify(
         if predicted is not None:
             accepted, bonus = accept_argmax(drafted[index], parents[index], predicted[index])
         else:
-            accepted, bonus = accept_sampled(drafts, index, logits[index], row.committed, sampling, row.generator)
+            accepted, bonus = accept_sampled(
+                drafts, index, logits[index], row.committed, sampling, row.generator, row.n_prompt
+            )
         nodes.append(accepted)
         new = [*(drafted[index][node] for node in accepted), bonus]
         row.stats.committed_per_call.append(row.append(new, [True] * len(accepted) + [False]))
@@ -250,7 +252,7 @@ class _Row:
         self._eos_token_ids, self._on_tokens = target.eos_token_ids, on_tokens
         self._limit = min(max_new_tokens, target.max_positions - len(prompt_tokens))
         self.generator = torch.Generator().manual_seed(seed)
-        self.committed = list(prompt_tokens)
+        self.committed, self.n_prompt = list(prompt_tokens), len(prompt_tokens)
         self.tokens: list[int] = []
         self.stats = DecodeStats()
         self.finished = False

@@ -197,7 +197,7 @@ class DrafterProposer(Proposer):
                 drawn = [distribution(row, path, self._sampling) for row, path in zip(logits, paths, strict=True)]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B]
-                if self._sampling.repetition_penalty != 1:  # else no distribution depends on the path
+                if self._sampling.reads_text:  # else no distribution depends on the path
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)
             else:

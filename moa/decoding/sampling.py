@@ -19,7 +19,8 @@ every device.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -44,15 +45,20 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings of sampling, applied in the order of transformers: repetition penalty, temperature, top-k, top-p.
+    """Settings of sampling, applied in the order of vLLM: bias, penalties, temperature, min-p, top-k, top-p.
 
-    The penalty divides the logits of tokens that occurred, in the prompt too, or multiplies them where negative.
+    The repetition penalty divides the logits of tokens that occurred, in the prompt too, or multiplies them where
+    negative. Those for presence and frequency are subtracted, once and for each time that the answer has a token.
     """
 
     temperature: float = 0.0  # 0 for greedy decoding
     top_p: float = 1.0  # keep the most likely tokens up to this cumulative probability, at least one
     top_k: int = 0  # keep this many tokens; 0 keeps all
     repetition_penalty: float = 1.0
+    min_p: float = 0.0  # keep tokens of at least this share of the most likely one's probability
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # what is added to the logits of some tokens
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -63,11 +69,20 @@ class SamplingConfig:
             raise DrafterError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}.")
         if not 0 < self.repetition_penalty < float("inf"):
             raise DrafterError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
+        if not 0 <= self.min_p <= 1:
+            raise DrafterError(f"min_p must be from 0 to 1, got {self.min_p}.")
+        if not math.isfinite(self.presence_penalty + self.frequency_penalty):
+            raise DrafterError("presence_penalty and frequency_penalty must be numbers.")
 
     @property
     def is_argmax(self) -> bool:
         """Whether the next token is the plain argmax of the logits."""
-        return self.temperature == 0 and self.repetition_penalty == 1
+        return self.temperature == 0 and not self.reads_text and not self.logit_bias
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the tokens so far change the distribution of the next one beside the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse chains that stop by their probability where drafts are sampled."""
@@ -97,19 +112,36 @@ def check_seed(seed: int) -> None:
         raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {seed}.")
 
 
-def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig) -> Tensor:
+def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int = 0) -> Tensor:
     """The distribution of the next token, given logits [V], prompt and all tokens so far: [V] float64 on their device.
 
-    With temperature 0 all mass is on the most likely token.
+    With temperature 0 all mass is on the most likely token. The answer begins after ``n_prompt`` tokens.
     """
-    scores = penalised(logits, previous, config.repetition_penalty)
+    scores = _adjusted(logits, previous, config, n_prompt)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
     scores = (scores - scores.max()) / config.temperature  # at most 0: a tiny temperature overflows to -inf alone
+    if config.min_p:
+        scores = scores.masked_fill(scores < math.log(config.min_p), -torch.inf)
     if 0 < config.top_k < scores.shape[0]:
         scores = scores.masked_fill(scores < scores.topk(config.top_k).values[-1], -torch.inf)
     probability = scores.softmax(0)
     return probability if config.top_p == 1 else _likeliest(probability, config.top_p)
+
+
+def _adjusted(logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int) -> Tensor:
+    """Apply bias and penalties to logits [V]: [V] float64 on their device."""
+    if config.logit_bias:
+        tokens, values = zip(*config.logit_bias, strict=True)
+        bias = to_device(values, logits.device, torch.float32)
+        logits = logits.float().index_add(0, to_device(tokens, logits.device), bias)
+    scores = penalised(logits, previous, config.repetition_penalty)
+    if (config.presence_penalty or config.frequency_penalty) and len(previous) > n_prompt:
+        counts = Counter(previous[n_prompt:])
+        penalties = [config.presence_penalty + config.frequency_penalty * n for n in counts.values()]
+        seen = to_device(list(counts), scores.device)
+        scores = scores.index_add(0, seen, to_device(penalties, scores.device, torch.float64), alpha=-1)
+    return scores
 
 
 def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
@@ -203,16 +235,19 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())  # all of them where something is no number
 
 
-def choose(logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, seed: int, position: int) -> int:
+def choose(
+    logits: Tensor, previous: Sequence[int], sampling: SamplingConfig, seed: int, position: int, n_prompt: int = 0
+) -> int:
     """Choose the token at a position of a text, the prompt included, given prompt and tokens so far.
 
     Args:
         logits: [V], of the target or of a drafter, -inf where a token cannot come.
         seed: of the text; tokens of one seed at different positions are independent.
+        n_prompt: tokens before the answer.
     """
     if sampling.temperature == 0:
-        return int(penalised(logits, previous, sampling.repetition_penalty).argmax())
-    return _likeliest_with_noise(distribution(logits, previous, sampling).cpu(), seed, position)
+        return int(_adjusted(logits, previous, sampling, n_prompt).argmax())
+    return _likeliest_with_noise(distribution(logits, previous, sampling, n_prompt).cpu(), seed, position)
 
 
 def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
@@ -222,6 +257,10 @@ def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
     return int(tokens[int((log_p + noise(seed, position, tokens)).argmax())])
 
 
+# Tells which tokens may follow those of an answer so far: [V] bool.
+Allowed = Callable[[Sequence[int]], np.ndarray]
+
+
 @dataclass(frozen=True)
 class Text:
     """All tokens of a text so far, and what decides the next ones."""
@@ -229,18 +268,30 @@ class Text:
     tokens: list[int]
     sampling: SamplingConfig
     seed: int
+    n_prompt: int = 0
+    allowed: Allowed | None = None  # None for all tokens
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the plain argmax of the logits."""
+        return self.allowed is None and self.sampling.is_argmax
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Set the logits [V] of tokens that may not come to -inf."""
+        if self.allowed is None:
+            return logits
+        allowed = torch.from_numpy(self.allowed(self.tokens[self.n_prompt :]))
+        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
 
 def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
     """Choose the token after each text as :func:`choose` does, given logits [V] of each, with one wait for a device."""
+    pairs = [(text.masked(own), text) for own, text in zip(logits, texts, strict=True)]
     if not logits[0].is_cuda:
         return [
-            choose(own, text.tokens, text.sampling, text.seed, len(text.tokens))
-            for own, text in zip(logits, texts, strict=True)
+            choose(own, text.tokens, text.sampling, text.seed, len(text.tokens), text.n_prompt) for own, text in pairs
         ]
-    found = torch.stack(
-        [distribution(own, text.tokens, text.sampling) for own, text in zip(logits, texts, strict=True)]
-    )
+    found = torch.stack([distribution(own, text.tokens, text.sampling, text.n_prompt) for own, text in pairs])
     return [_likeliest_with_noise(p, text.seed, len(text.tokens)) for p, text in zip(found.cpu(), texts, strict=True)]
 
 
@@ -250,7 +301,7 @@ class ChainChoice:
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts, self._is_argmax = (
             [replace(text, tokens=list(text.tokens)) for text in texts],
-            all(text.sampling.is_argmax for text in texts),
+            all(text.is_argmax for text in texts),
         )
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -317,16 +368,18 @@ def accept_sampled(
     previous: Sequence[int],
     config: SamplingConfig,
     generator: torch.Generator | None,
+    n_prompt: int = 0,
 ) -> tuple[list[int], int]:
-    """Verify one row by sampling, or greedily with a repetition penalty; see :func:`accept_argmax`.
+    """Verify one row by sampling, or greedily with penalties; see :func:`accept_argmax`.
 
     Args:
         logits: [N + 1, V], the target's after the root and after each node.
         previous: prompt and committed tokens, the root included.
+        n_prompt: tokens before the answer.
     """
     tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []
-    judge = _Judge(tree, row, logits, previous, config)
+    judge = _Judge(tree, row, logits, previous, config, n_prompt)
     while True:
         at = accepted[-1] if accepted else -1
         # Padding takes no random number: a row alone has none.
@@ -342,9 +395,15 @@ class _Judge:
     """The target's distributions after the root and each node of a row, and the probabilities of the drafts."""
 
     def __init__(
-        self, tree: DraftTree, row: int, logits: Tensor, previous: Sequence[int], config: SamplingConfig
+        self,
+        tree: DraftTree,
+        row: int,
+        logits: Tensor,
+        previous: Sequence[int],
+        config: SamplingConfig,
+        n_prompt: int,
     ) -> None:
-        self._logits, self._previous, self._config = logits, previous, config
+        self._logits, self._previous, self._config, self._n_prompt = logits, previous, config, n_prompt
         self.tokens, self._parents = (rows[row] for rows in tree.on_host)
         proposals = None if tree.probabilities is None else tree.probabilities[row]
         self.proposals = proposals if proposals is None or logits.device.type != "mps" else proposals.cpu()
@@ -362,7 +421,7 @@ class _Judge:
                 path.append(self.tokens[above])
                 above = self._parents[above]
             text = [*self._previous, *reversed(path)]
-            self._after[at] = distribution(self._logits[at + 1], text, self._config)
+            self._after[at] = distribution(self._logits[at + 1], text, self._config, self._n_prompt)
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:

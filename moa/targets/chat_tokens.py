@@ -61,8 +61,10 @@ def tokenize_chat(
     return _cut(tokens, mask, max_length)
 
 
-def prompt_tokens(template: ChatTemplate, messages: list[Message], tools: Tools = None, system: str = "") -> list[int]:
-    """Encode a chat that ends where the assistant is to write, as `tokenize_chat` does.
+def prompt_tokens(
+    template: ChatTemplate, messages: list[Message], tools: Tools = None, system: str = "", is_open: bool = True
+) -> list[int]:
+    """Encode a chat that ends where the assistant is to write, if it is open, as `tokenize_chat` does.
 
     Raises:
         TemplateError: the template refuses the chat, or leaves out a part of it.
@@ -70,7 +72,7 @@ def prompt_tokens(template: ChatTemplate, messages: list[Message], tools: Tools 
     """
     try:
         template.check_prompt(messages, tools)
-        text = template.render(messages, tools, add_generation_prompt=True)
+        text = template.render(messages, tools, add_generation_prompt=is_open)
         if left_out := _left_out(template, messages, tools, system, text):
             raise TemplateError(f"{RejectReason.NOT_SHOWN}: {left_out}. Leave it out, or use another target.")
     except TemplateError:

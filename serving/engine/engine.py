@@ -28,7 +28,7 @@ import torch
 
 from ...errors import Overloaded, RequestInvalid, ServingError, TargetError
 from ...moa.decoding.policy import AUTO_SHAPE
-from ...moa.decoding.sampling import Text, Verified, accept_argmax, accept_chosen, cut_answer
+from ...moa.decoding.sampling import Verified, accept_argmax, accept_chosen, cut_answer
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.masks import to_device
@@ -41,7 +41,7 @@ from .attention import Part
 from .pool import BLOCK_TOKENS, Pool, PooledKV
 from .runner import Runner
 from .scheduler import Scheduled, Scheduler
-from .sequence import Commit, Request, Sequence, Work, contexts_to_host
+from .sequence import Commit, Logprobs, Request, Sequence, Work, contexts_to_host
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Engine:
         self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device, groups)
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
-        self._max_open = options.max_sequences + options.max_waiting
+        self.max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
         if not target.is_llama and (problem := self._problem()):
@@ -153,8 +153,8 @@ class Engine:
         limit = min(request.n_prompt + request.max_new_tokens, self.target.max_positions)
         self._check(request, limit)
         with self._lock:
-            if self._counts.n_open >= self._max_open:
-                raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
+            if self._counts.n_open >= self.max_open:
+                raise Overloaded(f"{self.max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
         sequence = Sequence(next(self._ids), request, limit, PooledKV(self._pool), on_commit)
         answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
@@ -174,7 +174,7 @@ class Engine:
             answers: a tag that the commits of this work carry.
         """
         chain = tuple(drafts[: self.max_drafts])
-        self._check_tokens(chain)
+        self.check_tokens(chain)
 
         def apply(sequence: Sequence) -> None:
             sequence.set_work(work, chain, answers)
@@ -227,9 +227,10 @@ class Engine:
         for is_wrong, message in problems:
             if is_wrong:
                 raise RequestInvalid(message)
-        self._check_tokens(request.tokens)
+        self.check_tokens(request.tokens)
 
-    def _check_tokens(self, tokens: Rows[int]) -> None:
+    def check_tokens(self, tokens: Rows[int]) -> None:
+        """Refuse numbers that are no tokens with RequestInvalid."""
         largest = self.target.sizes["vocab_size"] - 1
         if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
             raise RequestInvalid(f"tokens must be from 0 to {largest}; use the model's tokenizer.")
@@ -352,7 +353,7 @@ class Engine:
 
     def _choose(self, called: Rows[Scheduled]) -> None:
         """Verify the drafts of all sampled texts at once, since each choice of its own would wait for the device."""
-        sampled = [one for one in called if one.has_root and not one.sequence.request.sampling.is_argmax]
+        sampled = [one for one in called if one.has_root and not one.sequence.request.is_argmax]
         try:
             for one, choice in zip(sampled, accept_chosen([_verified(one) for one in sampled]), strict=True):
                 one.choice = choice
@@ -374,6 +375,8 @@ class Engine:
             one.kept = [*range(n_known), *(n_known + node for node in accepted)]
             sequence.kv.commit(one.kept)
             one.commit = sequence.commit(first, new, min(len(accepted), len(new)))
+            if new and sequence.request.n_logprobs is not None:
+                one.commit = replace(one.commit, logprobs=_logprobs(one, accepted, new))
             self._counts.n_rounds += bool(new)
             self._counts.n_drafted += one.n_drafts
             self._counts.n_accepted += one.commit.n_accepted
@@ -484,16 +487,31 @@ class Engine:
 
 def _accepted(one: Scheduled) -> tuple[list[int], int]:
     """The accepted drafts of a sequence from the root down, and the target's next token."""
-    if one.sequence.request.sampling.is_argmax:
+    if one.sequence.request.is_argmax:
         return accept_argmax(one.sequence.drafts, one.sequence.parents, one.output.best)
     return accept_chosen([_verified(one)])[0]
 
 
 def _verified(one: Scheduled) -> Verified:
     assert one.output.logits is not None
-    sequence, request = one.sequence, one.sequence.request
-    text = Text(sequence.tokens, request.sampling, request.seed)
-    return Verified(text, sequence.drafts, sequence.parents, one.output.logits)
+    sequence = one.sequence
+    return Verified(sequence.text, sequence.drafts, sequence.parents, one.output.logits)
+
+
+def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logprobs, ...]:
+    """The log-probabilities of the new tokens of a sequence, which follow the root and accepted drafts."""
+    assert one.output.logits is not None
+    text, k = one.sequence.text, one.sequence.request.n_logprobs or 0
+    first = len(text.tokens) - len(new)
+    rows = [
+        replace(text, tokens=text.tokens[: first + index]).masked(one.output.logits[node + 1])
+        for index, node in enumerate([-1, *accepted][: len(new)])
+    ]
+    log_p = torch.stack(rows).float().log_softmax(dim=-1)  # [n, V]
+    own = log_p.gather(1, to_device([[token] for token in new], log_p.device))
+    values, tokens = log_p.topk(min(k, log_p.shape[1]), dim=-1)
+    likeliest = [list(zip(*of_row, strict=True)) for of_row in zip(tokens.tolist(), values.tolist(), strict=True)]
+    return tuple(map(Logprobs, own[:, 0].tolist(), likeliest))
 
 
 def _contexts_at_once(sequence: Sequence) -> int:

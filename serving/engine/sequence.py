@@ -15,12 +15,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import ServingError
-from ...moa.decoding.sampling import GREEDY, SamplingConfig, cut_answer
+from ...moa.decoding.sampling import GREEDY, Allowed, SamplingConfig, Text, cut_answer
 from .pool import PooledKV
 
 
@@ -36,6 +37,16 @@ class Request:
     drafter: str | None = None  # the loaded drafter for the server's drafts and for contexts
     wants_context: bool = False  # whether commits carry the drafter's context of each position that got target KV
     n_context: int = 0  # positions whose context the client has already
+    allowed: Allowed | None = None  # tells which tokens may follow those of an answer; None for all
+    n_logprobs: int | None = (
+        None  # most likely tokens whose log-probabilities commits carry beside those of the new ones
+    )
+    ignores_eos: bool = False  # whether the answer continues after an end-of-sequence token
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether each token is the plain argmax of the logits."""
+        return self.allowed is None and self.sampling.is_argmax
 
 
 class Work(Enum):
@@ -45,6 +56,13 @@ class Work(Enum):
     PLAIN = "plain"  # decode until the answer ends, one token a call
     SPECULATE = "speculate"  # decode until the answer ends, with drafts of the server's own
     VERIFY = "verify"  # one call over given drafts, then nothing
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of a position, under the target's distribution before the settings of sampling."""
+
+    of_token: float
+    likeliest: list[tuple[int, float]]  # tokens, the most likely first
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,7 @@ class Commit:
     context: Tensor | None = None  # [n, W], the drafter's contexts of positions that got target KV
     answers: int = 0  # the tag given with the work
     error: ServingError | None = None  # why the text has failed and was removed
+    logprobs: tuple[Logprobs, ...] = ()  # of the tokens, where they were asked for
 
 
 @dataclass(eq=False)
@@ -92,6 +111,12 @@ class Sequence:
         self.tokens, self.n_context = list(self.request.tokens), self.request.n_context
 
     # Tokens and positions
+
+    @property
+    def text(self) -> Text:
+        """What decides its next token."""
+        request = self.request
+        return Text(self.tokens, request.sampling, request.seed, request.n_prompt, request.allowed)
 
     @property
     def n_cached(self) -> int:
@@ -142,7 +167,8 @@ class Sequence:
 
     def append(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
         """Commit tokens up to the end of the answer; returns those that were committed, and sets ``finish``."""
-        kept, self.finish = cut_answer(tokens, self.n_remaining, eos_token_ids)
+        ends = frozenset[int]() if self.request.ignores_eos else eos_token_ids
+        kept, self.finish = cut_answer(tokens, self.n_remaining, ends)
         self.tokens += kept
         return kept
 

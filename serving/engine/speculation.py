@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ...moa.decoding.policy import AutoPolicy, ShapePolicy
 from ...moa.decoding.proposer import DrafterProposer
-from ...moa.decoding.sampling import ChainChoice, Text
+from ...moa.decoding.sampling import ChainChoice
 from ...moa.decoding.tree import TreeShape
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.caches import stacked
@@ -109,7 +109,7 @@ class Speculation:
 
     def _draft_rows(self, rows: Rows[Sequence], state: Any, shape: TreeShape) -> None:
         cache = JoinedKV([sequence.kv for sequence in rows])
-        choice = ChainChoice([Text(s.tokens, s.request.sampling, s.request.seed) for s in rows])
+        choice = ChainChoice([sequence.text for sequence in rows])
         self._proposer.resume(cache, state, choice)
         tree = self._proposer.propose([sequence.tokens for sequence in rows], shape)
         # With tokens and parents it comes to the host which drafts the drafter is unsure of.

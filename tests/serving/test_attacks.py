@@ -208,7 +208,7 @@ def test_a_body_with_many_wrong_items_is_refused_at_the_first(wrong: dict[str, A
 def test_prompts_are_texts_or_token_ids(prompt: list[Any]) -> None:
     body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
     with pytest.raises(api_module.ApiError, match="a text or a list of token ids"):
-        _ = api_module.CompletionRequest.parse(body).single_prompt
+        _ = api_module.CompletionRequest.parse(body).prompts
 
 
 def test_names_may_be_allowed_and_tokens_suffice(target: Target) -> None:

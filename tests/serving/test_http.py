@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 
 from moa_data.moa.targets.live import Target
-from moa_data.serving.api import AnswerText
+from moa_data.serving.api import Answers
 from moa_data.serving.metrics import LOG, JsonLines
 from moa_data.tests.kit.attackers import connect, post, stay_silent, wait_for_end
 from moa_data.tests.kit.certificates import make_certificates
@@ -181,10 +181,17 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": [""]}, "stop", "invalid_value"),
     ({"stop": "x" * 257}, "stop", "invalid_value"),
     ({"stream_options": {}}, "stream_options", "invalid_value"),
-    ({"n": 2}, "n", "unsupported_parameter"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_parameter"),
-    ({"logprobs": True}, "logprobs", "unsupported_parameter"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"min_p": 1.5}, "min_p", "invalid_value"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "invalid_value"),
+    ({"logit_bias": {"400": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"7": 101}}, "logit_bias", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"echo": True}, "echo", "unsupported_parameter"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     ({"warmth": 0}, "warmth", "unknown_parameter"),
     ({"drafter": "condor"}, "drafter", "invalid_value"),
@@ -219,7 +226,7 @@ def test_settings_that_change_nothing_are_taken(client: OpenAI) -> None:
     assert text_of(ask(client, parts, max_tokens=5)) == text_of(answer)
 
 
-PROMPTS: tuple[Any, ...] = ([], [[]], ["a", "b"], [[1], [2]], [400], [-1], {"a": 1}, ["a", 1], "\ud800")
+PROMPTS: tuple[Any, ...] = ([], [[]], ["a", [1]], [[1], []], ["a"] * 129, [400], [-1], {"a": 1}, ["a", 1], "\ud800")
 GARBAGE = (
     b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000,
     b'{"a":' * 20_000 + b"1" + b"}" * 20_000, *(json.dumps({"model": MODEL, "prompt": p}).encode() for p in PROMPTS),
@@ -323,14 +330,14 @@ def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: py
 
         monkeypatch.setattr(server.engine, "hold", note)
         # A reader that takes no piece for a while, as uvicorn waits for a client's full buffer.
-        pieces = AnswerText.pieces
+        pieces = Answers.pieces
 
-        async def slowly(answer: Any) -> Any:
-            async for piece in pieces(answer):
+        async def slowly(answers: Any) -> Any:
+            async for piece in pieces(answers):
                 await asyncio.sleep(0.02)
                 yield piece
 
-        monkeypatch.setattr(AnswerText, "pieces", slowly)
+        monkeypatch.setattr(Answers, "pieces", slowly)
         assert text_of(ask(client, max_tokens=60)) == plain_text(target, "Hello there", 60)
     assert True in held
     assert False in held
@@ -340,7 +347,7 @@ def test_metrics_count_what_happened(target: Target) -> None:
     with LiveServer(target, {"moa": build_drafter(target.model)}, tree="3") as server, client_of(server) as client:
         ask(client)
         with pytest.raises(openai.BadRequestError):
-            ask(client, n=2)
+            ask(client, n=0)
         server.wait_until_free()
         httpx.get(f"{server.address}/some/path")
         text = httpx.get(f"{server.address}/metrics").text
@@ -361,7 +368,7 @@ def test_each_request_is_one_json_line(server: LiveServer, caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, LOG.name), client_of(server) as client:
         ask(client, max_tokens=3)
         with pytest.raises(openai.BadRequestError):
-            ask(client, n=2)
+            ask(client, n=0)
         wait_for(lambda: len(caplog.records) == 2)
     first, second = (json.loads(JsonLines().format(record)) for record in caplog.records)
     assert (first["status"], first["path"], first["new_tokens"], first["finish"]) == (

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,12 @@ def logits() -> Any:
     return torch.randn(7, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
 
 
-CONFIGS = [SamplingConfig(1.0), SamplingConfig(0.7, top_p=0.8), SamplingConfig(1.3, top_k=2, repetition_penalty=1.5)]
+CONFIGS = [
+    SamplingConfig(1.0),
+    SamplingConfig(0.7, top_p=0.8),
+    SamplingConfig(1.3, top_k=2, repetition_penalty=1.5),
+    SamplingConfig(1.2, min_p=0.1, presence_penalty=0.9, frequency_penalty=0.4, logit_bias=((3, 1.5),)),
+]
 
 
 def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> float:
@@ -146,13 +152,35 @@ def test_distribution_follows_transformers(n_words: int, scale: float) -> None:
     assert torch.equal(logits, given)
 
 
+def test_bias_penalties_and_min_p_as_vllm_defines_them() -> None:
+    logits, previous, n_prompt = logits_of(4), [1, 2, 2, 5, 2, 5, 7], 3
+    bias, repetition, presence, frequency = {7: -3.0, 0: 2.5}, 1.4, 0.8, 0.3
+    config = SamplingConfig(
+        0.7, min_p=0.05, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency,
+        logit_bias=tuple(bias.items()),
+    )  # fmt: skip
+    scores = [float(value) + bias.get(token, 0.0) for token, value in enumerate(logits.tolist())]
+    scores = [
+        (value / repetition if value > 0 else value * repetition) if token in previous else value
+        for token, value in enumerate(scores)
+    ]
+    times = Counter(previous[n_prompt:])
+    scores = [value - presence * (times[token] > 0) - frequency * times[token] for token, value in enumerate(scores)]
+    p = (torch.tensor(scores, dtype=torch.float64) / 0.7).softmax(-1)
+    p = torch.where(p >= 0.05 * p.max(), p, 0.0)
+    torch.testing.assert_close(distribution(logits, previous, config, n_prompt), p / p.sum(), rtol=1e-6, atol=1e-9)
+    greedy = replace(config, temperature=0.0)
+    assert choose(logits, previous, greedy, 0, 0, n_prompt) == int(torch.tensor(scores).argmax())
+    assert not greedy.is_argmax
+
+
 @pytest.mark.parametrize("tree", quick([TreeShape(3), TreeShape(2, 2, 5)], [TreeShape(2, 2, 5)]), ids=str)
 def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
     """Chi-square of the second and third token of many answers against the exact distribution."""
     target = Target(build_model(num_hidden_layers=2))
     target.eos_token_ids = frozenset()
     drafter = build_drafter(target.model)
-    config, n_runs, prompt = SamplingConfig(1.0, top_k=3), 3000, [7, 8, 9]
+    config, n_runs, prompt = SamplingConfig(1.0, top_k=3, presence_penalty=1.0), 3000, [7, 8, 9]
     runs = generate_batch(
         target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, None, config),
         tree=tree, sampling=config, seed=11,
@@ -172,14 +200,23 @@ def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
         for answer, probability in answers.items():
             path = [*prompt, *answer]
             hidden = target.forward(torch.tensor([path]), target.new_cache())
-            following = distribution(target.logits(hidden[0, -1]), path, config)
+            following = distribution(target.logits(hidden[0, -1]), path, config, len(prompt))
             longer |= {(*answer, t): probability * float(p) for t, p in enumerate(following.tolist()) if p > 0}
         answers = longer
     return answers
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.2}, {"top_k": -1}, {"repetition_penalty": 0.0}]
+    "settings",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.2},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+        {"min_p": 1.1},
+        {"presence_penalty": float("nan")},
+    ],
 )
 def test_settings_without_a_meaning_are_refused(settings: dict[str, float] | dict[str, int]) -> None:
     with pytest.raises(DrafterError, match=next(iter(settings))):

@@ -1,0 +1,180 @@
+"""The HTTP API beside vLLM's own server, for the same requests to the same target."""
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.serving import MODEL, LiveServer, wait_for
+
+PYTHON = Path(os.environ.get("MOA_DATA_VLLM", "none"))
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not PYTHON.is_file(), reason="MOA_DATA_VLLM names no Python with vLLM"),
+]
+CLOSE = 1e-3  # of log-probabilities
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # vLLM has kernels for few widths of heads.
+    return write_target(tmp_path_factory.mktemp("target"), head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path) -> Iterator[str]:
+    """The address of vLLM's server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    options = f"--model {model} --served-model-name {MODEL} --port {port} --dtype float32 --enforce-eager"
+    guided = ["--structured-outputs-config", '{"backend": "guidance"}']
+    log = (model / "log").open("w")
+    words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *options.split(), *guided]
+    server = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def is_up() -> bool:
+        assert server.poll() is None, (model / "log").read_text()
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        wait_for(is_up, 280)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path) -> Iterator[str]:
+    target = Target.load(str(model), device="cpu")
+    with LiveServer(target, {"moa": build_drafter(target.model)}, tree="3") as server:
+        yield server.address
+
+
+def chat(said: str = "Hello there", role: str = "user", **settings: Any) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": role, "content": said}]
+    return "/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0} | settings
+
+
+def completion(prompt: Any = "the cat sat", **settings: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": prompt, "max_tokens": 12, "temperature": 0} | settings
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+GREEDY: dict[str, Any] = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several greedy answers
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": chat(),
+    "developer": chat(role="developer"),
+    "no tools called": chat(tools=TOOLS, tool_choice="none"),
+    "tool_choice without tools": chat(tool_choice="none"),
+    "several": chat(n=3, seed=5, **GREEDY),
+    "logprobs": chat(logprobs=True, top_logprobs=4),
+    "logprobs of the tokens alone": chat(logprobs=True),
+    "logprobs of sampling": chat(logprobs=True, top_logprobs=2, presence_penalty=1.0, **GREEDY),
+    "ignore_eos": chat(ignore_eos=True, max_tokens=60),
+    "min_p": chat(temperature=1.0, min_p=1.0),
+    "repetition_penalty": chat(repetition_penalty=1.6, max_tokens=30),
+    "presence_penalty": chat(presence_penalty=1.9, max_tokens=30),
+    "frequency_penalty": chat(frequency_penalty=1.1, max_tokens=30),
+    "frequency_penalty below 0": chat(frequency_penalty=-0.7, max_tokens=30),
+    "all penalties": chat(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3, max_tokens=30),
+    "logit_bias": chat(logit_bias={"40": 100}),
+    "logit_bias and penalties": chat(logit_bias={"40": 2.5, "300": -50}, repetition_penalty=1.4, max_tokens=30),
+    "stop": chat(stop=["a"], max_tokens=40),
+    "completion": completion(),
+    "token ids": completion([11, 40, 300]),
+    "prompts": completion(["the cat sat", "two small birds", "a"]),
+    "prompts of token ids": completion([[11, 40], [300, 301, 302]]),
+    "prompts with several answers": completion(["the cat sat", "two small birds"], n=2, **GREEDY),
+    "completion's logprobs": completion(logprobs=3),
+    "prompts' logprobs": completion(["the cat sat", "two"], logprobs=0),
+    "tokenize": ("/tokenize", {"prompt": "the cat sat", "return_token_strs": True}),
+    "tokenize without special tokens": ("/tokenize", {"prompt": "the cat", "add_special_tokens": False}),
+    "tokenize a chat": ("/tokenize", {"messages": [{"role": "user", "content": "Hello there"}]}),
+    "tokenize a closed chat": (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": False},
+    ),
+    "detokenize": ("/detokenize", {"tokens": [0, 11, 40, 300, 1]}),
+}
+
+
+def post(address: str, request: tuple[str, dict[str, Any]]) -> Any:
+    path, body = request
+    answer = httpx.post(address + path, json={"model": MODEL} | body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def choices_of(answer: Any) -> list[tuple[Any, ...]]:
+    return [
+        (choice["index"], shown(choice.get("text") or choice["message"]["content"]), choice["finish_reason"])
+        for choice in in_order(answer)
+    ]
+
+
+def shown(text: str) -> str:
+    return text.rstrip("\ufffd")  # a last character that is not complete is not sent here
+
+
+def scored(choice: Any) -> list[tuple[str, float, dict[str, float]]]:
+    """Each token of a choice with its log-probability, and the likeliest ones with theirs."""
+    logprobs = choice["logprobs"]
+    if logprobs is None:
+        return []
+    if "content" not in logprobs:
+        return list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
+    entries = logprobs["content"]
+    return [(e["token"], e["logprob"], {t["token"]: t["logprob"] for t in e["top_logprobs"]}) for e in entries]
+
+
+def is_whole(token: str) -> bool:
+    """Whether a token is a text by itself; vLLM shows a part of a character as nothing, or with what completes it."""
+    return token != "" and token.isascii()
+
+
+def check_logprobs(found: Any, expected: Any) -> None:
+    own, others = (scored(choice) for choice in (found, expected))
+    assert len(own) == len(others)
+    for (token, value, top), (their_token, their_value, their_top) in zip(own, others, strict=True):
+        assert value == pytest.approx(their_value, abs=CLOSE)
+        assert token == their_token or not is_whole(token)
+        common = {token for token in top.keys() & their_top if is_whole(token)}
+        # vLLM lists the chosen token first, and drops the last of the likeliest where it is none of them.
+        assert len(common) >= sum(map(is_whole, top)) - 1
+        for token in common:
+            assert top[token] == pytest.approx(their_top[token], abs=CLOSE)
+
+
+def in_order(answer: Any) -> list[Any]:
+    return sorted(answer["choices"], key=lambda choice: choice["index"])
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_answer_is_vllm_s(theirs: str, ours: str, name: str) -> None:
+    request = REQUESTS[name]
+    found, expected = post(ours, request), post(theirs, request)
+    if "choices" not in expected:
+        assert found == expected | ({"max_model_len": found["max_model_len"]} if "count" in found else {})
+        return
+    assert choices_of(found) == choices_of(expected)
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][key] == expected["usage"][key]
+    for own, their in zip(in_order(found), in_order(expected), strict=True):
+        check_logprobs(own, their)
