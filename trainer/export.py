@@ -102,7 +102,10 @@ def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple
         # A target without an LM head of its own has that of its embeddings.
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
         tensors = {name: _read_tensor(files, names[name], folder) for name in needs if name in names}
-        return identity, {"config": load_target_config(folder), **tensors}
+        config = load_target_config(folder)
+        if not Path(place).exists():
+            config.name_or_path = place  # a hub id, rather than a folder of this machine's cache
+        return identity, {"config": config, **tensors}
 
 
 def _store_of(drafter: Path) -> str:

@@ -72,6 +72,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """Target layers that are read. Context hidden: those whose outputs ``fc`` takes. Context kv: those whose KV the
     layers see, as many for each, the first layer the lowest. Context memory: none."""
     block_layers: int = 5  # decoder layers
+    reduced_vocabulary: bool = False  # whether only the tokens that ``t2d`` marks are drafted (speculators)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,6 +208,7 @@ class BlockDrafter(KVEncoder, Drafter):
     config: BlockDrafterSizes
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
+    t2d: Tensor  # [V] bool, whether a token can be drafted, of a reduced vocabulary
 
     def __init__(self, config: BlockDrafterSizes) -> None:
         super().__init__(config)
@@ -222,6 +224,8 @@ class BlockDrafter(KVEncoder, Drafter):
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(config.block_layers))
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.rotary = config.rotary()
+        if config.reduced_vocabulary:
+            self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
 
     @property
     @override
@@ -306,10 +310,10 @@ class BlockDrafter(KVEncoder, Drafter):
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         hidden, markov = self.split_features(features)
         logits = frozen.logits(hidden)
-        if self.markov_head is None:
-            return logits
-        bias: Tensor = self.markov_head.markov_w2(self.markov_head.code(markov, hidden))
-        return logits + bias
+        if self.markov_head is not None:
+            bias: Tensor = self.markov_head.markov_w2(self.markov_head.code(markov, hidden))
+            logits = logits + bias
+        return logits.masked_fill(~self.t2d, -torch.inf) if self.config.reduced_vocabulary else logits
 
     def confidence_logits(self, features: Tensor) -> Tensor | None:
         """Compute the logit of each draft's acceptance, [...]; None without a confidence head."""

@@ -68,6 +68,7 @@ class Eagle3Sizes(LayerSizes):
     norm_output: bool = False  # whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1
     norm_before_fc: bool = False  # whether all outputs together have a norm before they are fused (speculators)
     norm_before_residual: bool = False  # whether the residual begins after the norm of the features (speculators)
+    query_key_norm: bool = False  # whether queries and keys have a norm per head, as Qwen3's (speculators)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +140,8 @@ class Eagle3Drafter(FeatureDrafter):
             self.input_norm = RMSNorm(len(config.fused_layers) * width, eps=config.norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(width, eps=config.norm_eps) for _ in config.fused_layers)
-        self.midlayer = Eagle3Block(replace(config.layer, input_width=2 * width), config.norm_before_residual)
+        sizes = replace(config.layer, input_width=2 * width, query_key_norm=config.query_key_norm)
+        self.midlayer = Eagle3Block(sizes, config.norm_before_residual)
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocabulary, bias=False)
         self.rotary = config.rotary()

@@ -61,8 +61,6 @@ def _is_block(names: set[str]) -> bool:
 def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     """Read the sizes that DFlash and DSpark share, from config.json and the shapes."""
     own, facts = dict(config) | layout.nested(config, "dflash_config"), layout.drafter_facts(config)
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise DrafterError("its layers have a sliding window, which these drafters lack.")
     block, mask = own.get("block_size"), own.get("mask_token_id")
     if type(block) is not int or type(mask) is not int:
         raise DrafterError("config.json lacks block_size or mask_token_id; restore the checkpoint's own.")
@@ -88,7 +86,7 @@ DFLASH = Layout(
     name="dflash",  # such as z-lab/Qwen3-8B-DFlash-b16
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
-    requires={"context": ("hidden",), "sample_from_anchor": (False,)},
+    requires={"context": ("hidden",), "sample_from_anchor": (False,), "reduced_vocabulary": (False,)},
     unfit=_reads_embedding,
     notes=lambda sizes: [
         f"vLLM: num_speculative_tokens {sizes.n_drafts}; SGLang: --speculative-num-draft-tokens {1 + sizes.n_drafts}"
@@ -159,6 +157,7 @@ def _dspark_notes(sizes: DSparkSizes) -> list[str]:
 _DSPARK: dict[str, tuple[Any, ...]] = {
     "context": ("hidden",),
     "sample_from_anchor": (True,),
+    "reduced_vocabulary": (False,),
     "markov_head": ("none", "vanilla", "gated", "rnn"),
 }
 DSPARK = Layout(

@@ -25,6 +25,7 @@ from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
 from .layout import Layout, Weights
 from .llama import LLAMA
 from .moa import MOA, MOA_VLLM
+from .speculators import SPECULATORS_DFLASH, SPECULATORS_DSPARK, SPECULATORS_EAGLE3
 
 CONFIG_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
@@ -37,6 +38,9 @@ _OWN_KEY = "moa_data"  # of config.json, with what a layout has no place for; ot
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
+        SPECULATORS_EAGLE3,
+        SPECULATORS_DSPARK,
+        SPECULATORS_DFLASH,
         MOA,
         MOA_VLLM,
         DFLASH,

@@ -179,7 +179,8 @@ MOA_EAGLE = Layout(
 )
 
 
-_EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+# What EAGLE-3.1 (vllm pull request 42764) and speculators add, all false where they are absent.
+EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 
 def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
@@ -195,8 +196,7 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
-    # What EAGLE-3.1 (vllm pull request 42764) and speculators add, all false where they are absent.
-    flags = {name: True for name in _EAGLE3_FLAGS if getattr(sizes, name)}
+    flags = {name: True for name in EAGLE3_FLAGS if getattr(sizes, name)}
     return layout.llama_config(sizes) | own | flags
 
 
@@ -214,7 +214,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     read = {
         "draft_vocabulary": layout.rows(weights, "lm_head.weight"),
         "fused_layers": layout.read_layer_ids((own.get(key), 0), (config.get(key), 1)),
-        "fc_norm": "fc_norm.0.weight" in weights,
+        "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
+        "fc_norm": "fc_norm.0.weight" in weights or bool(config.get("fc_norm", False)),
         "norm_output": bool(config.get("norm_output", False)),
         "norm_before_fc": bool(own.get("norm_before_fc", config.get("norm_before_fc", False))),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
@@ -227,7 +228,7 @@ EAGLE3 = Layout(
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",
     ignored=(layout.EMBEDDINGS,),
-    requires={"qkv_bias": (False,)},
+    requires={"qkv_bias": (False,), "query_key_norm": (False,)},
     unfit=lambda sizes: [(len(sizes.fused_layers) != 3, "the engines join 3 layers: give three fused_layers")],
     config=_eagle3_config,
     own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM's name of the layer

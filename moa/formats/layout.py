@@ -112,6 +112,8 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     if missing := [name for name in needed if not config.get(name)]:
         raise DrafterError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise DrafterError("its layers have a sliding window, which these drafters lack.")
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
     with parsing("config.json cannot be used", DrafterError, "Restore the checkpoint's own."):
         known = LlamaConfig(**{name: config[name] for name in names if config.get(name) is not None})

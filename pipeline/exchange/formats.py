@@ -6,7 +6,8 @@ with its ids, and activations keep the store's dtype. Sources, read in stored co
 - speculators ``scripts/launch_vllm.py`` (default ids ``[2, L // 2, L - 3, L]``, L appended for the verifier),
   ``src/speculators/train/data.py`` (the last slot is the verifier's last hidden state), pull request 313 (vLLM saves it
   before the final norm), pull request 758 (``kv_last_*`` of the last layer with a sliding window and of the last one
-  without, keys after RoPE), vllm pull request 46788 (id i is captured at the input of layer i).
+  without, keys after RoPE), vllm pull request 46788 (id i is captured at the input of layer i), and of 0.9
+  ``hs_connectors/fp8_utils.py`` (float8_e4m3fn with a scale a token, read as bfloat16).
 - SpecForge ``scripts/prepare_hidden_states.py`` (default ``[2 - 1, L // 2 - 1, L - 3 - 1]``; ``hidden_state`` is what
   the logits processor receives, after the norm; its loader takes any ``.ckpt`` or ``.ckpt.gz`` below its folder),
   sglang pull request 25454 (both numberings name the same physical states).
@@ -230,6 +231,8 @@ class SpeculatorsFormat(FileFormat):
                 f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, {len(self._states)} layers, "
                 "width]. Name the layers of these files with --layers."
             )
+        if states.dtype == torch.float8_e4m3fn:
+            states = states.to(torch.bfloat16) * _read_scales(path, len(states))  # rounded as its own reader does
         return dict(zip(self._states, states.unbind(1), strict=True))
 
     def _dataset(self, path: Path) -> pa.Table:
@@ -321,6 +324,17 @@ def _read_tensor(path: Path, key: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(key)
     return tensor
+
+
+def _read_scales(path: Path, n_tokens: int) -> Tensor:
+    """Read the scale of each token's fp8 states: bfloat16 [S, 1, 1]."""
+    scales = _read_tensor(path, "hidden_states_scales")
+    if scales.shape != (n_tokens, 1, 1) or not scales.is_floating_point():
+        raise DatasetError(
+            f"{path}: hidden_states_scales is {scales.dtype} {list(scales.shape)}, expected float32 "
+            f"[{n_tokens}, 1, 1]. Make the file again."
+        )
+    return scales.to(torch.bfloat16)
 
 
 def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:

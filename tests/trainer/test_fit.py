@@ -18,14 +18,18 @@ import yaml
 
 from moa_data.errors import DrafterError, Interrupted, OutputOccupied, RunWarning, TrainingError
 from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
+from moa_data.moa.targets.families import target_sizes
 from moa_data.pipeline.recode import recode
 from moa_data.tests.kit.command import TRAIN, refused
 from moa_data.tests.kit.command import run as run_command
+from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.runs import assert_same_weights, last_state, run
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import callbacks
-from moa_data.trainer.checkpoints import read_checkpoint
+from moa_data.trainer.checkpoints import initial_drafter, read_checkpoint
+from moa_data.trainer.config import Eagle3Settings
 from moa_data.trainer.fit import read_metrics
 from moa_data.trainer.step import DrafterModule
 
@@ -299,6 +303,14 @@ def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path
     with pytest.raises(DrafterError, match="does not exist"):
         run(store_path, tmp_path / "other", max_steps=1, init_from=str(tmp_path / "nope"))
     assert not (tmp_path / "other").exists()
+
+
+def test_norms_that_no_option_sets_are_refused_with_their_names(tmp_path: Path) -> None:
+    model, settings = build_model(), Eagle3Settings()
+    fresh, other = (build("eagle3", model, norm_before_residual=flag) for flag in (False, True))
+    save_drafter(other, tmp_path)
+    with pytest.raises(TrainingError, match="has norm_before_residual, which can be run and not be trained"):
+        initial_drafter(str(tmp_path), fresh, settings, target_sizes(model.config))
 
 
 def test_resume_needs_no_setting_twice(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,6 +329,32 @@ def test_speculators_files_must_belong_to_their_rows(store: Path, target: Path, 
     refused_with("loss masks lie there")
 
 
+def test_speculators_fp8_states_are_read_with_their_scales(store: Path, target: Path, tmp_path: Path) -> None:
+    """As ``hs_connectors/fp8_utils.py`` writes and reads them: a scale for each token, over its layers."""
+    folder = export(store, "speculators", tmp_path / "out", max_sequences=2)
+    meant: dict[int, torch.Tensor] = {}
+    for path in sorted((folder / "hidden_states").iterdir()):
+        good = load_file(path)
+        states = good["hidden_states"].float()
+        scales = (states.abs().amax(dim=(1, 2), keepdim=True) / 448).clamp(min=1e-12)
+        stored = (states / scales).to(torch.float8_e4m3fn)
+        save_file(good | {"hidden_states": stored, "hidden_states_scales": scales}, path)
+        meant[len(meant)] = stored.to(torch.bfloat16) * scales.to(torch.bfloat16)
+        error = (meant[len(meant) - 1].float() - states).abs()
+        assert bool((error <= 2**-4 * states.abs() + states.abs().max() / 448).all())
+    back = bring_in(folder, "speculators", target, tmp_path / "back")
+    assert len(back) == 2
+    for row, states in meant.items():
+        got = to_float32(back.read(row, "hidden/layer_1"), "bfloat16")
+        np.testing.assert_array_equal(got, states[:, 0].float().numpy())
+    save_file({name: value for name, value in load_file(path).items() if "scales" not in name}, path)
+    with pytest.raises(DatasetError, match="no tensor hidden_states_scales"):
+        bring_in(folder, "speculators", target, tmp_path / "again")
+    save_file(load_file(path) | {"hidden_states_scales": torch.ones(3, 1, 1)}, path)
+    with pytest.raises(DatasetError, match=r"hidden_states_scales is torch.float32 \[3, 1, 1\]"):
+        bring_in(folder, "speculators", target, tmp_path / "again")
+
+
 BFLOAT16: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-2}
 
 

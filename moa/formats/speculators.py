@@ -1,0 +1,205 @@
+"""Layouts of speculators (vllm-project/speculators 0.9), which vLLM loads too: EAGLE-3, DFlash and DSpark.
+
+config.json holds the sizes below ``transformer_layer_config``, and below ``speculators_config`` what it drafts for: its
+``from_pretrained`` takes embeddings and LM head from the model that ``verifier.name_or_path`` names. Layers are counted
+as passed, 1 after the first. Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and
+``model.py`` (``d2t`` and ``t2d`` are there for a reduced vocabulary alone, whose LM head has rows of the target's).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from ...errors import DrafterError
+from ...files import parsing
+from ..drafters.block import BlockDrafterSizes, DSparkSizes
+from ..drafters.eagle3 import Eagle3Sizes
+from ..targets.bundle import FROZEN_FILE
+from . import layout
+from .block import DFLASH, DSPARK
+from .eagle import EAGLE3, EAGLE3_FLAGS
+from .layout import ForeignConfig, Weights
+
+_TYPE, _LAYERS = "speculators_model_type", "transformer_layer_config"
+_EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_BLOCK_KEYS = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sample_from_anchor")
+_DFLASH = dict.fromkeys(_BLOCK_KEYS) | {"sample_from_anchor": False}
+_HEADS = {
+    "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
+# The keys of each type that are read, with the values of absent ones. ``embed_requires_grad`` is none of them: only a
+# false one says that the embeddings are the target's.
+_OWN: dict[str, dict[str, Any]] = {
+    "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
+    "dflash": _DFLASH,
+    "dspark": _DFLASH | {"sample_from_anchor": True} | _HEADS,
+}
+_SHARED = {
+    _TYPE, _LAYERS, "speculators_config", "speculators_version", "auto_map", "draft_vocab_size", "target_hidden_size",
+    "sliding_window_non_causal", "tie_word_embeddings", "torch_dtype", *PreTrainedConfig().to_dict(),
+}  # fmt: skip
+
+
+# Writing
+
+
+def _config(name: str, sizes: Any, target_config: Any, layers: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    folder = Path(verifier := target_config.name_or_path)
+    if (folder / FROZEN_FILE).is_file():
+        raise DrafterError("speculators reads the target's own weight files, which a store has not; give --model.")
+    return {
+        "architectures": [f"{name}DraftModel"],
+        _TYPE: sizes.kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": sizes.kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": sizes.max_depth or 5}],
+            "verifier": {
+                "name_or_path": str(folder.resolve()) if verifier and folder.is_dir() else verifier,
+                "architectures": target_config.architectures or [],
+            },
+        },
+        "tie_word_embeddings": False,
+        "draft_vocab_size": sizes.vocab_size,
+        **own,
+        _LAYERS: layout.llama_config(sizes) | {"model_type": "qwen3", **layers},
+    }
+
+
+def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
+    layers = {"model_type": "qwen3" if sizes.query_key_norm else "llama", "num_hidden_layers": 1}
+    own: dict[str, Any] = {name: getattr(sizes, name) for name in EAGLE3_FLAGS}
+    own |= {_EAGLE3_LAYERS: [layer + 1 for layer in sizes.fused_layers], "draft_vocab_size": sizes.draft_vocabulary}
+    return _config("Eagle3", sizes, target_config, layers, **own)
+
+
+def _block_config(name: str, sizes: BlockDrafterSizes, target_config: Any, **heads: Any) -> dict[str, Any]:
+    layers = [layer + 1 for layer in sizes.fused_layers]
+    own = zip(_BLOCK_KEYS, (sizes.block_size, sizes.mask_token, layers, sizes.sample_from_anchor), strict=True)
+    return _config(name, sizes, target_config, {"num_hidden_layers": sizes.block_layers}, **dict(own), **heads)
+
+
+def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
+    has_markov = sizes.markov_head != "none"
+    reads_markov = sizes.confidence_head and sizes.confidence_with_markov and has_markov
+    head = sizes.markov_head if has_markov else "vanilla"
+    heads = (sizes.markov_rank * has_markov, head, sizes.confidence_head, reads_markov)
+    return _block_config("DSpark", sizes, target_config, **dict(zip(_HEADS, heads, strict=True)))
+
+
+def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
+    is_full = sizes.draft_vocabulary == sizes.vocab_size
+    return {name: value for name, value in weights.items() if not (is_full and name in ("d2t", "t2d"))}
+
+
+# Reading
+
+
+def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
+    """List the keys of a config.json, those of the layers too; refuses any that would change the computation."""
+    kind, given = config[_TYPE], {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
+    if kind not in _OWN:
+        raise DrafterError(f"{_TYPE} is {str(kind)[:60]!r}, expected {', '.join(_OWN)}.")
+    with parsing(f"{_LAYERS} cannot be used", DrafterError, "Restore the checkpoint's own."):
+        known = AutoConfig.for_model(given["model_type"]).to_dict().keys() | {"rope_theta", "rope_scaling"}
+        layers = AutoConfig.for_model(**given).to_dict()  # with the values of absent keys
+    found = _OWN[kind] | dict(config) | layers
+    found["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get("partial_rotary_factor")
+    plain = {
+        "model_type": ("llama", "qwen3"),
+        "hidden_act": ("silu",),
+        "num_hidden_layers": (1,) if kind == "eagle3" else (layout.count_layers(weights),),
+        "partial_rotary_factor": (None, 1),
+        "target_hidden_size": (None, layers.get("hidden_size")),
+    }
+    wrong = [name for name, values in plain.items() if found.get(name) not in values]
+    for values, names in ((config, _OWN[kind].keys() | _SHARED), (given, known | _SHARED)):
+        # A null or false one leaves the computation as it is.
+        wrong += [name for name, value in values.items() if value and name not in names]
+    if wrong:
+        raise DrafterError(f"config.json: {wrong[0]} is {str(found.get(wrong[0]))[:60]}, which is not known here.")
+    return found
+
+
+def _unpack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
+    n_tokens = sizes.vocab_size
+    if sizes.draft_vocabulary < n_tokens:
+        return weights
+    return {"d2t": torch.zeros(n_tokens, dtype=torch.int64), "t2d": torch.ones(n_tokens, dtype=torch.bool)} | weights
+
+
+def _read_block(weights: Weights, config: ForeignConfig) -> Any:
+    found = _flat(weights, config)
+    read = DSPARK if found[_TYPE] == "dspark" else DFLASH
+    sizes: Any = read.read_sizes(weights, found)
+    sizes = replace(sizes, sample_from_anchor=found["sample_from_anchor"], reduced_vocabulary="d2t" in weights)
+    if refusals := [text for is_there, text in _unfit(sizes) if is_there]:
+        raise DrafterError(refusals[0])
+    return sizes
+
+
+def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
+    """Spread the Markov head's rows of draft tokens over the vocabulary; the logits of all others are cut off."""
+    own = {name: value for name, value in weights.items() if name != "d2t"}
+    if "d2t" in weights:
+        offsets, head = weights["d2t"], "markov_head.markov_w2.weight"
+        tokens = offsets + torch.arange(len(offsets))
+        if not torch.equal(tokens, own["t2d"].nonzero()[:, 0]):
+            raise DrafterError("d2t and t2d name other tokens.")
+        if head in own:
+            spread = torch.zeros(sizes.vocab_size, own[head].shape[1], dtype=own[head].dtype)
+            own[head] = spread.index_copy(0, tokens, own[head])
+    return own
+
+
+def _unfit(sizes: BlockDrafterSizes) -> list[tuple[bool, str]]:
+    is_shifted = getattr(sizes, "markov_head", "") == "rnn" and not sizes.sample_from_anchor
+    return [(is_shifted, "their rnn head begins at the anchor's slot, and here at the first that drafts")]
+
+
+SPECULATORS_EAGLE3 = replace(
+    EAGLE3,
+    name="speculators-eagle3",
+    reader="speculators and vLLM",
+    requires={"qkv_bias": (False,)},
+    unfit=lambda sizes: [],
+    config=_eagle3_config,
+    needs=("config", layout.EMBEDDINGS),  # without them from_pretrained makes random ones, with transformers 5.19
+    file_name=lambda name: name.replace("midlayer.", "layers.0."),
+    pack=_pack_eagle3,
+    unpack=_unpack_eagle3,
+    recognises=lambda names, config: config.get(_TYPE) == "eagle3",
+    read_sizes=lambda weights, config: EAGLE3.read_sizes(weights, _flat(weights, config)),
+)
+SPECULATORS_DSPARK = replace(
+    DSPARK,
+    name="speculators-dspark",
+    reader="speculators",
+    requires={**DSPARK.requires, "sample_from_anchor": (True, False)},
+    unfit=_unfit,
+    notes=lambda sizes: [],
+    config=_dspark_config,
+    needs=("config",),
+    unpack=_unpack_block,
+    recognises=lambda names, config: config.get(_TYPE) == "dspark",
+    read_sizes=_read_block,
+)
+SPECULATORS_DFLASH = replace(
+    DFLASH,
+    name="speculators-dflash",
+    reader="speculators and vLLM",
+    requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
+    unfit=_unfit,
+    notes=lambda sizes: [],
+    config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
+    needs=("config",),
+    unpack=_unpack_block,
+    recognises=lambda names, config: _TYPE in config,  # of types that are not here it refuses the name
+    read_sizes=_read_block,
+)
