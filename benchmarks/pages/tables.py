@@ -1,4 +1,4 @@
-"""Writes docs/results/ and docs/leaderboard.md from benchmarks/results: one table for each file, in order.
+"""Writes docs/results/, docs/leaderboard.md and the first table of docs/interop.md from benchmarks/results, by order.
 
     python -m benchmarks.pages.tables [--check]       --check writes nothing and fails if a page is not current
 
@@ -74,7 +74,9 @@ TOPICS = {
 IMAGE = {"drafters": "![Tokens committed per target call by seconds of training](../images/drafters.png)\n"}
 INDEX = "results/index"
 PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}
-PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD}
+PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD, "interop": ""}
+BEGIN, END = "<!-- by make figures -->\n", "<!-- end -->\n"
+"""What the tables of a page without a head lie between; the rest of it is written by hand."""
 Table = dict[str, Any]
 
 
@@ -89,7 +91,11 @@ def page(name: str, tables: list[Table]) -> str:
     if name == INDEX:
         lines = [line for topic in TOPICS for table in tables for line in headlines(topic, table)]
         return PAGES[name] + "\n".join(lines) + "\n"
-    return "\n".join([PAGES[name], *(section(table) for table in tables if table["page"] == name)])
+    sections = [section(table) for table in tables if table["page"] == name]
+    if PAGES[name]:
+        return "\n".join([PAGES[name], *sections])
+    before, _, rest = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + "\n".join(sections) + END + rest.partition(END)[2]
 
 
 def headlines(topic: str, table: Table) -> list[str]:

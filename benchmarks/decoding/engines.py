@@ -1,0 +1,185 @@
+"""Decodes with the same drafters here, in vLLM and in transformers: rounds, acceptance length, equal answers.
+
+    python -m benchmarks.decoding.engines MODEL PROMPTS RUN ... [--vllm PYTHON] [--enter]
+
+Each drafter is exported to the format of each program and runs in a process of its own: greedy chains of five in
+float32, one prompt after the other. A program that ends with an error is noted with it. ``--enter`` writes the table
+of docs/interop.md, ``benchmarks/results/engines.json``, whose page ``make figures`` brings up to date.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kit.harness import run
+from benchmarks.kit.records import RESULTS
+from moa_data.evaluation.measure import opening_tokens
+from moa_data.evaluation.prompts import load_prompts
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
+from moa_data.moa.targets.live import Target
+
+N_DRAFTS = 5
+SIDE = Path(__file__).with_name("engines_side.py")
+TAKES: dict[str, dict[str, tuple[str, str]]] = {
+    "vllm": {
+        "eagle": ("vllm-eagle", "eagle"), "eagle3": ("eagle3", "eagle3"), "dflash": ("dflash", "dflash"),
+        "dspark": ("vllm-dspark", "dspark"), "independent": ("llama", "draft_model"),
+    },
+    "transformers": {"dflash": ("hf-dflash", "dflash"), "independent": ("llama", "assistant")},
+}  # fmt: skip
+"""Engine -> kind of drafter -> the format that it loads, and its name of the method."""
+PROGRAMS = {"here": "here", "vllm": "vLLM", "transformers": "transformers"}
+FORMS = {"rounds": ("Rounds", "{:d}"), "length": ("Acceptance length", "{:.2f}"), "equal": ("Answers equal", "{}")}
+
+TRAINED = {
+    "eagle": "--max-steps 200",
+    "eagle3": "--max-steps 150 --set drafter.test_time_steps=4",
+    "dflash": "--max-steps 150 --set drafter.block_size=6",
+    "independent": "--max-steps 150 --set drafter.independent_width=256",
+    "dspark": "--max-steps 120 --set drafter.block_size=5",
+}
+"""Drafter of the table -> options of its training."""
+WORDS: dict[str, Any] = {
+    "order": 700,
+    "page": "interop",
+    "title": "The same drafters in other engines",
+    "text": "Drafters trained here for minutes, each in the format of each program, and decoded with by the program "
+    "itself: greedy chains of five in float32. A round is a target call that verifies drafts; acceptance length is "
+    "the tokens written in rounds over rounds; answers are compared with plain decoding here, token by token. An empty "
+    "cell: the program loads no such drafter.",
+    "data": "8 prompts of GSM8K's test questions, answers of up to 96 tokens",
+    "machine": "two virtual cores, with other work on them; no GPU",
+    "measured": "November 2026",
+    "caveats": [
+        "Rounds are what is compared, not seconds; and the drafters are no good ones, as they learned from 1,200 chats "
+        "in 120 to 200 steps.",
+        "transformers drafts with an independent drafter from the prompt on, where the others take the first token "
+        "from the prompt's call.",
+    ],
+    "commands": {
+        "extract": "moa-data extract --model MODEL --dataset gsm8k_train.jsonl --out STORE --max-sequences 1200 "
+        "--compute-dtype float32 --activations "
+        + ",".join(["hidden:last", *(f"hidden:layer:{k}" for k in range(1, 6))]),
+    }
+    | {
+        f"train-{kind}": f"moa-data train STORE --out {kind} --drafter {kind} --batch-size 8 {own}"
+        for kind, own in TRAINED.items()
+    }
+    | {
+        "engines": f"python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl {' '.join(TRAINED)} "
+        "--vllm .engines/vllm/bin/python --enter",
+    },
+}
+"""The words of the table."""
+
+
+def here(target: Target, drafter: Drafter, prompts: Sequence[list[int]], n_new: int) -> dict[str, Any]:
+    """Decode with this package."""
+    answers, n_rounds = [], 0
+    for prompt in prompts:
+        proposer = DrafterProposer(target, drafter)
+        (answer,) = generate_batch(
+            target, [prompt], max_new_tokens=n_new, proposer=proposer, tree=TreeShape(N_DRAFTS)
+        )  # fmt: skip
+        answers.append(answer.tokens)
+        n_rounds += answer.stats.n_target_calls
+    return {"answers": answers, "n_rounds": n_rounds, "n_plain": len(answers)}
+
+
+def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Decode with another program: what it found, or ``error``, its last line with one."""
+    given, found = folder / "job.json", folder / "found.json"
+    given.write_text(json.dumps(job | {"engine": engine}))
+    environment = os.environ | {
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": "", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    done = subprocess.run([python, SIDE, given, found], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [
+            line.strip() for line in done.stderr.splitlines() if "Error: " in line and "EngineCore fail" not in line
+        ]
+        return {"error": (lines or done.stderr.splitlines()[-1:])[0].partition("Error: ")[2]}
+    answer: dict[str, Any] = json.loads(found.read_text())
+    return answer
+
+
+def figures(found: dict[str, Any], plain: list[list[int]]) -> dict[str, Any]:
+    """Rounds, tokens written a round, and how many answers are those of plain decoding."""
+    if "error" in found:
+        return {"rounds": "refused"}
+    n_tokens = sum(map(len, found["answers"])) - found["n_plain"]
+    n_equal = sum(map(list.__eq__, found["answers"], plain))
+    return {
+        "rounds": int(found["n_rounds"]),
+        "length": n_tokens / found["n_rounds"],
+        "equal": f"{n_equal} of {len(plain)}",
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All drafters in all programs that take them."""
+    target = Target.load(options.model, torch.float32, "cpu")
+    prompts = opening_tokens(target, load_prompts(options.prompts, options.n_prompts).prompts)
+    n_new = options.max_new_tokens
+    plain = [plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts]
+    rows, versions, errors = [], dict[str, str](), []
+    for source in options.drafters:
+        drafter = load_drafter(source)
+        found = {"here": here(target, drafter, prompts, n_new)}
+        for engine, python in (("vllm", options.vllm), ("transformers", sys.executable)):
+            if not python or drafter.kind not in TAKES[engine]:
+                continue
+            layout, method = TAKES[engine][drafter.kind]
+            with tempfile.TemporaryDirectory() as folder:
+                write_layout(drafter, LAYOUTS[layout], Path(folder) / "drafter")
+                job = {
+                    "method": method, "model": str(Path(options.model).resolve()), "drafter": f"{folder}/drafter",
+                    "n_drafts": N_DRAFTS, "max_positions": target.max_positions, "max_new_tokens": n_new,
+                    "prompts": prompts,
+                }  # fmt: skip
+                found[engine] = there(engine, python, job, Path(folder))
+            if "version" in found[engine]:
+                versions[engine] = found[engine]["version"]
+            if error := found[engine].get("error"):
+                errors.append({"engine": engine, "drafter": drafter.kind, "error": error})
+        row = {"drafter": drafter.kind, "command": "engines"}
+        row |= {f"{name}_{key}": value for name, one in found.items() for key, value in figures(one, plain).items()}
+        rows.append(row)
+        print(row, file=sys.stderr)
+    if options.enter:
+        text = json.dumps(table(rows, versions, errors), indent=1, ensure_ascii=False)
+        (RESULTS / "engines.json").write_text(text + "\n")
+    return {"rows": rows, "versions": versions, "errors": errors}
+
+
+def table(rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]) -> dict[str, Any]:
+    """The table of these rows, with the programs' versions and what they said."""
+    names = {name: " ".join(filter(None, (text, versions.get(name)))) for name, text in PROGRAMS.items()}
+    columns = {"drafter": {"title": "Drafter", "form": "`{}`"}}
+    for key, (title, form) in FORMS.items():
+        columns |= {f"{name}_{key}": {"title": f"{title}, {text}", "form": form} for name, text in names.items()}
+    said = [f"Of `{one['drafter']}` {names[one['engine']]} says: *{one['error']}*" for one in errors]
+    return WORDS | {"caveats": WORDS["caveats"] + said, "columns": columns, "rows": rows}
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    run("engines", measure, "model", "prompts", "drafters+", vllm=str, n_prompts=8, max_new_tokens=96, enter=False)
+
+
+if __name__ == "__main__":
+    main()
