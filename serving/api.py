@@ -31,7 +31,7 @@ _MAX_STOPS, _MAX_STOP_CHARS = 4, 256
 # Settings of the API that this server lacks -> values, besides null, at which they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],),
     "service_tier": ("auto", "default"), "store": (False,), "audio": (), "prediction": (), "reasoning_effort": (),
     "verbosity": (), "web_search_options": (), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": (),
 }  # fmt: skip
@@ -139,6 +139,8 @@ class AnswerRequest(_Body):
     logit_bias: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     ignore_eos: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], _FAILS_FAST] | None = None
     stream: bool | None = None
@@ -150,6 +152,30 @@ class AnswerRequest(_Body):
     def n_logprobs(self) -> int | None:
         """The number of most likely tokens whose log-probabilities are asked for; None where none at all are."""
         return None
+
+    @property
+    def form(self) -> tuple[str, Any] | None:
+        """The kind of form that the answer is to have, json, regex or choice, and the form; None for any text."""
+        match self.response_format, self.structured_outputs:
+            case ((None | {"type": "text"}), None):
+                return None
+            case {"type": "json_object", **rest}, None if not rest:
+                return "json", {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}, None:
+                return "json", schema
+            case ((None | {"type": "text"}), {"json": dict(schema), **rest}) if not rest:
+                return "json", schema
+            case ((None | {"type": "text"}), {"regex": str(regex), **rest}) if not rest:
+                return "regex", regex
+            case ((None | {"type": "text"}), {"choice": [str(), *others] as texts, **rest}) if not rest:
+                if all(isinstance(text, str) for text in others):
+                    return "choice", texts
+        param = "structured_outputs" if self.structured_outputs is not None else "response_format"
+        message = (
+            'response_format takes {"type": "text"}, "json_object", or "json_schema" with its json_schema.schema; '
+            "structured_outputs one of json (a schema), regex and choice (texts); give one of both."
+        )
+        raise ApiError(400, message, param, "invalid_value")
 
     @property
     def stops(self) -> list[str]:

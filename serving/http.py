@@ -20,7 +20,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ from .api import (
 from .config import ServeConfig
 from .engine.engine import Engine
 from .engine.sequence import Request
+from .grammar import Grammars
 from .metrics import Facts, Metrics, RequestLog
 from .wire import target_identity
 
@@ -65,8 +67,8 @@ _MAX_OWNERS = 10_000
 _CLIENT_GONE = 499
 # Characters whose tokens take some hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# Short and long prompts that wait for tokens; further ones are refused.
-_MAX_WAITING = (1024, 16)
+# Short prompts, long ones, and forms of answers that wait to be read; further ones are refused.
+_MAX_WAITING = (1024, 16, 1024)
 
 
 class Service:
@@ -82,7 +84,7 @@ class Service:
         rate = self.limits.requests_per_s, self.limits.requests_at_once
         self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: Rate(*rate))
         self._max_chars = engine.max_positions * max(len(token) for token in self.target.tokenizer.get_vocab())
-        # Long prompts have a thread of their own, so that short ones never wait for them.
+        # Long prompts and forms have threads of their own, so that short prompts never wait for them.
         self._tokenizers = [_Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING]
 
     def app(self, names: frozenset[str], checks_hosts: bool) -> FastAPI:
@@ -218,6 +220,10 @@ class Service:
 
     # Answers
 
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.target)
+
     async def _answer(self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]) -> Response:
         """Complete prompts; the log's middleware closes the answers in any case."""
         answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
@@ -234,6 +240,9 @@ class Service:
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         # As in vLLM the answers of a prompt have seeds that follow each other, and every prompt has the same ones.
         requests = [self._request(asked, tokens, seed + k) for tokens in prompts for k in range(asked.n or 1)]
+        if (form := asked.form) is not None:
+            make = self._tokenizers[-1].run(lambda _: self._grammars.make(*form, len(requests)))
+            requests = [replace(one, allowed=each) for one, each in zip(requests, await make, strict=True)]
         if len(requests) > self.engine.max_open:
             raise ApiError(400, f"this server takes at most {self.engine.max_open} texts.", "n", "invalid_value")
         now, has_room = time.monotonic(), False
@@ -308,8 +317,8 @@ class _Tokenizer:
         self._template, self._max_waiting, self._n_waiting = copy.deepcopy(template), max_waiting, 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
-    async def run(self, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
-        """Encode a prompt; when this is cancelled before its turn, never."""
+    async def run(self, encode: Callable[[ChatTemplate], _T]) -> _T:
+        """Encode a prompt, or read what else takes long; when this is cancelled before its turn, never."""
         if self._n_waiting >= self._max_waiting:
             raise ApiError(503, "too many prompts wait to be read; try again later.", None, "overloaded", 1)
         self._n_waiting += 1

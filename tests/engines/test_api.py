@@ -1,5 +1,6 @@
 """The HTTP API beside vLLM's own server, for the same requests to the same target."""
 
+import json
 import os
 import signal
 import socket
@@ -78,6 +79,17 @@ def completion(prompt: Any = "the cat sat", **settings: Any) -> tuple[str, dict[
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 GREEDY: dict[str, Any] = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several greedy answers
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["cat", "small bird"]},
+        "sings": {"type": "boolean"},
+        "word": {"type": "string", "maxLength": 8, "pattern": "^[a-z]*$"},
+    },
+    "required": ["name", "sings", "word"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": chat(),
     "developer": chat(role="developer"),
@@ -104,6 +116,13 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "prompts with several answers": completion(["the cat sat", "two small birds"], n=2, **GREEDY),
     "completion's logprobs": completion(logprobs=3),
     "prompts' logprobs": completion(["the cat sat", "two"], logprobs=0),
+    "json_object": chat(response_format={"type": "json_object"}, max_tokens=40),
+    "json_schema": chat(response_format=JSON_SCHEMA, max_tokens=60),
+    "json_schema, sampled": chat(response_format=JSON_SCHEMA, max_tokens=60, **GREEDY),
+    "json_schema of a completion": completion(response_format=JSON_SCHEMA, max_tokens=60),
+    "json_schema and logprobs": chat(response_format=JSON_SCHEMA, logprobs=True, top_logprobs=1, max_tokens=20),
+    "regex": chat(structured_outputs={"regex": "(the|a) [a-z]{3,12}( and [a-z]+)?"}, max_tokens=40),
+    "choice": chat(structured_outputs={"choice": ["yes", "no", 'perhaps "so"']}),
     "tokenize": ("/tokenize", {"prompt": "the cat sat", "return_token_strs": True}),
     "tokenize without special tokens": ("/tokenize", {"prompt": "the cat", "add_special_tokens": False}),
     "tokenize a chat": ("/tokenize", {"messages": [{"role": "user", "content": "Hello there"}]}),
@@ -160,6 +179,19 @@ def check_logprobs(found: Any, expected: Any) -> None:
         assert len(common) >= sum(map(is_whole, top)) - 1
         for token in common:
             assert top[token] == pytest.approx(their_top[token], abs=CLOSE)
+
+
+def test_json_follows_the_schema(model: Path, theirs: str, ours: str) -> None:
+    # This target would write white space between keys for ever.
+    tokenizer = Target.load(str(model), device="cpu").tokenizer
+    spaces = {str(token): -100 for token in range(400) if tokenizer.decode([token]).isspace()}
+    request = chat(response_format=JSON_SCHEMA, logit_bias=spaces, max_tokens=100)
+    texts = [post(address, request)["choices"][0]["message"]["content"] for address in (ours, theirs)]
+    assert texts[0] == texts[1]
+    value = json.loads(texts[0])
+    assert value.keys() == {"name", "sings", "word"}
+    assert value["name"] in ("cat", "small bird")
+    assert isinstance(value["sings"], bool)
 
 
 def in_order(answer: Any) -> list[Any]:

@@ -192,7 +192,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"echo": True}, "echo", "unsupported_parameter"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
     ({"warmth": 0}, "warmth", "unknown_parameter"),
     ({"drafter": "condor"}, "drafter", "invalid_value"),
     (said("x", "oracle"), None, "invalid_prompt"),
