@@ -36,7 +36,7 @@ def export_command(config: ExportConfig) -> None:
 @click.command("export-drafter", cls=StageCommand)
 @config_options(DrafterExportConfig, arguments=("drafter",))
 def export_drafter_command(config: DrafterExportConfig) -> None:
-    """Write a trained drafter for vLLM, SGLang, or the code of the authors of EAGLE or MoA.
+    """Write a trained drafter for vLLM, SGLang, transformers, speculators, or the code of the authors of EAGLE or MoA.
 
     A drafter that the other program would run differently is refused; of `moa` drafters that are those not trained with
     --preset paper. The folder is loaded again and compared before it gets its name; --drafter of `eval` and `generate`

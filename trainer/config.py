@@ -490,6 +490,9 @@ class DrafterExportConfig(Config):
     drafter: str
     """A run of `moa-data train`, or a folder with a drafter in any format that can be loaded."""
     format: Literal[
+        "speculators-eagle3",
+        "speculators-dspark",
+        "speculators-dflash",
         "moa",
         "moa-vllm",
         "dflash",
@@ -502,9 +505,6 @@ class DrafterExportConfig(Config):
         "moa-eagle",
         "eagle3",
         "llama",
-        "speculators-eagle3",
-        "speculators-dflash",
-        "speculators-dspark",
     ]
     """Layout of the files; docs/interop.md says who loads which."""
     out: str

@@ -45,10 +45,10 @@ FORMS = {"rounds": ("Rounds", "{:d}"), "length": ("Acceptance length", "{:.2f}")
 
 TRAINED = {
     "eagle": "--max-steps 200",
-    "eagle3": "--max-steps 150 --set drafter.test_time_steps=4",
-    "dflash": "--max-steps 150 --set drafter.block_size=6",
-    "independent": "--max-steps 150 --set drafter.independent_width=256",
-    "dspark": "--max-steps 120 --set drafter.block_size=5",
+    "eagle3": "--max-steps 120 --set drafter.test_time_steps=4",
+    "dflash": "--max-steps 200 --set drafter.block_size=6 --set drafter.block_layers=2 --set drafter.anchors=32",
+    "independent": "--max-steps 200 --set drafter.independent_width=256",
+    "dspark": "--max-steps 150 --set drafter.block_size=5 --set drafter.block_layers=2 --set drafter.anchors=32",
 }
 """Drafter of the table -> options of its training."""
 WORDS: dict[str, Any] = {

@@ -322,6 +322,7 @@ UNUSABLE: list[tuple[str, Any]] = [
     *(("eagle3", FOREIGN | {"eagle_config": {}, IDS: ids}) for ids in (None, "0")),
     ("dflash", FOREIGN | {"layer_types": ["sliding_attention"] * 2}),
     ("dflash", FOREIGN | {"dflash_config": BLOCK}),
+    ("dflash", FOREIGN | {"dflash_config": BLOCK | {"target_layer_ids": [0, 2], "causal": True}}),
     ("dflash", FOREIGN | {"dflash_config": BLOCK | {"target_layer_ids": "0"}}),
     ("dflash", FOREIGN | {"dflash_config": {}, "block_size": None}),
 ]
