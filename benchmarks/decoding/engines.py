@@ -45,10 +45,10 @@ FORMS = {"rounds": ("Rounds", "{:d}"), "length": ("Acceptance length", "{:.2f}")
 
 TRAINED = {
     "eagle": "--max-steps 200",
-    "eagle3": "--max-steps 120 --set drafter.test_time_steps=4",
+    "eagle3": "--max-steps 80 --set drafter.test_time_steps=4",
     "dflash": "--max-steps 200 --set drafter.block_size=6 --set drafter.block_layers=2 --set drafter.anchors=32",
-    "independent": "--max-steps 200 --set drafter.independent_width=256",
-    "dspark": "--max-steps 150 --set drafter.block_size=5 --set drafter.block_layers=2 --set drafter.anchors=32",
+    "independent": "--max-steps 120 --set drafter.independent_width=256",
+    "dspark": "--max-steps 100 --set drafter.block_size=5 --set drafter.block_layers=2 --set drafter.anchors=32",
 }
 """Drafter of the table -> options of its training."""
 WORDS: dict[str, Any] = {
@@ -64,7 +64,7 @@ WORDS: dict[str, Any] = {
     "measured": "November 2026",
     "caveats": [
         "Rounds are what is compared, not seconds; and the drafters are no good ones, as they learned from 1,200 chats "
-        "in 120 to 200 steps.",
+        "in 80 to 200 steps.",
         "transformers drafts with an independent drafter from the prompt on, where the others take the first token "
         "from the prompt's call.",
     ],

@@ -45,13 +45,11 @@ _SHARED = {
 }  # fmt: skip
 
 
-# Writing
-
-
 def _config(name: str, sizes: Any, target_config: Any, layers: Mapping[str, Any], **own: Any) -> dict[str, Any]:
-    folder = Path(verifier := target_config.name_or_path)
+    folder = Path(target_config.name_or_path)
     if (folder / FROZEN_FILE).is_file():
         raise DrafterError("speculators reads the target's own weight files, which a store has not; give --model.")
+    place = str(folder.resolve() if folder.is_dir() else folder)
     return {
         "architectures": [f"{name}DraftModel"],
         _TYPE: sizes.kind,
@@ -60,10 +58,7 @@ def _config(name: str, sizes: Any, target_config: Any, layers: Mapping[str, Any]
             "algorithm": sizes.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": sizes.max_depth or 5}],
-            "verifier": {
-                "name_or_path": str(folder.resolve()) if verifier and folder.is_dir() else verifier,
-                "architectures": target_config.architectures or [],
-            },
+            "verifier": {"name_or_path": place, "architectures": target_config.architectures or []},
         },
         "tie_word_embeddings": False,
         "draft_vocab_size": sizes.vocab_size,
@@ -93,14 +88,6 @@ def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
     return _block_config("DSpark", sizes, target_config, **dict(zip(_HEADS, heads, strict=True)))
 
 
-def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
-    is_full = sizes.draft_vocabulary == sizes.vocab_size
-    return {name: value for name, value in weights.items() if not (is_full and name in ("d2t", "t2d"))}
-
-
-# Reading
-
-
 def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     """List the keys of a config.json, those of the layers too; refuses any that would change the computation."""
     kind, given = config[_TYPE], {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
@@ -127,11 +114,11 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     return found
 
 
-def _unpack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
-    n_tokens = sizes.vocab_size
-    if sizes.draft_vocabulary < n_tokens:
-        return weights
-    return {"d2t": torch.zeros(n_tokens, dtype=torch.int64), "t2d": torch.ones(n_tokens, dtype=torch.bool)} | weights
+def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
+    """Make what files leave out where all tokens can be drafted."""
+    n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
+    made = {"d2t": torch.zeros(n_tokens, dtype=torch.int64), "t2d": torch.ones(n_tokens, dtype=torch.bool)}
+    return made if n_tokens else {}
 
 
 def _read_block(weights: Weights, config: ForeignConfig) -> Any:
@@ -172,8 +159,8 @@ SPECULATORS_EAGLE3 = replace(
     config=_eagle3_config,
     needs=("config", layout.EMBEDDINGS),  # without them from_pretrained makes random ones, with transformers 5.19
     file_name=lambda name: name.replace("midlayer.", "layers.0."),
-    pack=_pack_eagle3,
-    unpack=_unpack_eagle3,
+    pack=lambda weights, sizes: {k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)},
+    unpack=lambda weights, sizes: _full_vocabulary(sizes) | weights,
     recognises=lambda names, config: config.get(_TYPE) == "eagle3",
     read_sizes=lambda weights, config: EAGLE3.read_sizes(weights, _flat(weights, config)),
 )
@@ -191,15 +178,11 @@ SPECULATORS_DSPARK = replace(
     read_sizes=_read_block,
 )
 SPECULATORS_DFLASH = replace(
-    DFLASH,
+    SPECULATORS_DSPARK,
+    kind=DFLASH.kind,
     name="speculators-dflash",
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
-    unfit=_unfit,
-    notes=lambda sizes: [],
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    needs=("config",),
-    unpack=_unpack_block,
     recognises=lambda names, config: _TYPE in config,  # of types that are not here it refuses the name
-    read_sizes=_read_block,
 )

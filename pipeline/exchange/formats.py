@@ -232,7 +232,10 @@ class SpeculatorsFormat(FileFormat):
                 "width]. Name the layers of these files with --layers."
             )
         if states.dtype == torch.float8_e4m3fn:
-            states = states.to(torch.bfloat16) * _read_scales(path, len(states))  # rounded as its own reader does
+            scales = _read_tensor(path, "hidden_states_scales")  # float32, of each token
+            with parsing(f"{path}: hidden_states_scales do not fit", DatasetError, "Make the file again."):
+                # Rounded as its own reader does.
+                states = states.to(torch.bfloat16) * scales.to(torch.bfloat16).view(len(states), 1, 1)
         return dict(zip(self._states, states.unbind(1), strict=True))
 
     def _dataset(self, path: Path) -> pa.Table:
@@ -324,17 +327,6 @@ def _read_tensor(path: Path, key: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(key)
     return tensor
-
-
-def _read_scales(path: Path, n_tokens: int) -> Tensor:
-    """Read the scale of each token's fp8 states: bfloat16 [S, 1, 1]."""
-    scales = _read_tensor(path, "hidden_states_scales")
-    if scales.shape != (n_tokens, 1, 1) or not scales.is_floating_point():
-        raise DatasetError(
-            f"{path}: hidden_states_scales is {scales.dtype} {list(scales.shape)}, expected float32 "
-            f"[{n_tokens}, 1, 1]. Make the file again."
-        )
-    return scales.to(torch.bfloat16)
 
 
 def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:

@@ -351,7 +351,7 @@ def test_speculators_fp8_states_are_read_with_their_scales(store: Path, target: 
     with pytest.raises(DatasetError, match="no tensor hidden_states_scales"):
         bring_in(folder, "speculators", target, tmp_path / "again")
     save_file(load_file(path) | {"hidden_states_scales": torch.ones(3, 1, 1)}, path)
-    with pytest.raises(DatasetError, match=r"hidden_states_scales is torch.float32 \[3, 1, 1\]"):
+    with pytest.raises(DatasetError, match="hidden_states_scales do not fit"):
         bring_in(folder, "speculators", target, tmp_path / "again")
 
 
