@@ -1,10 +1,11 @@
 """Decodes with the same drafters here, in vLLM and in transformers: rounds, acceptance length, equal answers.
 
-    python -m benchmarks.decoding.engines MODEL PROMPTS RUN ... [--vllm PYTHON] [--enter]
+    python -m benchmarks.decoding.engines MODEL PROMPTS RUN ... [--vllm PYTHON] [--table FILE]
 
 Each drafter is exported to the format of each program and runs in a process of its own: greedy chains of five in
-float32, one prompt after the other. A program that ends with an error is noted with it. ``--enter`` writes the table
-of docs/interop.md, ``benchmarks/results/engines.json``, whose page ``make figures`` brings up to date.
+float32, one prompt after the other. A program that ends with an error is noted with it. ``--table`` writes the table
+of docs/interop.md, ``benchmarks/results/engines.json``, whose page ``make figures`` brings up to date; rows of drafters
+that are not given stay.
 """
 
 import argparse
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 
 from benchmarks.kit.harness import run
-from benchmarks.kit.records import RESULTS
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
@@ -79,7 +79,7 @@ WORDS: dict[str, Any] = {
     }
     | {
         "engines": f"python -m benchmarks.decoding.engines MODEL gsm8k_test.jsonl {' '.join(TRAINED)} "
-        "--vllm .engines/vllm/bin/python --enter",
+        "--vllm .engines/vllm/bin/python --table benchmarks/results/engines.json",
     },
 }
 """The words of the table."""
@@ -160,25 +160,30 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         row |= {f"{name}_{key}": value for name, one in found.items() for key, value in figures(one, plain).items()}
         rows.append(row)
         print(row, file=sys.stderr)
-    if options.enter:
-        text = json.dumps(table(rows, versions, errors), indent=1, ensure_ascii=False)
-        (RESULTS / "engines.json").write_text(text + "\n")
+    if options.table:
+        write_table(Path(options.table), rows, versions, errors)
     return {"rows": rows, "versions": versions, "errors": errors}
 
 
-def table(rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]) -> dict[str, Any]:
-    """The table of these rows, with the programs' versions and what they said."""
+def write_table(file: Path, rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]) -> None:
+    """Put rows, the programs' versions and what they said into the table of a file; rows of other drafters stay."""
+    table = json.loads(file.read_text()) if file.is_file() else {"rows": [], "caveats": [], "versions": {}}
+    new, versions = {row["drafter"]: row for row in rows}, table["versions"] | versions
+    kept = {row["drafter"]: row for row in table["rows"]} | new
     names = {name: " ".join(filter(None, (text, versions.get(name)))) for name, text in PROGRAMS.items()}
     columns = {"drafter": {"title": "Drafter", "form": "`{}`"}}
     for key, (title, form) in FORMS.items():
         columns |= {f"{name}_{key}": {"title": f"{title}, {text}", "form": form} for name, text in names.items()}
-    said = [f"Of `{one['drafter']}` {names[one['engine']]} says: *{one['error']}*" for one in errors]
-    return WORDS | {"caveats": WORDS["caveats"] + said, "columns": columns, "rows": rows}
+    said = [text for text in table["caveats"] if text.startswith("Of `") and text.split("`")[1] not in new]
+    said += [f"Of `{one['drafter']}` {names[one['engine']]} says: *{one['error']}*" for one in errors]
+    own = {"caveats": WORDS["caveats"] + said, "versions": versions, "columns": columns}
+    own["rows"] = [kept[kind] for kind in TRAINED if kind in kept]
+    file.write_text(json.dumps(table | WORDS | own, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
     """Measure as the command line says."""
-    run("engines", measure, "model", "prompts", "drafters+", vllm=str, n_prompts=8, max_new_tokens=96, enter=False)
+    run("engines", measure, "model", "prompts", "drafters+", vllm=str, n_prompts=8, max_new_tokens=96, table=str)
 
 
 if __name__ == "__main__":

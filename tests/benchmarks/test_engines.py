@@ -31,9 +31,10 @@ def test_rounds_are_those_of_transformers_and_a_refusal_is_quoted(
         save_drafter(kit.build(kind, target.model, **sizes), tmp_path / kind)
     (refusing := tmp_path / "python").write_text("#!/bin/sh\necho 'ValueError: no such method' >&2; exit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setattr(engines, "RESULTS", tmp_path)
     words = [str(folder), str(prompts), *(str(tmp_path / kind) for kind in kinds)]
-    words += f"--vllm {refusing} --n-prompts 2 --max-new-tokens 12 --enter --out {tmp_path}".split()
+    words += (
+        f"--vllm {refusing} --n-prompts 2 --max-new-tokens 12 --table {tmp_path}/engines.json --out {tmp_path}".split()
+    )
     monkeypatch.setattr("sys.argv", ["engines", *words])
     engines.main()
     table = json.loads((tmp_path / "engines.json").read_text())
@@ -43,4 +44,8 @@ def test_rounds_are_those_of_transformers_and_a_refusal_is_quoted(
         assert row["vllm_rounds"] == "refused"
         assert "vllm_length" not in row
     assert "Of `dflash` vLLM says: *no such method*" in table["caveats"]
+    engines.write_table(tmp_path / "engines.json", [{"drafter": "dflash", "here_rounds": 3}], {"vllm": "9"}, [])
+    again = json.loads((tmp_path / "engines.json").read_text())
+    assert again["rows"] == [{"drafter": "dflash", "here_rounds": 3}, table["rows"][1]]
+    assert [text for text in again["caveats"] if "says" in text] == ["Of `independent` vLLM says: *no such method*"]
     assert table["columns"]["transformers_rounds"]["title"].startswith("Rounds, transformers 5.")

@@ -41,7 +41,7 @@ def test_rounds_and_answers_are_those_of_vllm(tmp_path: Path, monkeypatch: pytes
     found = engines.measure(
         argparse.Namespace(
             model=str(folder), prompts=str(prompts), drafters=[str(tmp_path / kind) for kind in KINDS],
-            vllm=str(PYTHON), n_prompts=4, max_new_tokens=24, enter=False,
+            vllm=str(PYTHON), n_prompts=4, max_new_tokens=24, table=None,
         )
     )  # fmt: skip
     assert [error["drafter"] for error in found["errors"]] == ["dspark"]
