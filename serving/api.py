@@ -1,18 +1,20 @@
 """Requests, answers and errors in the form of OpenAI's API.
 
 A setting that is not supported is refused, unless its value changes nothing. ``drafter`` is an addition of this server;
-``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``min_tokens`` are vLLM's.
+``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``structured_outputs`` are vLLM's.
 """
 
 import asyncio
 import json
 import math
+import re
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Annotated, Any, Self
 
 from fastapi.responses import JSONResponse
@@ -141,6 +143,7 @@ class AnswerRequest(_Body):
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    logprobs: bool | int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], _FAILS_FAST] | None = None
     stream: bool | None = None
@@ -151,11 +154,13 @@ class AnswerRequest(_Body):
     @property
     def n_logprobs(self) -> int | None:
         """The number of most likely tokens whose log-probabilities are asked for; None where none at all are."""
-        return None
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        return getattr(self, "top_logprobs", None) or 0 if self.logprobs is True else self.logprobs
 
     @property
     def form(self) -> tuple[str, Any] | None:
-        """The kind of form that the answer is to have, json, regex or choice, and the form; None for any text."""
+        """The kind of form that the answer is to have, json or regex, and the form; None for any text."""
         match self.response_format, self.structured_outputs:
             case ((None | {"type": "text"}), None):
                 return None
@@ -169,12 +174,9 @@ class AnswerRequest(_Body):
                 return "regex", regex
             case ((None | {"type": "text"}), {"choice": [str(), *others] as texts, **rest}) if not rest:
                 if all(isinstance(text, str) for text in others):
-                    return "choice", texts
+                    return "regex", "|".join(map(re.escape, texts))
         param = "structured_outputs" if self.structured_outputs is not None else "response_format"
-        message = (
-            'response_format takes {"type": "text"}, "json_object", or "json_schema" with its json_schema.schema; '
-            "structured_outputs one of json (a schema), regex and choice (texts); give one of both."
-        )
+        message = "give text, json_object or a json_schema, or one of structured_outputs' json, regex and choice."
         raise ApiError(400, message, param, "invalid_value")
 
     @property
@@ -209,16 +211,9 @@ class ChatRequest(AnswerRequest):
         self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs", "invalid_value")
-        if self.tools and self.tool_choice != "none":
+        if self.tool_choice not in (("none",) if self.tools else (None, "none", "auto")):
             message = 'tools are called by nobody here. Leave them out, or give "none" as tool_choice.'
-            raise ApiError(400, message, "tools", "unsupported_parameter")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, 'tool_choice can only be "none".', "tool_choice", "unsupported_parameter")
-
-    @property
-    @override
-    def n_logprobs(self) -> int | None:
-        return self.top_logprobs or 0 if self.logprobs else None
+            raise ApiError(400, message, "tools" if self.tools else "tool_choice", "unsupported_parameter")
 
 
 class CompletionRequest(AnswerRequest):
@@ -229,32 +224,27 @@ class CompletionRequest(AnswerRequest):
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     @property
-    @override
-    def n_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, as texts or as tokens, at least one."""
         prompt = self.prompt
         prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
-        # By hand: pydantic would try each kind of prompt on half a million items.
         are_texts = isinstance(prompts[0], str)
-        for one in prompts[: _MAX_CHOICES + 1]:
-            is_text = isinstance(one, str)
-            if is_text is not are_texts or not (is_text or all(type(token) is int for token in one)):
-                message = "prompt: Input should be a text or a list of token ids, or a list of either."
-                raise ApiError(400, message, "prompt", "invalid_value")
-        if len(prompts) * (self.n or 1) > _MAX_CHOICES:
-            message = f"one request takes at most {_MAX_CHOICES} answers; send several requests."
+        # By hand: pydantic would try each kind of prompt on half a million items.
+        are_right = len(prompts) * (self.n or 1) <= _MAX_CHOICES and all(
+            isinstance(one, str) if are_texts else isinstance(one, list) and all(type(token) is int for token in one)
+            for one in prompts
+        )
+        if not are_right:
+            message = f"prompt: Input should be a text or a list of token ids, or up to {_MAX_CHOICES} of either."
             raise ApiError(400, message, "prompt", "invalid_value")
         return prompts
 
 
 class TokenizeRequest(_Body):
-    """The body of ``/tokenize``, which vLLM has too: of a prompt, or of a chat."""
+    """The body of ``/tokenize`` with a prompt or a chat, or of ``/detokenize`` with tokens; vLLM has both too."""
 
     model: str | None = None
+    tokens: Annotated[list[int], _FAILS_FAST] | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
@@ -262,30 +252,18 @@ class TokenizeRequest(_Body):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    @override
-    def model_post_init(self, context: Any) -> None:
-        if (self.prompt is None) is (self.messages is None):
-            raise ApiError(400, "give either a prompt or messages.", "prompt", "invalid_value")
-        unused = ("add_special_tokens",) if self.prompt is None else ("add_generation_prompt", "tools")
-        for name in unused:
-            if getattr(self, name) not in (None, False, []):
-                of = "a chat" if self.prompt is None else "a prompt"
-                raise ApiError(400, f"{name} says nothing about {of}. Leave it out.", name, "unsupported_parameter")
-
-
-class DetokenizeRequest(_Body):
-    """The body of ``/detokenize``."""
-
-    model: str | None = None
-    tokens: Annotated[list[int], _FAILS_FAST]
-
-
-def n_chars(messages: Sequence[dict[str, Any]]) -> int:
-    """Count the characters of all contents."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return sum(len(text) for text in found if isinstance(text, str))
+    def check(self, *kinds: str) -> None:
+        """Refuse all but exactly one of some kinds, with its own settings."""
+        own = {
+            "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
+            "messages": ("tools", "add_generation_prompt", "return_token_strs"),
+        }  # fmt: skip
+        kind = next((name for name in kinds if getattr(self, name) is not None), None)
+        if kind is None:
+            raise ApiError(400, f"the request lacks {' or '.join(kinds)}.", kinds[0], "missing_required_parameter")
+        for name in type(self).model_fields:
+            if name not in ("model", kind, *own[kind]) and getattr(self, name) not in (None, False, []):
+                raise ApiError(400, f"{name} says nothing about {kind}. Leave it out.", name, "unsupported_parameter")
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -302,12 +280,10 @@ def _invalid(error: ValidationError) -> ApiError:
 class AnswerText:
     """One text of a request on its way from the engine's thread to a reader in the event loop."""
 
-    def __init__(
-        self, engine: Engine, request: Request, index: int, stops: Sequence[str], has_come: asyncio.Event
-    ) -> None:
+    def __init__(self, engine: Engine, request: Request, index: int, stops: Sequence[str], news: asyncio.Event) -> None:
         self.index, self._engine, loop = index, engine, asyncio.get_running_loop()
         self._commits: deque[Commit] = deque()
-        self._has_come, self._is_held = has_come, False
+        self._has_come, self._is_held = news, False
         decode = partial(engine.target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._text, self._stops = Detokenizer(decode), StopStrings(stops)
         self._began = time.perf_counter()
@@ -423,14 +399,11 @@ class Answers:
 
 
 class AnswerForm:
-    """Writes the answer to a request as JSON, whole or as server-sent events; ``decode`` shows a token."""
+    """Writes the answer to a request as JSON, whole or as server-sent events."""
 
-    def __init__(
-        self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, decode: Callable[[list[int]], str]
-    ) -> None:
-        self._is_chat, self._n_prompt, self._decode = isinstance(asked, ChatRequest), n_prompt, decode
+    def __init__(self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any) -> None:
+        self._is_chat, self._n_prompt, self._decode = isinstance(asked, ChatRequest), n_prompt, tokenizer.decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        self._n_logprobs = asked.n_logprobs
         self._offsets: Counter[int] = Counter()  # of each text with log-probabilities: characters of the tokens shown
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
@@ -441,17 +414,15 @@ class AnswerForm:
         """The answer at once."""
         choices = []
         for text, answer in zip(texts, answers.texts, strict=True):
-            message = {"role": "assistant", "content": text, "refusal": None}
-            content = {"message": message} if self._is_chat else {"text": text}
-            choices.append(self._choice(answer, content, answer.finish_reason))
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choices.append(self._choice(answer, message if self._is_chat else {"text": text}, answer.finish_reason))
         name = "chat.completion" if self._is_chat else "text_completion"
         return self._facts | {"object": name, "choices": choices, "usage": self._usage(answers)}
 
     def first(self, answers: Answers) -> bytes:
         """The events before all text, which name the role of a chat."""
-        if not self._is_chat:
-            return b""
-        return b"".join(self._delta(text, {"role": "assistant", "content": ""}, None) for text in answers.texts)
+        texts = answers.texts if self._is_chat else ()
+        return b"".join(self._delta(text, {"role": "assistant", "content": ""}, None) for text in texts)
 
     def piece(self, answer: AnswerText, text: str) -> bytes:
         """The events of a piece of text, and of the end where it is the last one."""
@@ -471,7 +442,7 @@ class AnswerForm:
 
     def _choice(self, answer: AnswerText, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
         logprobs = None
-        if self._n_logprobs is not None and answer.scored:
+        if answer.scored:
             logprobs = self._chat_logprobs(answer) if self._is_chat else self._logprobs(answer)
             answer.scored.clear()
         return {"index": answer.index} | content | {"logprobs": logprobs, "finish_reason": finish_reason}
@@ -483,25 +454,21 @@ class AnswerForm:
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}
 
-        scored = answer.scored
-        tops = [[entry(*one) for one in found.likeliest] for _, found in scored]
-        content = [entry(token, found.of_token) for token, found in scored]
-        return {
-            "content": [one | {"top_logprobs": top} for one, top in zip(content, tops, strict=True)],
-            "refusal": None,
-        }
+        content = [
+            entry(token, logprob) | {"top_logprobs": [entry(*one) for one in likeliest]}
+            for token, (logprob, likeliest) in answer.scored
+        ]
+        return {"content": content, "refusal": None}
 
     def _logprobs(self, answer: AnswerText) -> dict[str, Any]:
         tokens = [self._decode([token]) for token, _ in answer.scored]
-        offsets = []
-        for text in tokens:
-            offsets.append(self._offsets[answer.index])
-            self._offsets[answer.index] += len(text)
+        offsets = [*accumulate(map(len, tokens), initial=self._offsets[answer.index])]
+        self._offsets[answer.index] = offsets.pop()
         values, tops = [], []
-        for text, (_, found) in zip(tokens, answer.scored, strict=True):
-            values.append(max(found.of_token, _MIN_LOGPROB))
+        for text, (_, (own, likeliest)) in zip(tokens, answer.scored, strict=True):
+            values.append(max(own, _MIN_LOGPROB))
             # Parts of characters are shown alike: the likeliest of them, or the text's own.
-            top = {self._decode([token]): max(logprob, _MIN_LOGPROB) for token, logprob in reversed(found.likeliest)}
+            top = {self._decode([token]): max(logprob, _MIN_LOGPROB) for token, logprob in reversed(likeliest)}
             tops.append(top | {text: values[-1]})
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 

@@ -1,13 +1,8 @@
-"""Answers of a given form: which tokens may come next under a JSON schema, a regular expression or a choice of texts.
+"""Answers of a given form: which tokens may come next under a JSON schema or a regular expression.
 
-A grammar is asked about the drafts of an answer as well as about the answer, so that it goes back where drafts end::
-
-    answer    {"a":          asked: 1 to 9, a space ...
-    drafts    {"a": 1 2      asked along the chain
-    answer    {"a": 1        back by one token, and asked again: what the target may choose there is the same
+A grammar is asked about an answer and about the drafts after it, and goes back where they are not accepted.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,14 +57,8 @@ class Grammars:
 
     def make(self, kind: str, form: Any, n: int) -> list[Grammar]:
         """Make grammars of one form for n answers; RequestInvalid where it cannot be followed."""
-        if kind == "json":
-            source = self._matcher.grammar_from_json_schema(form)
-        elif kind == "regex":
-            source = self._matcher.grammar_from_regex(form)
-        else:
-            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in form)
-            source = self._matcher.grammar_from_lark(f"start: {choices}")
-        matcher = self._matcher(self._tokenizer, source, log_level=0)
+        grammar = self._matcher.grammar_from_json_schema if kind == "json" else self._matcher.grammar_from_regex
+        matcher = self._matcher(self._tokenizer, grammar(form), log_level=0)
         if matcher.is_error():
             raise RequestInvalid(f"this {kind} cannot be followed: {matcher.get_error().splitlines()[0]}.")
         return [Grammar(matcher.deep_copy(), self._n_vocab) for _ in range(n)]

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,22 +33,11 @@ from starlette.requests import ClientDisconnect
 
 from ..errors import Overloaded, PromptUnusable, ServingError, TemplateError
 from ..moa.decoding.sampling import SamplingConfig
-from ..moa.targets.chat import Rejection, parse_prompt
+from ..moa.targets.chat import Message, Rejection, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Connection, Guard, Rate
-from .api import (
-    AnswerForm,
-    AnswerRequest,
-    Answers,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    event,
-    n_chars,
-)
+from .api import AnswerForm, AnswerRequest, Answers, ApiError, ChatRequest, CompletionRequest, TokenizeRequest, event
 from .config import ServeConfig
 from .engine.engine import Engine
 from .engine.sequence import Request
@@ -84,6 +73,7 @@ class Service:
         rate = self.limits.requests_per_s, self.limits.requests_at_once
         self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: Rate(*rate))
         self._max_chars = engine.max_positions * max(len(token) for token in self.target.tokenizer.get_vocab())
+        self._grammars = cache(lambda: Grammars(self.target))
         # Long prompts and forms have threads of their own, so that short prompts never wait for them.
         self._tokenizers = [_Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING]
 
@@ -109,42 +99,34 @@ class Service:
     async def _chat(self, request: HttpRequest) -> Response:
         asked = ChatRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        encode = partial(_chat_tokens, messages=asked.messages, tools=asked.tools)
-        tokens = await _while_connected(request, self._tokenize(n_chars(asked.messages), encode))
-        return await self._answer(request, asked, [tokens])
+        return await self._answer(request, asked, [await self._chat_prompt(request, asked.messages, asked.tools, True)])
 
     async def _completions(self, request: HttpRequest) -> Response:
         asked = CompletionRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        prompts = []
-        for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                encode = partial(_text_tokens, text=prompt)
-                prompts.append(await _while_connected(request, self._tokenize(len(prompt), encode)))
-            else:
-                prompts.append(prompt)
+        prompts = [one if isinstance(one, list) else await self._prompt(request, one) for one in asked.prompts]
         return await self._answer(request, asked, prompts)
 
     async def _tokens(self, request: HttpRequest) -> Response:
         asked = TokenizeRequest.parse(await self._body(request))
         self._check_model(asked.model or self.model_name)
-        encode: Callable[[ChatTemplate], list[int]]
+        asked.check("prompt", "messages")
         if asked.messages is None:
-            text = asked.prompt or ""
-            encode, n = partial(_text_tokens, text=text, adds_special=asked.add_special_tokens is not False), len(text)
+            tokens = await self._prompt(request, asked.prompt or "", asked.add_special_tokens is not False)
         else:
-            is_open, n = asked.add_generation_prompt is not False, n_chars(asked.messages)
-            encode = partial(_chat_tokens, messages=asked.messages, tools=asked.tools, is_open=is_open)
-        tokens = await _while_connected(request, self._tokenize(n, encode))
+            is_open = asked.add_generation_prompt is not False
+            tokens = await self._chat_prompt(request, asked.messages, asked.tools, is_open)
         names = self.target.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
         found = {"count": len(tokens), "max_model_len": self.engine.max_positions, "tokens": tokens}
         return JSONResponse(found | {"token_strs": names})
 
     async def _text(self, request: HttpRequest) -> Response:
-        asked = DetokenizeRequest.parse(await self._body(request))
+        asked = TokenizeRequest.parse(await self._body(request))
         self._check_model(asked.model or self.model_name)
-        self.engine.check_tokens(asked.tokens)
-        return JSONResponse({"prompt": self.target.tokenizer.decode(asked.tokens)})
+        asked.check("tokens")
+        self.engine.check_tokens(tokens := asked.tokens or [])
+        decoding = self._tokenizers[len(tokens) > _SHORT_CHARS].run(lambda template: template.tokenizer.decode(tokens))
+        return JSONResponse({"prompt": await decoding})
 
     async def _models(self, request: HttpRequest) -> Response:
         self._admit(request)
@@ -208,6 +190,18 @@ class Service:
             raise ApiError(408, message, None, "timeout") from error
         return b"".join(parts)
 
+    async def _prompt(self, request: HttpRequest, text: str, adds_special: bool = True) -> list[int]:
+        encode = partial(_text_tokens, text=text, adds_special=adds_special)
+        return await _while_connected(request, self._tokenize(len(text), encode))
+
+    async def _chat_prompt(self, request: HttpRequest, messages: list[Message], tools: Any, is_open: bool) -> list[int]:
+        encode = partial(_chat_tokens, messages=messages, tools=tools, is_open=is_open)
+        contents = [message.get("content") for message in messages]
+        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+        found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        n_chars = sum(len(text) for text in found if isinstance(text, str)) + (len(str(tools)) if tools else 0)
+        return await _while_connected(request, self._tokenize(n_chars, encode))
+
     async def _tokenize(self, n_chars: int, encode: Callable[[ChatTemplate], list[int]]) -> list[int]:
         """Make the tokens of a prompt of so many characters; 400 where it cannot be used, 503 where too many wait."""
         if n_chars > self._max_chars:  # whatever its tokens are
@@ -220,16 +214,12 @@ class Service:
 
     # Answers
 
-    @cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self.target)
-
     async def _answer(self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]) -> Response:
         """Complete prompts; the log's middleware closes the answers in any case."""
         answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
         facts.answer, facts.n_prompt = answers, sum(map(len, prompts))
-        form = AnswerForm(asked, self._fingerprint, facts.n_prompt, self.target.tokenizer.decode)
+        form = AnswerForm(asked, self._fingerprint, facts.n_prompt, self.target.tokenizer)
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(_events(request, answers, form), 200, headers, "text/event-stream")
@@ -241,10 +231,8 @@ class Service:
         # As in vLLM the answers of a prompt have seeds that follow each other, and every prompt has the same ones.
         requests = [self._request(asked, tokens, seed + k) for tokens in prompts for k in range(asked.n or 1)]
         if (form := asked.form) is not None:
-            make = self._tokenizers[-1].run(lambda _: self._grammars.make(*form, len(requests)))
+            make = self._tokenizers[-1].run(lambda _: self._grammars().make(*form, len(requests)))
             requests = [replace(one, allowed=each) for one, each in zip(requests, await make, strict=True)]
-        if len(requests) > self.engine.max_open:
-            raise ApiError(400, f"this server takes at most {self.engine.max_open} texts.", "n", "invalid_value")
         now, has_room = time.monotonic(), False
         ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
         while True:
@@ -328,9 +316,7 @@ class _Tokenizer:
             self._n_waiting -= 1
 
 
-def _chat_tokens(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None, is_open: bool = True
-) -> list[int]:
+def _chat_tokens(template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool) -> list[int]:
     """Encode a chat, with tools that nobody calls, where the template shows them."""
     are_developers = [message.get("role") == "developer" for message in messages]
     known = [m | {"role": "system"} if is_one else m for m, is_one in zip(messages, are_developers, strict=True)]
@@ -347,7 +333,7 @@ def _chat_tokens(
     return prompt_tokens(template, chat.messages, is_open=is_open)
 
 
-def _text_tokens(template: ChatTemplate, text: str, adds_special: bool = True) -> list[int]:
+def _text_tokens(template: ChatTemplate, text: str, adds_special: bool) -> list[int]:
     text.encode()  # halves of surrogate pairs are no text
     return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 

@@ -71,18 +71,16 @@ class SamplingConfig:
             raise DrafterError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
         if not 0 <= self.min_p <= 1:
             raise DrafterError(f"min_p must be from 0 to 1, got {self.min_p}.")
-        if not math.isfinite(self.presence_penalty + self.frequency_penalty):
-            raise DrafterError("presence_penalty and frequency_penalty must be numbers.")
 
     @property
     def is_argmax(self) -> bool:
         """Whether the next token is the plain argmax of the logits."""
-        return self.temperature == 0 and not self.reads_text and not self.logit_bias
+        return self.temperature == 0 and not self.logit_bias and not self.reads_text
 
     @property
     def reads_text(self) -> bool:
-        """Whether the tokens so far change the distribution of the next one beside the logits."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        """Whether the tokens so far change the distribution beside the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse chains that stop by their probability where drafts are sampled."""
@@ -243,7 +241,6 @@ def choose(
     Args:
         logits: [V], of the target or of a drafter, -inf where a token cannot come.
         seed: of the text; tokens of one seed at different positions are independent.
-        n_prompt: tokens before the answer.
     """
     if sampling.temperature == 0:
         return int(_adjusted(logits, previous, sampling, n_prompt).argmax())
@@ -257,10 +254,6 @@ def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
     return int(tokens[int((log_p + noise(seed, position, tokens)).argmax())])
 
 
-# Tells which tokens may follow those of an answer so far: [V] bool.
-Allowed = Callable[[Sequence[int]], np.ndarray]
-
-
 @dataclass(frozen=True)
 class Text:
     """All tokens of a text so far, and what decides the next ones."""
@@ -269,7 +262,7 @@ class Text:
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
-    allowed: Allowed | None = None  # None for all tokens
+    allowed: Callable[[Sequence[int]], np.ndarray] | None = None  # which tokens may follow an answer: [V] bool
 
     @property
     def is_argmax(self) -> bool:
@@ -375,11 +368,10 @@ def accept_sampled(
     Args:
         logits: [N + 1, V], the target's after the root and after each node.
         previous: prompt and committed tokens, the root included.
-        n_prompt: tokens before the answer.
     """
     tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []
-    judge = _Judge(tree, row, logits, previous, config, n_prompt)
+    judge = _Judge(tree, row, logits, previous, lambda own, text: distribution(own, text, config, n_prompt))
     while True:
         at = accepted[-1] if accepted else -1
         # Padding takes no random number: a row alone has none.
@@ -395,15 +387,9 @@ class _Judge:
     """The target's distributions after the root and each node of a row, and the probabilities of the drafts."""
 
     def __init__(
-        self,
-        tree: DraftTree,
-        row: int,
-        logits: Tensor,
-        previous: Sequence[int],
-        config: SamplingConfig,
-        n_prompt: int,
+        self, tree: DraftTree, row: int, logits: Tensor, previous: Sequence[int], of: Callable[..., Tensor]
     ) -> None:
-        self._logits, self._previous, self._config, self._n_prompt = logits, previous, config, n_prompt
+        self._logits, self._previous, self._of = logits, previous, of  # of: the distribution of logits after a text
         self.tokens, self._parents = (rows[row] for rows in tree.on_host)
         proposals = None if tree.probabilities is None else tree.probabilities[row]
         self.proposals = proposals if proposals is None or logits.device.type != "mps" else proposals.cpu()
@@ -421,7 +407,7 @@ class _Judge:
                 path.append(self.tokens[above])
                 above = self._parents[above]
             text = [*self._previous, *reversed(path)]
-            self._after[at] = distribution(self._logits[at + 1], text, self._config, self._n_prompt)
+            self._after[at] = self._of(self._logits[at + 1], text)
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:

@@ -105,7 +105,7 @@ class Engine:
         self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device, groups)
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
-        self.max_open = options.max_sequences + options.max_waiting
+        self._max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
         if not target.is_llama and (problem := self._problem()):
@@ -153,8 +153,8 @@ class Engine:
         limit = min(request.n_prompt + request.max_new_tokens, self.target.max_positions)
         self._check(request, limit)
         with self._lock:
-            if self._counts.n_open >= self.max_open:
-                raise Overloaded(f"{self.max_open} texts are open, which is the most; try again later.")
+            if self._counts.n_open >= self._max_open:
+                raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
         sequence = Sequence(next(self._ids), request, limit, PooledKV(self._pool), on_commit)
         answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
@@ -353,7 +353,7 @@ class Engine:
 
     def _choose(self, called: Rows[Scheduled]) -> None:
         """Verify the drafts of all sampled texts at once, since each choice of its own would wait for the device."""
-        sampled = [one for one in called if one.has_root and not one.sequence.request.is_argmax]
+        sampled = [one for one in called if one.has_root and not one.sequence.is_argmax]
         try:
             for one, choice in zip(sampled, accept_chosen([_verified(one) for one in sampled]), strict=True):
                 one.choice = choice
@@ -487,7 +487,7 @@ class Engine:
 
 def _accepted(one: Scheduled) -> tuple[list[int], int]:
     """The accepted drafts of a sequence from the root down, and the target's next token."""
-    if one.sequence.request.is_argmax:
+    if one.sequence.is_argmax:
         return accept_argmax(one.sequence.drafts, one.sequence.parents, one.output.best)
     return accept_chosen([_verified(one)])[0]
 
@@ -502,16 +502,15 @@ def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logp
     """The log-probabilities of the new tokens of a sequence, which follow the root and accepted drafts."""
     assert one.output.logits is not None
     text, k = one.sequence.text, one.sequence.request.n_logprobs or 0
-    first = len(text.tokens) - len(new)
     rows = [
-        replace(text, tokens=text.tokens[: first + index]).masked(one.output.logits[node + 1])
+        replace(text, tokens=text.tokens[: len(text.tokens) - len(new) + index]).masked(one.output.logits[node + 1])
         for index, node in enumerate([-1, *accepted][: len(new)])
     ]
     log_p = torch.stack(rows).float().log_softmax(dim=-1)  # [n, V]
     own = log_p.gather(1, to_device([[token] for token in new], log_p.device))
     values, tokens = log_p.topk(min(k, log_p.shape[1]), dim=-1)
     likeliest = [list(zip(*of_row, strict=True)) for of_row in zip(tokens.tolist(), values.tolist(), strict=True)]
-    return tuple(map(Logprobs, own[:, 0].tolist(), likeliest))
+    return tuple(zip(own[:, 0].tolist(), likeliest, strict=True))
 
 
 def _contexts_at_once(sequence: Sequence) -> int:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import ServingError
-from ...moa.decoding.sampling import GREEDY, Allowed, SamplingConfig, Text, cut_answer
+from ...moa.decoding.sampling import GREEDY, SamplingConfig, Text, cut_answer
 from .pool import PooledKV
 
 
@@ -37,16 +37,11 @@ class Request:
     drafter: str | None = None  # the loaded drafter for the server's drafts and for contexts
     wants_context: bool = False  # whether commits carry the drafter's context of each position that got target KV
     n_context: int = 0  # positions whose context the client has already
-    allowed: Allowed | None = None  # tells which tokens may follow those of an answer; None for all
+    allowed: Callable[[Rows[int]], np.ndarray] | None = None  # which tokens may follow an answer, [V] bool; None: all
     n_logprobs: int | None = (
         None  # most likely tokens whose log-probabilities commits carry beside those of the new ones
     )
     ignores_eos: bool = False  # whether the answer continues after an end-of-sequence token
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether each token is the plain argmax of the logits."""
-        return self.allowed is None and self.sampling.is_argmax
 
 
 class Work(Enum):
@@ -58,11 +53,8 @@ class Work(Enum):
     VERIFY = "verify"  # one call over given drafts, then nothing
 
 
-class Logprobs(NamedTuple):
-    """Log-probabilities of a position, under the target's distribution before the settings of sampling."""
-
-    of_token: float
-    likeliest: list[tuple[int, float]]  # tokens, the most likely first
+# Log-probabilities of a new token and of the likeliest ones in its place, before the settings of sampling.
+Logprobs = tuple[float, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -93,6 +85,7 @@ class Sequence:
     kv: PooledKV  # target KV of its first tokens
     on_commit: Callable[[Commit], object]
     tokens: list[int] = field(init=False)
+    is_argmax: bool = field(init=False)  # whether each token is the plain argmax of the logits
     work: Work = Work.IDLE
     drafts: tuple[int, ...] = ()  # what the next call verifies after the root, in level order
     parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the root
@@ -109,6 +102,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens, self.n_context = list(self.request.tokens), self.request.n_context
+        self.is_argmax = self.text.is_argmax
 
     # Tokens and positions
 

@@ -42,9 +42,9 @@ def theirs(model: Path) -> Iterator[str]:
     }  # fmt: skip
     options = f"--model {model} --served-model-name {MODEL} --port {port} --dtype float32 --enforce-eager"
     guided = ["--structured-outputs-config", '{"backend": "guidance"}']
-    log = (model / "log").open("w")
     words = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *options.split(), *guided]
-    server = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+    with (model / "log").open("w") as log:
+        server = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def is_up() -> bool:
         assert server.poll() is None, (model / "log").read_text()

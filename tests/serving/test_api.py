@@ -125,7 +125,7 @@ def test_several_answers_stream(server: LiveServer, path: str) -> None:
 def test_a_request_of_more_than_the_engine_takes_leaves_nothing(target: Target) -> None:
     with LiveServer(target, max_sequences=1, max_waiting=3) as server:
         body = {"model": MODEL, "prompt": PROMPTS[0], "n": 5}
-        assert httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).status_code == 400
+        assert httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).status_code == 503
         server.wait_until_free()
         assert len(texts(complete(server, n=4))) == 4
 
@@ -238,7 +238,9 @@ def test_tokens_of_texts_and_texts_of_tokens(server: LiveServer, target: Target)
 
 BAD = [
     ("/tokenize", {}, "prompt"),
-    ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": HELLO}, "messages"),
+    ("/tokenize", {"prompt": "a", "tokens": [1]}, "tokens"),
+    ("/detokenize", {"prompt": "a"}, "tokens"),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
     ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
     ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template"),

@@ -239,12 +239,12 @@ def test_long_prompts_hold_up_long_prompts_alone(
 ) -> None:
     go_on, encoded, encode = threading.Event(), list[int](), http_module._text_tokens
 
-    def slowly(tokenizer: Any, text: str) -> list[int]:
+    def slowly(template: Any, text: str, adds_special: bool) -> list[int]:
         if len(text) > 1000:
             encoded.append(len(text))
             go_on.wait(30)
             return [5] * 1000
-        return encode(tokenizer, text)
+        return encode(template, text, adds_special)
 
     monkeypatch.setattr(http_module, "_text_tokens", slowly)
     monkeypatch.setattr("moa_data.serving.http._SHORT_CHARS", 1000)

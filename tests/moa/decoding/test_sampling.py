@@ -215,7 +215,6 @@ def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
         {"top_k": -1},
         {"repetition_penalty": 0.0},
         {"min_p": 1.1},
-        {"presence_penalty": float("nan")},
     ],
 )
 def test_settings_without_a_meaning_are_refused(settings: dict[str, float] | dict[str, int]) -> None:
