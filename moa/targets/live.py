@@ -23,6 +23,7 @@ from ..nn import masks
 from ..nn.graphs import recorded
 from ..nn.losses import capped
 from ..nn.masks import to_device
+from ..nn.packed import pack
 from . import bundle, families, proof
 from .cache import Buffers, TargetCache
 from .model_files import check_model_folder, read_header, read_json
@@ -168,6 +169,7 @@ class Target:
         self._windows = dict(zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True))
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
+        self._is_packed = False
         self._logit_scale = families.logit_scale(self.config), families.logit_cap(self.config)
         self._kv_shapes = families.kv_shapes(self.config)
         self.has_states = None in self._kv_shapes  # of layers, in place of KV
@@ -184,6 +186,12 @@ class Target:
         if not target.is_llama or target.config is not model.config:  # the text model of one that also sees
             proof.prove_logits(target)
         return target
+
+    def pack(self) -> None:
+        """Lay out the weights for decoding (:func:`~moa_data.moa.nn.packed.pack`), once."""
+        if not self._is_packed:
+            pack(self.model)
+            self._is_packed = True
 
     @property
     def device(self) -> torch.device:
@@ -306,6 +314,7 @@ class Target:
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`."""
+        self.pack()
         shared = {} if self._static is None else {"n_slots": self._static.n_slots, "buffers": self._static.buffers}
         if self.decoding_problem:
             raise TargetError(f"{self.decoding_problem}.")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...moa.nn.masks import to_device
+from ...moa.nn.packed import pack
 from ...moa.targets.families import family_of, layer_windows, text_model
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
@@ -48,6 +49,7 @@ class Runner:
         weights = {id(tensor): tensor for tensor in itertools.chain(target.model.parameters(), target.model.buffers())}
         self._model = copy.deepcopy(target.model, weights)
         self._model.set_attn_implementation(ATTENTION)
+        pack(self._model)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
                 # It counts positions by itself; within ``Target.max_positions`` it does nothing.
