@@ -62,7 +62,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     """Read the sizes that DFlash and DSpark share, from config.json and the shapes."""
     own, facts = dict(config) | layout.nested(config, "dflash_config"), layout.drafter_facts(config)
     block, mask = own.get("block_size"), own.get("mask_token_id")
-    if own.get("causal"):  # ModelOpt's
+    if own.get("causal") or own.get("is_causal"):  # of ModelOpt and vLLM
         raise DrafterError("config.json: causal is true, and the slots of these drafters see each other.")
     if type(block) is not int or type(mask) is not int:
         raise DrafterError("config.json lacks block_size or mask_token_id; restore the checkpoint's own.")

@@ -75,6 +75,7 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
 
 
 def _block_config(name: str, sizes: BlockDrafterSizes, target_config: Any, **heads: Any) -> dict[str, Any]:
+    # Without ``sliding_window_non_causal``: vLLM 0.32 makes the blocks of all layers causal where it is false.
     layers = [layer + 1 for layer in sizes.fused_layers]
     own = zip(_BLOCK_KEYS, (sizes.block_size, sizes.mask_token, layers, sizes.sample_from_anchor), strict=True)
     return _config(name, sizes, target_config, {"num_hidden_layers": sizes.block_layers}, **dict(own), **heads)
