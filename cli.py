@@ -20,7 +20,7 @@ GROUPS = {
         "recode": "extract",
     },
     "Evaluate and export": {
-        "export": "exchange", "import": "exchange", "export-drafter": "exchange",
+        "export": "exchange", "import": "exchange", "export-drafter": "exchange", "conform": "decode",
         "push": "exchange", "pull": "exchange",
     },
 }  # fmt: skip

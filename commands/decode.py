@@ -1,7 +1,10 @@
-"""Commands that decode: generate, eval."""
+"""Commands that decode: generate, eval, conform."""
 
+import json
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from typing_extensions import override
@@ -9,8 +12,9 @@ from typing_extensions import override
 from ..config import Common, Count
 from ..errors import ReportUnwritten
 from ..evaluation.config import DecodingConfig, EvalConfig
+from ..files import disk_full_guard, write_atomic
 from ..serving.detokenizer import Detokenizer
-from .console import ProgressLine, StageFailure, collect_provenance, out, tell
+from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, tell
 from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
@@ -159,3 +163,49 @@ def evaluate(config: EvalConfig) -> None:
     out.print(markdown_report(report))
     for warning in report.warnings:
         tell(f"not trained alike: {warning}.")
+
+
+@click.command()
+@click.argument("drafter")
+@click.option("--model", required=True, metavar="TEXT", help="The target: a folder or a hub id.")
+@click.option(
+    "--with", "engine", required=True, type=click.Choice(["transformers", "vllm", "speculators"]),
+    help="The other side: vLLM, transformers, or speculators' own model, which is fed with the text.",
+)  # fmt: skip
+@click.option("--python", default=sys.executable, metavar="FILE", help="Python that has it; default: this one.")
+@click.option("--prompts", metavar="FILE", help="Chats or Spec-Bench questions; default: eight short questions.")
+@click.option("--n-prompts", default=8, show_default=True, help="Use this many prompts.")
+@click.option("--max-new-tokens", default=64, show_default=True, help="Stop an answer after this many tokens.")
+@click.option(
+    "--draft-length", default=5, show_default=True, help="Tokens drafted a round; DFlash drafts whole blocks."
+)
+@click.option(
+    "--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Dtype of both sides.",
+)  # fmt: skip
+@click.option("--out", "report", metavar="FILE", help="Write what was found as JSON, too.")
+def conform(drafter: str, model: str, engine: str, report: str | None, draft_length: int, **options: Any) -> None:
+    """Say whether another engine drafts as this package does, and what it does differently.
+
+    Both decode the same prompts greedily, and the drafts of every round are compared. Where they part, each known wrong
+    choice is put into our own code (layers counted off by one, norms left out, positions, mask token, attention, draft
+    vocabulary, dtype, ...), and the one with which all rounds are the other side's is named. A run of `train` is
+    exported for the engine first; a folder of another program is given to it as it is.
+
+    Exit code 0 if all drafts are equal, 1 if they part, 2 if the engine or the drafter cannot be used.
+
+    \b
+    Examples:
+      moa-data conform runs/dflash --model ./llama3-8b --with transformers
+      moa-data conform runs/eagle3 --model ./llama3-8b --with vllm --python ~/vllm/bin/python --prompts test.jsonl
+    """
+    from ..evaluation.conform import conform as run_conform
+
+    with ProgressLine("choice") as progress:
+        found = run_conform(drafter, model, engine, n_drafts=draft_length, progress=progress, **options)
+    out.print(found.describe())
+    if report is not None:
+        with disk_full_guard(report):
+            write_atomic(Path(report), (json.dumps(asdict(found), indent=2) + "\n").encode())
+    if found.partings:
+        raise StageFailure("", FOUND)

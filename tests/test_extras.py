@@ -49,6 +49,7 @@ ARGUMENTS = {
     "pull": "me/store OUT",
     "train": "STORE --out OUT",
     "export-drafter": "RUN --format eagle --out OUT",
+    "conform": "D --model M --with vllm",
     "serve": "--model M",
     "chat": "--server 127.0.0.1:1 --drafter D",
     "demo": "--out OUT --n-chats 8 --n-store-chats 8",

@@ -1,0 +1,162 @@
+"""Drafts of other engines, round by round: a script for their own Python, which needs nothing of this package.
+
+``python other_side.py JOB.json ROUNDS.json``. The job names the engine, the folders of the target and of the drafter,
+prompts as token ids, and how long chains and answers are. Written is for each prompt the answer's ``tokens`` and its
+``rounds``, each a pair: how many tokens of the text were committed, and what was drafted after them.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Answers = list[dict[str, Any]]
+
+
+def _load(kind: Any, folder: str, dtype: str, **options: Any) -> Any:
+    import torch
+
+    made = kind.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **options)
+    return made.to(getattr(torch, dtype)).eval()
+
+
+def _transformers(job: dict[str, Any]) -> Answers:
+    """Decode with ``generate(assistant_model=...)``, whose candidates are kept."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.generation import candidate_generator as made
+
+    is_block = job["method"] == "dflash"
+    target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
+    drafter = _load(AutoModel if is_block else AutoModelForCausalLM, job["drafter"], job["dtype"])
+    if not is_block:
+        own = drafter.generation_config
+        own.num_assistant_tokens, own.num_assistant_tokens_schedule = job["n_drafts"], "constant"
+        own.assistant_confidence_threshold = 0.0
+    generator: Any = made.DFlashTokenCandidateGenerator if is_block else made.AssistedCandidateGenerator
+    plain, rounds = generator.get_candidates, list[tuple[int, list[int]]]()
+
+    def get_candidates(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, input_ids, *args, **kwargs)
+        n = input_ids.shape[1]
+        if found[0].shape[1] > n:
+            rounds.append((n, found[0][0, n:].tolist()))
+        return found
+
+    generator.get_candidates = get_candidates
+    answers: Answers = []
+    for prompt in job["prompts"]:
+        rounds.clear()
+        ids = torch.tensor([prompt])
+        text = target.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=job["max_new_tokens"],
+            assistant_model=drafter, **({"speculation_type": "dflash"} if is_block else {}),
+        )  # fmt: skip
+        answers.append({"tokens": text[0, len(prompt) :].tolist(), "rounds": [*rounds]})
+    return answers
+
+
+def _vllm(job: dict[str, Any]) -> Answers:
+    """Decode one prompt at a time with vLLM in this process, whose scheduler is told of all drafts."""
+    from vllm import LLM, SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    plain, rounds = Scheduler.update_draft_token_ids, list[tuple[int, list[int]]]()
+
+    def update(self: Any, drafts: Any) -> None:
+        plain(self, drafts)
+        for request in filter(None, map(self.requests.get, drafts.req_ids)):
+            if request.spec_token_ids:
+                rounds.append((request.num_tokens, [*request.spec_token_ids]))
+
+    Scheduler.update_draft_token_ids = update
+    longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 4 * job["n_drafts"]
+    engine = LLM(
+        model=job["model"], dtype=job["dtype"], enforce_eager=True, max_num_seqs=1, async_scheduling=False,
+        enable_prefix_caching=False, max_model_len=min(longest, job["max_positions"]),
+        speculative_config={
+            "method": job["method"], "model": job["drafter"], "num_speculative_tokens": job["n_drafts"],
+        },
+    )  # fmt: skip
+    answers: Answers = []
+    for prompt in job["prompts"]:
+        rounds.clear()
+        sampling = SamplingParams(temperature=0, max_tokens=job["max_new_tokens"])
+        (answer,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        answers.append({"tokens": [*answer.outputs[0].token_ids], "rounds": [*rounds]})
+    return answers
+
+
+def _speculators(job: dict[str, Any]) -> Answers:
+    """Run speculators' own model over the target's plain answers, a round at each of their tokens.
+
+    It has no loop of decoding. Chains of EAGLE-3 are fed with the text, and end at the first draft that differs.
+    """
+    import torch
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+    from transformers import AutoModelForCausalLM
+
+    target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
+    config: Any = SpeculatorModelConfig.from_pretrained(job["drafter"], trust_remote_code=False)
+    config.transformer_layer_config._attn_implementation = "eager"  # FlexAttention wants texts of 128 tokens
+    model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
+    chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
+    answers: Answers = []
+    for prompt in job["prompts"]:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            text = target.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=job["max_new_tokens"]
+            )
+            states = target(text, output_hidden_states=True).hidden_states
+            hidden = torch.cat([states[layer] for layer in model.target_layer_ids], dim=-1)
+            rounds = chain(model, text, hidden, len(prompt) + 1, job["n_drafts"])
+        answers.append({"tokens": text[0, len(prompt) :].tolist(), "rounds": rounds})
+    return answers
+
+
+def _chains_of_eagle3(model: Any, text: Any, hidden: Any, first: int, n_drafts: int) -> list[tuple[int, list[int]]]:
+    n_slots = text.shape[1] - 1
+    drafted = model(
+        hidden[:, :-1], text[:, 1:], document_ids=text.new_zeros(1, n_slots), ttt_steps=n_drafts,
+    )  # fmt: skip
+    steps = [step[0] if model.d2t is None else step[0] + model.d2t[step[0]] for step in drafted]
+    tokens, rounds = text[0].tolist(), []
+    for n in range(first, len(tokens)):
+        chain = [int(step[n - 2]) for step in steps]
+        right = next((k for k, draft in enumerate(chain) if tokens[n + k : n + k + 1] != [draft]), n_drafts)
+        rounds.append((n, chain[: right + 1]))
+    return rounds
+
+
+def _chains_of_blocks(model: Any, text: Any, hidden: Any, first: int, n_drafts: int) -> list[tuple[int, list[int]]]:
+    import torch
+    from speculators.models.dflash import core
+
+    anchors = torch.arange(first - 1, text.shape[1] - model.block_size)
+    core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
+    states, logits, *_ = model._backbone_forward(
+        hidden, text, torch.ones_like(text), hidden[..., : model.norm.weight.shape[0]], torch.zeros_like(text),
+        max_anchors=len(anchors),
+    )  # fmt: skip
+    slots = slice(0 if model.config.sample_from_anchor else 1, None)
+    blocks = logits.unflatten(1, (-1, model.block_size))[0, :, slots]  # [N, K, V]
+    head: Any = getattr(model, "markov_head", None)
+    before = text[0, anchors][:, None].repeat(1, model.block_size)
+    drafts = blocks.argmax(-1)
+    for k in range(blocks.shape[1] if head is not None else 0):
+        bias = head.block_bias(prev_token_ids=before, hidden_states=states.view(*before.shape, -1))
+        drafts[:, k] = (blocks[:, k] + bias[:, slots][:, k]).argmax(-1)
+        before[:, k + 1 : k + 2] = drafts[:, k : k + 1]
+    tokens = drafts if model.d2t is None else drafts + model.d2t[drafts]
+    return [(int(a) + 1, row[:n_drafts]) for a, row in zip(anchors, tokens.tolist(), strict=True)]
+
+
+ENGINES: dict[str, Callable[[dict[str, Any]], Answers]] = {
+    "transformers": _transformers, "vllm": _vllm, "speculators": _speculators,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps(ENGINES[given["engine"]](given)))

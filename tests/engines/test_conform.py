@@ -1,0 +1,62 @@
+"""VLLM and speculators draft as we do, and what is wrong in a folder that they read is named."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.evaluation.conform import FORMATS, ask_engine, compare, pieces_of
+from moa_data.moa.formats.checkpoint import LAYOUTS, write_layout
+from moa_data.moa.targets.live import Target
+from moa_data.tests.kit import drafters as kit
+from moa_data.tests.kit.models import random_prompts, write_target
+
+PYTHONS = {
+    "vllm": os.environ.get("MOA_DATA_VLLM", "none"),
+    "speculators": os.environ.get("MOA_DATA_SPECULATORS", "none"),
+}
+pytestmark = pytest.mark.engines
+# Engine and kind, what differs in the folder that the engine reads, and what is said of it.
+CASES: list[tuple[str, str, dict[str, Any], str]] = [
+    *(("vllm", kind, {}, "") for kind in ("eagle", "eagle3", "dflash", "independent")),
+    ("vllm", "eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "counted one too low"),
+    ("vllm", "eagle3", {"norm_before_residual": True}, "norm_before_residual"),
+    ("vllm", "dflash", {"dflash_config": {"mask_token_id": 34, "target_layer_ids": [1, 3]}}, "token is one too high"),
+    ("vllm", "independent", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "base 10,000"),
+    *(("speculators", kind, {}, "") for kind in ("eagle3", "dflash", "dspark")),
+    ("speculators", "dspark", {"aux_hidden_state_layer_ids": [3, 5]}, "counted one too high"),
+]
+
+
+@pytest.mark.parametrize(("engine", "kind", "config", "cause"), CASES, ids=["-".join(map(str, one)) for one in CASES])
+def test_engine(tmp_path: Path, engine: str, kind: str, config: dict[str, Any], cause: str) -> None:
+    if not Path(PYTHONS[engine]).is_file():
+        pytest.skip(f"MOA_DATA_{engine.upper()} names no Python with it")
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    sizes = {"head_dim": 32, "num_hidden_layers": 6, "rope_parameters": rope}  # it has kernels for few widths of heads
+    model = write_target(tmp_path / "model", **sizes)
+    target = Target.load(str(model), torch.float32, "cpu")
+    own: dict[str, dict[str, Any]] = {
+        "eagle": {"eagle_input_norm": False},
+        "eagle3": {"fused_layers": (1, 3, 4), "draft_vocabulary": 40},
+        "dflash": {"fused_layers": (1, 3), "block_layers": 2, "block_size": 5, "mask_token": 33},
+        "dspark": {"fused_layers": (1, 3), "block_layers": 2, "block_size": 5, "mask_token": 33, "markov_rank": 8},
+        "independent": {"independent_width": 128},
+    }
+    drafter, (layout, method) = kit.build(kind, target.model, std=0.3, **own[kind]), FORMATS[engine][kind]
+    write_layout(drafter, LAYOUTS[layout], tmp_path / "drafter", target=pieces_of(target))
+    file = tmp_path / "drafter" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    prompts = random_prompts(3, 9)
+    job = {
+        "engine": engine, "method": method, "model": str(model), "drafter": str(tmp_path / "drafter"),
+        "prompts": prompts, "max_new_tokens": 16, "dtype": "float32", "max_positions": target.max_positions,
+        "n_drafts": 4,
+    }  # fmt: skip
+    found = compare(drafter, target, prompts, ask_engine(job, PYTHONS[engine], tmp_path), 16)
+    assert found.n_rounds > 20
+    assert bool(found.partings) == bool(cause), found
+    assert not cause or (found.causes and cause in found.causes[0]), found
