@@ -105,12 +105,15 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
         "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
-    done = subprocess.run([python, SIDE, given, found], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, SIDE, given, found], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        check=False,
+    )  # fmt: skip
     if done.returncode:
-        lines = [
-            line.strip() for line in done.stderr.splitlines() if "Error: " in line and "EngineCore fail" not in line
-        ]
-        return {"error": (lines or done.stderr.splitlines()[-1:])[0].partition("Error: ")[2]}
+        # vLLM's own processes say why, and then the first one that they failed.
+        lines = [line.partition("Error: ")[2].strip() for line in done.stdout.splitlines() if "Error: " in line]
+        causes = [line for line in lines if not line.startswith("Engine core initialization failed")]
+        return {"error": (causes or lines or [f"it ended with {done.returncode}"])[0]}
     answer: dict[str, Any] = json.loads(found.read_text())
     return answer
 
