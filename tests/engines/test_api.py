@@ -210,3 +210,25 @@ def test_the_answer_is_vllm_s(theirs: str, ours: str, name: str) -> None:
         assert found["usage"][key] == expected["usage"][key]
     for own, their in zip(in_order(found), in_order(expected), strict=True):
         check_logprobs(own, their)
+
+
+def streamed(address: str, request: tuple[str, dict[str, Any]]) -> tuple[dict[int, str], list[int]]:
+    """The texts of all choices, and the usage."""
+    path, body = request
+    body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}} | body
+    lines = httpx.post(address + path, json=body, timeout=120).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    texts: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+        texts[choice["index"]] = texts.get(choice["index"], "") + piece
+    usage = chunks[-1]["usage"]
+    return {index: shown(text) for index, text in texts.items()}, [
+        usage[key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")
+    ]
+
+
+@pytest.mark.parametrize("name", ["chat", "several", "prompts with several answers", "regex"])
+def test_streams_are_vllm_s(theirs: str, ours: str, name: str) -> None:
+    assert streamed(ours, REQUESTS[name]) == streamed(theirs, REQUESTS[name])
