@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -192,12 +193,24 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "param"), BAD, ids=str)
+@pytest.mark.parametrize(("settings", "param"), BAD, ids=lambda value: str(value)[:60])
 def test_forms_that_cannot_be_followed_are_refused(server: LiveServer, settings: Any, param: str | None) -> None:
     answer = ask(server, **settings)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert "\n" not in answer.json()["error"]["message"]
+
+
+def test_a_form_that_becomes_too_large_ends_its_own_text(server: LiveServer) -> None:
+    large = {f"k{index}": {"type": "string", "maxLength": index % 50 + 1} for index in range(5000)}
+    form = {"structured_outputs": {"json": {"type": "object", "properties": large}}}
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(ask, server)
+        refused = threads.submit(ask, server, **form).result()
+    assert refused.status_code == 500
+    assert "Current row has" in refused.json()["error"]["message"]
+    assert other.result().json()["choices"] == ask(server).json()["choices"]
+    server.wait_until_free()
 
 
 def test_without_its_library_the_error_says_what_to_install(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
