@@ -17,7 +17,8 @@ Sources of EAGLE, whose embeddings and LM head are the target's in vLLM and SGLa
 Sources of EAGLE-3:
 
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle3.py`` (``midlayer.`` is read as ``layers.0.``, whose q, k
-  and v see 2E; ``d2t`` is added to the draft id; ``t2d`` is skipped; without embeddings the target's are shared),
+  and v see 2E; ``d2t`` is added to the draft id, and refused where all tokens can be drafted; ``t2d`` is skipped;
+  without embeddings the target's are shared),
   ``vllm/transformers_utils/configs/eagle.py`` (an architecture that ends in ``Eagle3`` is kept);
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py`` (the same names; ``draft_vocab_size`` has to be there;
   a missing tensor stays random without an error; ``bias`` would give fc and the attention biases);
@@ -223,6 +224,13 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     return Eagle3Sizes.from_dict(facts | layout.layer_facts(weights, facts["head_dim"], "midlayer") | read)
 
 
+def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
+    """Make what files leave out where all tokens can be drafted, as vLLM has no place for it then."""
+    n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
+    made = {"d2t": torch.zeros(n_tokens, dtype=torch.int64), "t2d": torch.ones(n_tokens, dtype=torch.bool)}
+    return made if n_tokens else {}
+
+
 EAGLE3 = Layout(
     name="eagle3",  # loaded with "method": "eagle3", and with --speculative-algorithm EAGLE3
     kind=Eagle3Sizes.kind,
@@ -231,6 +239,8 @@ EAGLE3 = Layout(
     requires={"qkv_bias": (False,), "query_key_norm": (False,)},
     unfit=lambda sizes: [(len(sizes.fused_layers) != 3, "the engines join 3 layers: give three fused_layers")],
     config=_eagle3_config,
+    pack=lambda weights, sizes: {k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)},
+    unpack=lambda weights, sizes: _full_vocabulary(sizes) | weights,
     own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM's name of the layer
     recognises=lambda names, config: (
         "fc.weight" in names and bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)

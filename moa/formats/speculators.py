@@ -3,7 +3,7 @@
 config.json holds the sizes below ``transformer_layer_config``, and below ``speculators_config`` what it drafts for: its
 ``from_pretrained`` takes embeddings and LM head from the model that ``verifier.name_or_path`` names. Layers are counted
 as passed, 1 after the first. Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and
-``model.py`` (``d2t`` and ``t2d`` are there for a reduced vocabulary alone, whose LM head has rows of the target's).
+``model.py`` (a reduced vocabulary of blocks has an LM head of rows of the target's).
 """
 
 from collections.abc import Mapping
@@ -115,13 +115,6 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     return found
 
 
-def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
-    """Make what files leave out where all tokens can be drafted."""
-    n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
-    made = {"d2t": torch.zeros(n_tokens, dtype=torch.int64), "t2d": torch.ones(n_tokens, dtype=torch.bool)}
-    return made if n_tokens else {}
-
-
 def _read_block(weights: Weights, config: ForeignConfig) -> Any:
     found = _flat(weights, config)
     read = DSPARK if found[_TYPE] == "dspark" else DFLASH
@@ -160,8 +153,6 @@ SPECULATORS_EAGLE3 = replace(
     config=_eagle3_config,
     needs=("config", layout.EMBEDDINGS),  # without them from_pretrained makes random ones, with transformers 5.19
     file_name=lambda name: name.replace("midlayer.", "layers.0."),
-    pack=lambda weights, sizes: {k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)},
-    unpack=lambda weights, sizes: _full_vocabulary(sizes) | weights,
     recognises=lambda names, config: config.get(_TYPE) == "eagle3",
     read_sizes=lambda weights, config: EAGLE3.read_sizes(weights, _flat(weights, config)),
 )

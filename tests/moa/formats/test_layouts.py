@@ -362,6 +362,21 @@ def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
         check_drafter_matches(load_drafter(tmp_path), Target(model))
 
 
+@pytest.mark.parametrize("name", ["eagle3", "speculators-eagle3"])
+def test_eagle3_has_no_map_of_the_whole_vocabulary(tmp_path: Path, name: str) -> None:
+    """Which vLLM refuses; a folder with one is read as well."""
+    model = build_model()
+    drafter = build("eagle3", model, draft_vocabulary=67)
+    write(drafter, name, tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert not {"d2t", "t2d"} & weights.keys()
+    own = {key: value for key, value in drafter.state_dict().items() if key in ("d2t", "t2d")}
+    for more in ({}, own):
+        write_weights(tmp_path, weights | more)
+        found = load_drafter(tmp_path).state_dict()
+        assert all(torch.equal(found[key], value) for key, value in drafter.state_dict().items())
+
+
 def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Path) -> None:
     """The norms' flags are not in config.json without them."""
     model = build_model()
