@@ -11,6 +11,7 @@ that are not given stay.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,9 @@ TAKES: dict[str, dict[str, tuple[str, str]]] = {
 """Engine -> kind of drafter -> the format that it loads, and its name of the method."""
 PROGRAMS = {"here": "here", "vllm": "vLLM", "transformers": "transformers"}
 FORMS = {"rounds": ("Rounds", "{:d}"), "length": ("Acceptance length", "{:.2f}"), "equal": ("Answers equal", "{}")}
+
+# vLLM's own processes say why, and then the first one that they failed; pydantic says it in a line of its own.
+_CAUSE = r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )(.*?)(?: \[type=|\n)"
 
 BLOCKS = "--set drafter.block_layers=2 --set drafter.anchors=32"
 TRAINED = {
@@ -110,10 +114,8 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
         check=False,
     )  # fmt: skip
     if done.returncode:
-        # vLLM's own processes say why, and then the first one that they failed.
-        lines = [line.partition("Error: ")[2].strip() for line in done.stdout.splitlines() if "Error: " in line]
-        causes = [line for line in lines if not line.startswith("Engine core initialization failed")]
-        return {"error": (causes or lines or [f"it ended with {done.returncode}"])[0]}
+        causes = re.findall(_CAUSE, done.stdout)
+        return {"error": causes[0].strip() if causes else f"it ended with {done.returncode}"}
     answer: dict[str, Any] = json.loads(found.read_text())
     return answer
 
