@@ -57,7 +57,7 @@ $(ENGINES)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)/speculators
 	$(ENGINES)/speculators/bin/python -m pip install --quiet --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	$(ENGINES)/speculators/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 \
-		transformers==5.19.0 'datasets<=5.1.0' aiohttp loguru openai protobuf psutil pydantic-settings rich typer
+		transformers==5.19.0 'datasets<=5.1.0' aiohttp loguru openai protobuf psutil pydantic-settings rich typer httpx -e .
 	@touch $@
 
 test-engines: $(STAMP) $(ENGINES)/.installed ## Run the tests with vLLM and speculators themselves (6 GB to install)

@@ -45,7 +45,10 @@ OUTSIDE: dict[str, set[str]] = {
         "obstore", "typing_extensions",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2"},
-    "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},
+    "pipeline.exchange": {
+        "torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions", "hs_connectors",
+        "speculators",
+    },
 }  # fmt: skip
 
 

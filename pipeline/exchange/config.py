@@ -28,11 +28,15 @@ class ExportConfig(Config):
     """Write keys and values too (speculators only): of the target's last layer with a sliding window, kv_last_local_k
     and _v, and of its last one without, kv_last_global_k and _v, of those that it has."""
 
+    rows_only: bool = False
+    """Write the rows of ids and masks alone (speculators only); its trainer reads the states from the store."""
+
     @override
     def problems(self) -> list[str]:
+        rows = ["rows_only is for the format speculators only"] * (self.rows_only and self.format != "speculators")
         is_misplaced = self.kv and self.format != "speculators"
         kv = "kv is for the format speculators only, the others have no place for keys and values"
-        return _layer_problems(self.format, self.layers) + [kv] * is_misplaced
+        return _layer_problems(self.format, self.layers) + [kv] * is_misplaced + rows
 
 
 class ImportConfig(Config):

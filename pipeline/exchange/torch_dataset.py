@@ -15,11 +15,21 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ...errors import OptionInvalid
+from ...errors import OptionInvalid, SelectionInvalid
 from ...storage.read.store import ActivationStore
 from ...storage.schema import FLOAT_DTYPES
+from ...text import add_command
 
 DEFAULT_FIELDS = ("tokens", "response_mask", "hidden/last")
+
+
+def check_fields(store: ActivationStore, names: Sequence[str], project: str) -> None:
+    """Refuse a store that lacks fields which another project's format has, and name the command that adds them."""
+    if missing := [name for name in names if name not in store.fields]:
+        raise SelectionInvalid(
+            f"{store.path} lacks {', '.join(missing)}, needed for {project}. Add with "
+            f"{add_command(str(store.path), missing)}, or choose other --layers."
+        )
 
 
 class ActivationDataset(Dataset[dict[str, Tensor]]):

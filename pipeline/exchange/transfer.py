@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from ...errors import DatasetError, OutputOccupied, SelectionInvalid
+from ...errors import DatasetError, OutputOccupied
 from ...files import parse_object, whole_number, write_atomic
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
 from ...moa.targets.families import family_of, layer_sizes, layer_windows, load_target_config, target_sizes
@@ -36,7 +36,7 @@ from ...storage.schema import (
     tokens_field,
 )
 from ...storage.write.store import StoreWriter
-from ...text import Progress, add_command, counted
+from ...text import Progress, counted
 from ..card import CardOrigin, public_name, write_card
 from ..recode import write_parts
 from ..report import WriteReport
@@ -44,7 +44,7 @@ from ..sequences import content_id
 from .config import ExportConfig, ImportConfig
 from .formats import FileFormat, make_format, write_rows
 from .index import write_index
-from .torch_dataset import ActivationDataset
+from .torch_dataset import ActivationDataset, check_fields
 
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -72,17 +72,13 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
         last_layers = {"global" if window is None else "local": layer for layer, window in enumerate(windows)}
         file_format = make_format(config.format, config.layers, n_layers, last_layers)
-        if missing := [name for name in file_format.fields if name not in store.fields]:
-            raise SelectionInvalid(
-                f"{store.path} lacks {', '.join(missing)}, needed for {file_format.name}. Add with "
-                f"{add_command(str(store.path), missing)}, or choose other --layers."
-            )
+        check_fields(store, file_format.fields, file_format.name)
         _claim(folder, file_format, store, n)
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
         sizes, pending = list[int](), deque[Future[None]]()
         # In threads, as a disk syncs many small files at once in the time of one.
         with ThreadPoolExecutor(_N_WRITERS) as threads:
-            for i in range(n):
+            for i in range(0 if config.rows_only else n):
                 path, tokens = file_format.file(folder, i), store.read(i, "tokens")
                 if not path.exists():
                     data = file_format.encode(tokens, store.read(i, "response_mask"), dataset[i])
@@ -102,6 +98,8 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         # Last, as its state.json says that the folder is complete.
         if file_format.name == "speculators":
             write_rows(folder, n, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
+    if config.rows_only:
+        return f"{folder}: the rows of {counted(n, 'sequence')} for {config.format}, without hidden states"
     return (
         f"{folder}: {counted(n, 'sequence')} for {config.format} from {', '.join(file_format.fields)}; "
         f"{len(sizes):,} written ({sum(sizes) / 1e6:,.1f} MB), {n - len(sizes):,} were there"
