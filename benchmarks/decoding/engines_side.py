@@ -40,9 +40,14 @@ def with_transformers(job: dict[str, Any]) -> dict[str, Any]:
     from transformers.generation import candidate_generator as made
 
     torch.set_num_threads(1)
-    load, is_block = {"dtype": torch.float32}, job["method"] == "dflash"
-    target: Any = AutoModelForCausalLM.from_pretrained(job["model"], **load).eval()
-    drafter: Any = (AutoModel if is_block else AutoModelForCausalLM).from_pretrained(job["drafter"], **load).eval()
+
+    def load(kind: Any, folder: str) -> Any:
+        loaded = kind.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
+        return loaded.eval()
+
+    is_block = job["method"] == "dflash"
+    target = load(AutoModelForCausalLM, job["model"])
+    drafter = load(AutoModel if is_block else AutoModelForCausalLM, job["drafter"])
     if not is_block:
         own = drafter.generation_config
         own.num_assistant_tokens, own.num_assistant_tokens_schedule = job["n_drafts"], "constant"
