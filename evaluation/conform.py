@@ -65,6 +65,7 @@ class Parting:
     draft: int  # its number in the round, from 0
     here: int
     there: int
+    gap: float  # by how much the first one's logit is higher here: little where precision decides
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Conformance:
             one = self.partings[0]
             lines += [
                 f"parts        {len(self.partings)} of {rounds}; first after token {one.n_tokens} of prompt "
-                f"{one.prompt + 1}, draft {one.draft + 1}: token {one.here} here, {one.there} there"
+                f"{one.prompt + 1}, draft {one.draft + 1}: token {one.here} here, {one.there} there "
+                f"(logits {max(one.gap for one in self.partings):.2g} apart at most)"
             ]
             lines += [
                 f"cause        {cause}" for cause in self.causes or ["none of the known ones explains all rounds"]
@@ -234,7 +236,7 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
 @torch.inference_mode()
 def _partings(
     reading: Reading, text: list[int], rounds: Sequence[tuple[int, list[int]]], states: Tensor
-) -> Iterator[tuple[int, int, int, int]]:
+) -> Iterator[tuple[int, int, int, int, float]]:
     """Draft in the rounds of another engine; yields the first draft of each round that differs, without near ties."""
     drafter, frozen = reading.drafter, reading.frozen
     state, cache, n_seen = drafter.new_state(1), ContextCache(), 0
@@ -249,6 +251,7 @@ def _partings(
             logits = chain.logits[0].float()
             best = int(logits.argmax())
             if best != token:
-                if logits[best] - logits[token] > _TIES[drafter.dtype] * logits[best].abs():
-                    yield n, place, best, token
+                gap = min(float(logits[best] - logits[token]), 1e9)  # JSON has no infinity
+                if gap > _TIES[drafter.dtype] * float(logits[best].abs()):
+                    yield n, place, best, token, gap
                 break
