@@ -286,13 +286,16 @@ class _Log:
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and advice off the terminal; the user's settings win."""
+    """Keep libraries' bars and advice off the terminal, and waiting threads off the cores; the user's settings win."""
     quiet = {
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "GRPC_VERBOSITY": "NONE",  # of a network that is gone it has a line for every attempt
+        # Else threads of OpenMP that wait for each other keep their cores busy, and with more threads than free cores a
+        # target call takes ten times as long.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     # On a terminal the bars of a download or of loading many gigabytes are welcome; in a log file they are noise.
     if not sys.stderr.isatty():
