@@ -22,7 +22,7 @@ ROWS = (1, 2, 4, 6, 8, 16, 25, 63)
 
 def weights_of(shape: str, n_layers: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """The matrices of some layers, and the LM head, of random numbers."""
-    config = shape_config(shape, None)
+    config: Any = shape_config(shape, None)
     wide, mlp = config.hidden_size, config.intermediate_size
     keys = config.num_key_value_heads * config.head_dim
     sizes = [(wide, wide), (keys, wide), (keys, wide), (wide, wide), (mlp, wide), (mlp, wide), (wide, mlp)] * n_layers
