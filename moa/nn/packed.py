@@ -1,8 +1,8 @@
 """Products with weights that stay as they are, laid out once as the kernels of a CPU want them.
 
 With a matrix as PyTorch keeps it a product of six rows takes two to four times as long as one of a single row; with
-oneDNN's layout it takes as long, so that verifying a chain of drafts costs what a plain step does. It is a copy, which
-takes as much memory as the weights. ``benchmarks/decoding/products.py`` measures both.
+oneDNN's layout it takes about as long, so that verifying a chain of drafts costs what a plain step does. It is a copy,
+which takes as much memory as the weights. ``benchmarks/decoding/products.py`` measures both.
 """
 
 import functools
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ...machine import free_memory
 
-# Kernels for one to three rows are slower than that for four, and sums of a row depend on the kernel.
-_FEWEST_ROWS = 4
+_ROWS = 8  # that the layout is for; with fewer and with more it is nearly as fast
 _DTYPES = (torch.float32, torch.bfloat16)
 _NAME = "_moa_packed"
+_OPERATIONS: Any = torch.ops.mkldnn
 
 
 class _Packed(NamedTuple):
@@ -50,17 +50,12 @@ def pack_weight(weight: Tensor, like: Tensor | None = None) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [..., E] with a weight [V, E] as ``F.linear`` does: [..., V]."""
-    packed: _Packed | None = getattr(weight, _NAME, None)
-    if packed is None or torch.is_grad_enabled() or x.dtype != weight.dtype or packed.state != _state(weight):
+    # The first question spares plain steps the others: with one row PyTorch's own product is as fast.
+    if x.numel() <= x.shape[-1] or (packed := getattr(weight, _NAME, None)) is None:
         return F.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    n_rows = len(rows)
-    if n_rows == 0:
+    if torch.is_grad_enabled() or x.dtype != weight.dtype or packed.state != _state(weight):
         return F.linear(x, weight, bias)
-    if n_rows < _FEWEST_ROWS:
-        rows = F.pad(rows, (0, 0, 0, _FEWEST_ROWS - n_rows))
-    product = _product(rows, packed.values, bias)
-    return product[:n_rows].view(*x.shape[:-1], -1)
+    return _product(x, packed.values, bias)
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -68,12 +63,12 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, values, bias, "none", [], "")
+    product: Tensor = _OPERATIONS._linear_pointwise(rows, values, bias, "none", [], "")
     return product
 
 
 def _pack(weight: Tensor) -> None:
-    values = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 2 * _FEWEST_ROWS)
+    values = _OPERATIONS._reorder_linear_weight(weight.detach(), _ROWS)
     setattr(weight, _NAME, _Packed(values, _state(weight)))
 
 
@@ -100,7 +95,7 @@ def _works(dtype: torch.dtype) -> bool:
     x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((5, 32), (48, 32), (48,)))
     try:
         with torch.inference_mode():
-            own: Any = _product(x, torch.ops.mkldnn._reorder_linear_weight(weight, 2 * _FEWEST_ROWS), bias)
+            own: Any = _product(x, _OPERATIONS._reorder_linear_weight(weight, _ROWS), bias)
             return torch.allclose(own, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
     except (RuntimeError, AttributeError, TypeError):
         return False
