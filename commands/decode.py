@@ -68,16 +68,17 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
+    from ..moa.nn.packed import pack
     from ..moa.targets.chat_tokens import prompt_tokens
     from ..moa.targets.live import Target
     from ..moa.targets.template import ChatTemplate, choose_template_arguments
     from .views import decoding_view
 
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    if config.cuda_graphs:
-        target.use_graphs()
+    target.prepare(config.cuda_graphs)
     drafter = load_drafter(config.drafter, target.model.dtype, target.device)
     check_drafter_matches(drafter, target)
+    pack(drafter)
     arguments = choose_template_arguments(config.template_kwargs, {config.drafter: drafter.config.target})
     template = ChatTemplate(target.tokenizer, arguments, config.model)
     rows = [prompt_tokens(template, [{"role": "user", "content": text}]) for text in texts]

@@ -47,8 +47,7 @@ def evaluate(
     file = load_prompts(config.prompts, config.n_prompts)
     dtype = getattr(torch, config.dtype)
     target = Target.load(config.model, dtype, config.device, config.revision)
-    if config.cuda_graphs:
-        target.use_graphs()
+    target.prepare(config.cuda_graphs)
     folders = config.drafter if config.needs_drafters else ()
     drafters = load_drafters(folders, target, dtype)
     facts = [drafter_facts(folder, drafter) for folder, drafter in zip(folders, drafters.values(), strict=True)]

@@ -37,6 +37,7 @@ from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
+from ..moa.nn.packed import pack
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens, tokenize_chat
 from ..moa.targets.live import Target
@@ -355,6 +356,7 @@ class LocalTarget:
         assert config.model is not None
         self._config, self._sampling = config, SamplingConfig(**config.sampling.arguments())
         self._target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
+        self._target.prepare()
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         self._proposer: DrafterProposer | None = None
         self._shape: TreeShape | None = None
@@ -362,6 +364,7 @@ class LocalTarget:
         if config.drafter is not None:
             drafter = load_drafter(config.drafter, self._target.model.dtype, self._target.device)
             check_drafter_matches(drafter, self._target)
+            pack(drafter)
             self._proposer, self._shape = DrafterProposer(self._target, drafter, None, self._sampling), config.shape()
             if config.tree is None and self._proposer.max_depth is not None:
                 self._shape = self._shape.cut(self._proposer.max_depth)

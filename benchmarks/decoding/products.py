@@ -7,42 +7,43 @@ of the ratio. ::
 """
 
 import argparse
+import copy
 import statistics
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from benchmarks.kit.harness import in_turn, quartiles, run
 from benchmarks.kit.shapes import SHAPES, shape_config
-from moa_data.moa.nn.packed import linear, pack_weight
+from moa_data.moa.nn.packed import pack
 
 ROWS = (1, 2, 4, 6, 8, 16, 25, 63)
 
 
-def weights_of(shape: str, n_layers: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The matrices of some layers, and the LM head, of random numbers."""
+def matrices(shape: str, n_layers: int, dtype: torch.dtype) -> nn.ModuleList:
+    """The linear layers of some layers, and the LM head, of random numbers."""
     config: Any = shape_config(shape, None)
     wide, mlp = config.hidden_size, config.intermediate_size
     keys = config.num_key_value_heads * config.head_dim
     sizes = [(wide, wide), (keys, wide), (keys, wide), (wide, wide), (mlp, wide), (mlp, wide), (wide, mlp)] * n_layers
-    return [torch.randn(size, dtype=dtype) for size in (*sizes, (config.vocab_size, wide))]
+    sizes.append((config.vocab_size, wide))
+    return nn.ModuleList(nn.Linear(given, made, bias=False, dtype=dtype) for made, given in sizes)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Time both sides for each number of rows."""
-    weights = weights_of(options.shape, options.layers, getattr(torch, options.dtype))
-    for weight in weights:
-        pack_weight(weight)
+    plain = matrices(options.shape, options.layers, getattr(torch, options.dtype)).requires_grad_(False)
+    packed = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
+    pack(packed)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for n_rows in options.rows:
-            given = [torch.randn(n_rows, weight.shape[1], dtype=weight.dtype) for weight in weights]
+            widths = [weight.shape[1] for weight in plain.parameters()]
+            given = [torch.randn(n_rows, width, dtype=getattr(torch, options.dtype)) for width in widths]
             works = {
-                name: lambda product=product, given=given: [
-                    product(x, weight) for x, weight in zip(given, weights, strict=True)
-                ]
-                for name, product in (("plain", F.linear), ("packed", linear))
+                name: lambda layers=layers, given=given: [layer(x) for x, layer in zip(given, layers, strict=True)]
+                for name, layers in (("plain", plain), ("packed", packed))
             }
             sides = in_turn(works, options.repeats, "cpu")
             found = {f"{name}_ms": 1e3 * statistics.median(taken) for name, taken in sides.items()}

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hs_connectors import FileTransfer, HiddenStatesTransfer
-from speculators.train.data import ArrowDataset, CollateFn
 
 from benchmarks.kit.harness import in_turn, quartiles, run
-from moa_data.pipeline.exchange.speculators_backend import StoreTransfer
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Read all sequences in batches from each side in turn."""
+    # Only that environment has these.
+    from hs_connectors import FileTransfer, HiddenStatesTransfer
+    from speculators.train.data import ArrowDataset, CollateFn
+
+    from moa_data.pipeline.exchange.speculators_backend import StoreTransfer
+
     sides: dict[str, HiddenStatesTransfer] = {"files": FileTransfer(Path(options.files) / "hidden_states")}
     folders = {"files": Path(options.files) / "hidden_states"}
     for store in map(Path, options.stores):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...errors import DrafterError
 from ..drafters.caches import padded
+from ..nn.graphs import n_recorded
 from ..nn.masks import to_device
 from ..targets.cache import TargetCache
 from ..targets.live import DeviceClock, Target
@@ -141,7 +142,7 @@ def generate_batch(
     prefill_s = (time.perf_counter() - prefill_began) / len(rows)
     began = clock.mark()
     while active := _drop_finished(active, cache, proposer):
-        shape = policy.next_shape()
+        shape, n_before = policy.next_shape(), n_recorded()
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = clock.mark()
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
@@ -150,7 +151,8 @@ def generate_batch(
         began, kept = verified_at, [[0, *(node + 1 for node in nodes)] for nodes in accepted]
         cache.commit(kept)
         proposer.observe(hidden, kept)
-        policy.observe(drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s)
+        if n_recorded() == n_before:  # else the round took longer than it ever will again
+            policy.observe(drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s)
         draft_s = 0.0 if shape is None else draft_s
         for row, drafted in zip(active, drafts.on_host[0], strict=True):
             row.stats.count(len(drafted) - drafted.count(NO_DRAFT), draft_s / len(active), verify_s / len(active))

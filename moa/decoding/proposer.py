@@ -13,7 +13,6 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..drafters.base import Drafter, DraftLevel
 from ..nn.masks import to_device
-from ..nn.packed import pack, pack_weight
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target
@@ -119,12 +118,7 @@ class DrafterProposer(Proposer):
         if frozen is None:
             if target is None:
                 raise DrafterError("drafting needs weights of the target: give `target` or `frozen`.")
-            target.pack()
             frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-            pack_weight(frozen.lm_head_weight, like=target.model.get_output_embeddings().weight)
-        pack_weight(frozen.lm_head_weight)
-        pack(frozen)
-        pack(drafter)
         weight = frozen.lm_head_weight
         if drafter.dtype != weight.dtype:
             raise DrafterError(

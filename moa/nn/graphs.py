@@ -6,6 +6,12 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
+_n_recorded = 0
+
+
+def n_recorded() -> int:
+    """Count the recordings of this process; a call that makes one takes far longer than others."""
+    return _n_recorded
 
 
 def recorded(call: Callable[[], Result], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -16,6 +22,8 @@ def recorded(call: Callable[[], Result], device: torch.device, pool: Any = None)
     Args:
         pool: memory that graphs share which run one after the other, in any order, while each result is alive.
     """
+    global _n_recorded
+    _n_recorded += 1
     graph, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):

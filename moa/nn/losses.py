@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packed import linear
-
 
 @dataclass(frozen=True)
 class Divergence:
@@ -77,7 +75,7 @@ def _blocks(head: Tensor) -> Iterator[slice]:
 def logits_of(x: Tensor, head: Tensor) -> Tensor:
     """Apply a head [V, E] to x [..., E], in the dtype of x: [..., V]."""
     if x.dtype == head.dtype or torch.is_autocast_enabled(x.device.type):
-        return linear(x, head)
+        return F.linear(x, head)
     logits = x.new_empty(*x.shape[:-1], head.shape[0])
     for block in _blocks(head):
         logits[..., block] = F.linear(x, head[block].to(x.dtype))

@@ -169,7 +169,6 @@ class Target:
         self._windows = dict(zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True))
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
-        self._is_packed = False
         self._logit_scale = families.logit_scale(self.config), families.logit_cap(self.config)
         self._kv_shapes = families.kv_shapes(self.config)
         self.has_states = None in self._kv_shapes  # of layers, in place of KV
@@ -186,12 +185,6 @@ class Target:
         if not target.is_llama or target.config is not model.config:  # the text model of one that also sees
             proof.prove_logits(target)
         return target
-
-    def pack(self) -> None:
-        """Lay out the weights for decoding (:func:`~moa_data.moa.nn.packed.pack`), once."""
-        if not self._is_packed:
-            pack(self.model)
-            self._is_packed = True
 
     @property
     def device(self) -> torch.device:
@@ -217,6 +210,16 @@ class Target:
     def decoding_problem(self) -> str:
         """Why drafts can't be verified; empty where they can."""
         return "" if self.is_llama else proof.decoding_problem(self)
+
+    def prepare(self, uses_graphs: bool = True) -> None:
+        """Decode as fast as the device can, with weights that don't change any more.
+
+        On a CPU they are laid out for it (:func:`~moa_data.moa.nn.packed.pack`); on a CUDA device the calls after a
+        prefill become graphs, if the layers are Llama's.
+        """
+        pack(self.model)
+        if uses_graphs:
+            self.use_graphs()
 
     def use_graphs(self) -> None:
         """Run the calls after a prefill as CUDA graphs, if the device has them and the layers are Llama's."""
@@ -314,7 +317,6 @@ class Target:
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`."""
-        self.pack()
         shared = {} if self._static is None else {"n_slots": self._static.n_slots, "buffers": self._static.buffers}
         if self.decoding_problem:
             raise TargetError(f"{self.decoding_problem}.")
