@@ -80,6 +80,7 @@ def _service(config: ServeConfig) -> "Service":
     import torch
 
     from ..moa.formats.checkpoint import load_drafters
+    from ..moa.nn.packed import pack
     from ..moa.targets.live import Target
     from ..moa.targets.template import ChatTemplate, choose_template_arguments
     from ..serving.access import BearerTokens, read_tokens
@@ -89,6 +90,8 @@ def _service(config: ServeConfig) -> "Service":
     tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     drafters = load_drafters(config.drafter, target, target.model.dtype)
+    for drafter in drafters.values():
+        pack(drafter)
     recorded = {name: drafter.config.target for name, drafter in drafters.items()}
     arguments = choose_template_arguments(config.template_kwargs, recorded)
     target.template = ChatTemplate(target.tokenizer, arguments, config.model)

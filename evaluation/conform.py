@@ -26,6 +26,7 @@ from ..moa.decoding.loop import plain_generate
 from ..moa.decoding.proposer import Chain
 from ..moa.drafters.base import Drafter
 from ..moa.formats.checkpoint import CONFIG_FILE, LAYOUTS, load_drafters, write_layout
+from ..moa.formats.engines import FORMATS, WHOLE_BLOCKS
 from ..moa.formats.layout import EMBEDDINGS, LM_HEAD
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.cache import ContextCache
@@ -37,15 +38,6 @@ from . import other_side
 from .prompts import load_prompts
 from .wrong_choices import CHOICES, Choice, Reading
 
-FORMATS: dict[str, dict[str, tuple[str, str]]] = {
-    "transformers": {"independent": ("llama", "assistant"), "dflash": ("hf-dflash", "dflash")},
-    "vllm": {
-        "eagle": ("vllm-eagle", "eagle"), "eagle3": ("eagle3", "eagle3"), "dflash": ("dflash", "dflash"),
-        "dspark": ("vllm-dspark", "dspark"), "independent": ("llama", "draft_model"),
-    },
-    "speculators": {kind: (f"speculators-{kind}", kind) for kind in ("eagle3", "dflash", "dspark")},
-}  # fmt: skip
-"""Engine -> kind of drafter -> the format that it reads, and its method."""
 QUESTIONS = (
     "What is 17 times 23?", "Why is the sky blue?", "Write a function that reverses a list.",
     "A shop sells 48 pens in April and half as many in May. How many in all?", "Name three rivers in Europe.",
@@ -140,7 +132,7 @@ def conform(
         job = {
             "engine": engine, "method": method, "model": str(target.folder), "drafter": str(place.absolute()),
             "prompts": texts, "max_new_tokens": max_new_tokens, "dtype": dtype, "max_positions": target.max_positions,
-            "n_drafts": most if method == "dflash" else min(n_drafts, most),
+            "n_drafts": most if method in WHOLE_BLOCKS else min(n_drafts, most),
         }  # fmt: skip
         answers = ask_engine(job, python, Path(folder))
     return compare(own, target, texts, answers, max_new_tokens, progress)

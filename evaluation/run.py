@@ -16,6 +16,7 @@ from ..moa.decoding.sampling import GREEDY, SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.base import Drafter
 from ..moa.formats.checkpoint import load_drafters
+from ..moa.nn.packed import pack
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate, choose_template_arguments
@@ -50,6 +51,8 @@ def evaluate(
     target.prepare(config.cuda_graphs)
     folders = config.drafter if config.needs_drafters else ()
     drafters = load_drafters(folders, target, dtype)
+    for drafter in drafters.values():
+        pack(drafter)
     facts = [drafter_facts(folder, drafter) for folder, drafter in zip(folders, drafters.values(), strict=True)]
     recorded = {name: drafter.config.target for name, drafter in drafters.items()}
     arguments = choose_template_arguments(config.template_kwargs, recorded)

@@ -18,7 +18,6 @@ from ..drafters.base import Drafter
 from ..drafters.mixture import MoASizes
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
-from ..nn.packed import pack
 from ..targets.live import Target
 from ..targets.model_files import find_problems, load_pickled_tensors, read_header, read_json, write_tensors
 from .block import DFLASH, DSPARK, HF_DFLASH, VLLM_DSPARK
@@ -102,12 +101,11 @@ def _why_no_drafter(folder: Path) -> str:
 
 
 def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, Drafter]:
-    """Load drafters to decode with by name, the last part of the folder that is not ``drafter``, in the given order."""
+    """Load drafters of a target by name, the last part of the folder that is not ``drafter``, in the given order."""
     loaded: dict[str, Drafter] = {}
     for folder in folders:
         drafter = load_drafter(folder, dtype, target.device)
         check_drafter_matches(drafter, target)
-        pack(drafter)
         path = Path(folder).expanduser().absolute()  # a link keeps its own name
         name = path.parent.name if path.name == "drafter" else path.name
         while name in loaded:

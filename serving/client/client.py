@@ -29,7 +29,17 @@ from ..detokenizer import Detokenizer
 from ..wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
 from .drafting import DraftingModel, TextDrafter
 from .link import Link, LinkEvent
-from .session import GREEDY_SHAPE, SAMPLED_SHAPE, AnswerSettings, ChosenMode, Done, OnEvent, Session, Stats
+from .session import (
+    GREEDY_SHAPE,
+    SAMPLED_SHAPE,
+    SENT_SAMPLING,
+    AnswerSettings,
+    ChosenMode,
+    Done,
+    OnEvent,
+    Session,
+    Stats,
+)
 
 MODES: tuple[str, ...] = get_args(ChosenMode)
 _SAVE_EVERY_S = 1.0
@@ -201,6 +211,9 @@ class DraftingClient:
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
         """Continue an answer that another process began; events begin with what it has so far."""
         check_seed(saved.seed)
+        sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
+        if SamplingConfig(**sent) != saved.sampling:
+            raise RequestInvalid(f"drafting sessions know {', '.join(sent)} of sampling; leave other settings out.")
         settings = AnswerSettings(
             saved.max_new_tokens, saved.sampling, saved.seed, self._codec if self.drafter.width else "",
             max_offline=self._max_offline, offline_below=self._offline_below, eos_token_ids=self.model.eos_token_ids,

@@ -116,6 +116,8 @@ def as_json(event: Event) -> dict[str, Any]:
     return {"type": type(event).__name__} | asdict(event)
 
 
+SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""The settings of sampling that the protocol has."""
 GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 """Of the chains that a client drafts."""
 
@@ -198,7 +200,9 @@ class Session:
                 protocol=PROTOCOL, session=self.session, identities=settings.identities, tokens=self.tokens,
                 n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens, codec=settings.codec,
                 n_context=self.n_context,
-                sampling=pb.Sampling(**asdict(settings.sampling), seed=settings.seed),
+                sampling=pb.Sampling(
+                    **{name: getattr(settings.sampling, name) for name in SENT_SAMPLING}, seed=settings.seed
+                ),
             )
         )  # fmt: skip
         # The next request follows at once: waiting for Opened would cost each answer another round trip.

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.evaluation.conform import FORMATS, ask_engine, compare, pieces_of
+from moa_data.evaluation.conform import ask_engine, compare, pieces_of
 from moa_data.moa.formats.checkpoint import LAYOUTS, write_layout
+from moa_data.moa.formats.engines import FORMATS
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.models import random_prompts, write_target

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moa_data.errors import OptionInvalid
-from moa_data.evaluation.conform import FORMATS, Conformance, ask_engine, compare
+from moa_data.evaluation.conform import Conformance, ask_engine, compare
 from moa_data.evaluation.wrong_choices import CHOICES
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
@@ -24,6 +24,7 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters import block, caches, eagle3, training
 from moa_data.moa.drafters.eagle import FeatureDrafter, FeatureState
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter, write_layout
+from moa_data.moa.formats.engines import FORMATS
 from moa_data.moa.nn import layers
 from moa_data.moa.nn.markov import GatedMarkovHead, MarkovHead, RecurrentMarkovHead
 from moa_data.moa.targets.cache import TargetCache

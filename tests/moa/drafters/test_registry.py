@@ -9,8 +9,9 @@ from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.trainer.config import AnyDrafter
 
 ROOT = Path(__file__).parents[3]
-# The drafters themselves and their settings; the formats of files, some of which are named like a drafter.
-NAMING = ("moa/drafters/", "moa/formats/", "pipeline/exchange/", "trainer/config.py")
+# The drafters themselves and their settings; the formats of files, some of which are named like a drafter; methods of
+# other engines, by the engines' names.
+NAMING = ("moa/drafters/", "moa/formats/", "pipeline/exchange/", "trainer/config.py", "evaluation/other_side.py")
 OTHERS = ("tests/", "benchmarks/", "docs/", "build/", "site/", ".")
 
 
