@@ -1,7 +1,7 @@
 """CUDA graphs: kernels that were launched one by one once, and that one launch repeats."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -14,13 +14,10 @@ def n_recorded() -> int:
     return _n_recorded
 
 
-def recorded(call: Callable[[], Result], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
+def recorded(call: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Record the kernels of a call, after running it once; its tensors hold what it gives after each replay.
 
     The call may depend on the host in nothing but shapes: what it reads stays where it is, and so does what it writes.
-
-    Args:
-        pool: memory that graphs share which run one after the other, in any order, while each result is alive.
     """
     global _n_recorded
     _n_recorded += 1
@@ -32,7 +29,7 @@ def recorded(call: Callable[[], Result], device: torch.device, pool: Any = None)
     # cuBLAS keeps scratch memory for each stream. What is taken while recording is the graph's own. What was there
     # before would be freed under the graph when torch.compile records one; what stayed would be shared with others.
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(graph, stream=side, pool=pool):
+    with torch.cuda.graph(graph, stream=side):
         result = call()
     torch._C._cuda_clearCublasWorkspaces()
     return graph, result

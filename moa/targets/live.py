@@ -379,7 +379,6 @@ class StaticCalls:
         self._model = body
         self._device = device
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
-        self._pool: Any = None  # of the memory that graphs compute in
 
     def forward(
         self,
@@ -416,8 +415,7 @@ class StaticCalls:
         if key not in self._graphs:
             own = given[0].clone(), None if given[1] is None else given[1].clone(), given[2].clone()
             cache.begin_static_call(own[0].shape[1], own[2][:, :1])
-            self._pool = self._pool or torch.cuda.graph_pool_handle()  # one for all: they never run at once
-            graph, (hidden, kept) = recorded(lambda: call(*own), self._device, self._pool)
+            graph, (hidden, kept) = recorded(lambda: call(*own), self._device)
             self._graphs[key] = _StaticGraph(graph, own, hidden, kept)
         found = self._graphs[key]
         for place, value in zip(found.inputs, given, strict=True):

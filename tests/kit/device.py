@@ -552,7 +552,6 @@ _CUDA: dict[str, Any] = {
     "Event": Event,
     "CUDAGraph": CUDAGraph,
     "graph": capture,
-    "graph_pool_handle": object,
     "stream": _stream_context,
     "synchronize": lambda *_: COUNTS.wait("synchronize"),
 }
