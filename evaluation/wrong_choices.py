@@ -9,7 +9,7 @@ Shapes: B = 1 row, n tokens, Q slots of a block, E target width, L target layers
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,86 +46,86 @@ class Reading:
 Choice = Callable[[Reading], None]
 
 
-def _around(name: str, method: Callable[..., Any]) -> Choice:
-    """Replace a method of the drafter, or of all layers for ``layers.*.NAME``: called with its owner and itself."""
+def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
+    """Put what ``change(owner, part)`` returns in the place of a part, named from the drafter on; ``*`` is all."""
 
-    def change(r: Reading) -> None:
-        *path, last = name.split(".")
+    def choice(r: Reading) -> None:
+        *path, name = part.split(".")
         owners: list[Any] = [r.drafter]
         for step in path:
             owners = [one for owner in owners for one in (owner if step == "*" else [getattr(owner, step)])]
         for owner in owners:
-            setattr(owner, last, partial(method, owner, getattr(owner, last)))
+            setattr(owner, name, change(owner, getattr(owner, name)))
 
-    return change
-
-
-def _layers(pick: Callable[[Reading], Iterable[int]]) -> Choice:
-    return lambda r: setattr(r, "layers", tuple(pick(r)))
+    return choice
 
 
-def _size(name: str, pick: Callable[[Reading], Any]) -> Choice:
-    def change(r: Reading) -> None:
-        value, sizes = pick(r), r.drafter.config
-        if getattr(sizes, name) != value:
-            r.drafter.config = replace(sizes, **{name: value[0] if isinstance(value, list) else value})
-
-    return change
+def _layers(pick: Callable[[int, int], int]) -> Choice:
+    """Observe ``pick(layer, L)`` in the place of each layer."""
+    return lambda r: setattr(r, "layers", tuple(pick(layer, r.n_layers) for layer in r.layers))
 
 
-def _special(name: str) -> Choice:
-    return _size("mask_token", lambda r: getattr(r.frozen.config, f"{name}_token_id"))
+def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
+    """Change a size to ``pick(sizes, size)``."""
+    return _put("config", lambda own, sizes: replace(sizes, **{name: pick(sizes, getattr(sizes, name))}))
+
+
+def _mask(name: str) -> Choice:
+    def choice(r: Reading) -> None:
+        token = getattr(r.frozen.config, f"{name}_token_id")
+        _size("mask_token", lambda sizes, _: token[0] if isinstance(token, list) else token)(r)
+
+    return choice
 
 
 def _without(pattern: str) -> Choice:
     """Leave out the norms whose names match, of those that the drafter has."""
 
-    def change(r: Reading) -> None:
+    def choice(r: Reading) -> None:
         for name, module in list(r.drafter.named_modules()):
             if isinstance(module, RMSNorm) and re.fullmatch(pattern, name):
                 r.drafter.set_submodule(name, nn.Identity())
 
-    return change
+    return choice
 
 
-def _input_norm(r: Reading) -> None:
-    first, sizes = r.drafter.layers[0], r.drafter.config
-    is_there = isinstance(first.input_layernorm, RMSNorm)
-    first.input_layernorm = nn.Identity() if is_there else RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
-
-
-def _other_residual(r: Reading) -> None:
-    r.drafter.midlayer._norms_residual ^= True
+def _other_input_norm(own: Any, norm: nn.Module) -> nn.Module:
+    after = own.post_attention_layernorm
+    return nn.Identity() if isinstance(norm, RMSNorm) else RMSNorm(after.normalized_shape, eps=after.eps)
 
 
 def _rotation(**parameters: Any) -> Choice:
-    def change(r: Reading) -> None:
-        sizes, width = r.drafter.config, len(r.drafter.rotary.frequencies)
-        r.drafter.rotary = Rotary(width, {**sizes.rope_parameters, **parameters}, sizes.max_position_embeddings)
+    def change(own: Any, rotary: Rotary) -> Rotary:
+        known = {**own.config.rope_parameters, **parameters}
+        return Rotary(len(rotary.frequencies), known, own.config.max_position_embeddings)
 
-    return change
+    return _put("rotary", change)
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
     """Move the positions of a block's slots, [B, Q]."""
-    return _around("run_layers", lambda own, plain, x, at, *rest: plain(x, move(at), *rest))
+    return _put("run_layers", lambda own, plain: lambda x, at, *rest: plain(x, move(at), *rest))
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
     """Let slot q of a block see key k, both counted from its first slot, where the rule [Q, S] says so."""
 
-    def run_layers(own: Any, plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
+    def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
         slots = torch.arange(x.shape[1])
         return plain(x, at, appends, rule(slots[:, None], torch.arange(-int(at[0, 0]), len(slots)))[None])
 
-    return _around("run_layers", run_layers)
+    return _put("run_layers", lambda own, plain: partial(run_layers, plain))
+
+
+def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
+    """Let a method of the drafter take an edited text."""
+    return _put(
+        part, lambda own, plain: lambda state, frozen, text, cache: plain(state, frozen, [*map(edit, text)], cache)
+    )
 
 
 def _sees_anchor(r: Reading) -> None:
-    def extend(own: Any, plain: Any, state: Any, frozen: Any, text: Any, cache: Any) -> None:
-        plain(state, frozen, [[*row, row[-1]] for row in text], cache)
-
-    _around("_extend_context", extend)(r)
+    _text("_extend_context", lambda row: [*row, row[-1]])(r)
     r.ahead = 1
 
 
@@ -135,35 +135,31 @@ def _context_normed_again(r: Reading) -> None:
         block.self_attn.keys_values = lambda x, rotation, plain=plain, norm=norm: plain(norm(x), rotation)
 
 
-def _unnormed_keys(own: Any, plain: Any, x: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
-    keys = own.k_proj(x).unflatten(-1, (-1, own.head_dim)).transpose(1, 2)
-    return rotate(keys, rotation), own._heads("v", x)
+def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
+    """Make the context's keys otherwise, of an attention, states [B, n, E] and a rotation."""
+    return _put(
+        "layers.*.self_attn.keys_values",
+        lambda own, plain: lambda x, rotation: (make(own, x, rotation), own._heads("v", x)),
+    )
 
 
-def _code_after(own: Any, plain: Any, memory: Tensor, hidden: Tensor) -> Any:
-    gate, candidate, _ = own._joint(memory, hidden)
-    embedded, state = memory.split(own.rank, dim=-1)
-    state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
-    return own._joint(torch.cat((embedded, state), dim=-1), hidden)[2].tanh()
-
-
-def _no_markov(r: Reading) -> None:
-    r.drafter.markov_head = r.drafter.markov_head and None
-
-
-def _draft_ids(make: Callable[[Tensor], Tensor]) -> Choice:
-    return lambda r: setattr(r.drafter, "d2t", make(r.drafter.d2t))
+def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:
+    return rotate(own.k_proj(x).unflatten(-1, (-1, own.head_dim)).transpose(1, 2), rotation)
 
 
 def _at_depth(pick: Callable[[int], int]) -> Choice:
-    def draft_level(own: Any, plain: Any, state: Any, frozen: Any, level: Any, cache: Any) -> Any:
+    def draft_level(plain: Any, state: Any, frozen: Any, level: Any, cache: Any) -> Any:
         return plain(state, frozen, replace(level, depth=pick(level.depth)), cache)
 
-    return _around("draft_level", draft_level)
+    return _put("draft_level", lambda own, plain: partial(draft_level, plain))
 
 
-def _unshifted(own: Any, plain: Any, state: Any, frozen: Any, text: Any, cache: Any) -> Any:
-    return plain(state, frozen, [[row[0], *row[:-1]] for row in text], cache)
+def _code_after(own: Any, plain: Any) -> Callable[[Tensor, Tensor], Any]:
+    def code(memory: Tensor, hidden: Tensor) -> Any:
+        updated = own.follow(memory, hidden, memory.new_zeros(memory.shape[:-1], dtype=torch.int64))
+        return plain(torch.cat((memory[..., : own.rank], updated[..., own.rank :]), dim=-1), hidden)
+
+    return code
 
 
 def _in_bfloat16(r: Reading) -> None:
@@ -172,14 +168,12 @@ def _in_bfloat16(r: Reading) -> None:
 
 CHOICES: dict[str, Choice] = {
     # What is taken of the target.
-    "its hidden states are taken before the final norm": _layers(
-        lambda r: [r.n_layers - 1] if r.layers == (r.n_layers,) else r.layers
-    ),
-    "the target's layers are counted one too low": _layers(lambda r: [layer - 1 for layer in r.layers]),
-    "the target's layers are counted one too high": _layers(lambda r: [layer + 1 for layer in r.layers]),
-    "the target's layers are joined in reverse": _layers(lambda r: r.layers[::-1]),
+    "its hidden states are taken before the final norm": _layers(lambda layer, n: layer - (layer == n)),
+    "the target's layers are counted one too low": _layers(lambda layer, n: layer - 1),
+    "the target's layers are counted one too high": _layers(lambda layer, n: layer + 1),
+    "the target's layers are joined in reverse": lambda r: setattr(r, "layers", r.layers[::-1]),
     "the output of the target's last layer is taken after the final norm": _layers(
-        lambda r: [layer + (layer == r.n_layers - 1) for layer in r.layers]
+        lambda layer, n: layer + (layer == n - 1)
     ),
     # Norms.
     "the drafter's final norm is left out": _without("norm"),
@@ -187,21 +181,21 @@ CHOICES: dict[str, Choice] = {
     "the norm of the embeddings (input_layernorm) is left out": _without(r"midlayer\.input_layernorm"),
     "the norm of all states together (norm_before_fc) is left out": _without("input_norm"),
     "the norms of each state (fc_norm) are left out": _without(r"fc_norm\.\d+"),
-    "the residual starts on the other side of hidden_norm (norm_before_residual)": _other_residual,
-    "outputs are fed back on the other side of the final norm (norm_output)": _size(
-        "norm_output", lambda r: not r.drafter.config.norm_output
+    "the residual starts on the other side of hidden_norm (norm_before_residual)": _put(
+        "midlayer._norms_residual", lambda own, is_normed: not is_normed
     ),
-    "the first layer's input norm is added or left out": _input_norm,
+    "outputs are fed back on the other side of the final norm (norm_output)": _size(
+        "norm_output", lambda sizes, is_normed: not is_normed
+    ),
+    "the first layer's input norm is added or left out": _put("layers.0.input_layernorm", _other_input_norm),
     "the norms of the heads (q_norm, k_norm) are left out": _without(r".*\.[qk]_norm"),
-    "the context's keys go without k_norm": _around("layers.*.self_attn.keys_values", _unnormed_keys),
+    "the context's keys go without k_norm": _keys(_unnormed),
     "the context is normed again by each layer": _context_normed_again,
     # Positions.
     "the block's positions are one too high": _slots_at(lambda at: at + 1),
     "the block's positions are one too low": _slots_at(lambda at: at - 1),
     "all slots of a block have its first position": _slots_at(lambda at: at[:, :1].expand_as(at)),
-    "the context's keys are not rotated": _around(
-        "layers.*.self_attn.keys_values", lambda own, plain, x, rotation: (own._heads("k", x), own._heads("v", x))
-    ),
+    "the context's keys are not rotated": _keys(lambda own, x, rotation: own._heads("k", x)),
     "positions of drafts after the first are one too high": _at_depth(lambda depth: depth + 1),
     "all drafts of a chain have the position of the first": _at_depth(lambda depth: 0),
     "RoPE has the base 10,000": _rotation(rope_theta=10_000.0),
@@ -213,44 +207,46 @@ CHOICES: dict[str, Choice] = {
     "the context ends one token too early": _slots_see(lambda q, k: (k != -1) & (q == q)),
     "a block sees the target's state of its own anchor": _sees_anchor,
     # Slots.
-    "the mask token is 0": _size("mask_token", lambda r: 0),
-    "the mask token is one too low": _size("mask_token", lambda r: r.drafter.config.mask_token - 1),
-    "the mask token is one too high": _size("mask_token", lambda r: r.drafter.config.mask_token + 1),
-    "the mask token is the last one": _size("mask_token", lambda r: r.drafter.config.vocab_size - 1),
-    "the mask token is the padding token": _special("pad"),
-    "the mask token is the first token of texts": _special("bos"),
-    "the mask token is the end of texts": _special("eos"),
-    "the first slot holds the mask token": _around(
-        "slots", lambda own, plain, frozen, anchors: plain(frozen, torch.full_like(anchors, own.config.mask_token))
+    "the mask token is 0": _size("mask_token", lambda sizes, mask: 0),
+    "the mask token is one too low": _size("mask_token", lambda sizes, mask: mask - 1),
+    "the mask token is one too high": _size("mask_token", lambda sizes, mask: mask + 1),
+    "the mask token is the last one": _size("mask_token", lambda sizes, mask: sizes.vocab_size - 1),
+    "the mask token is the padding token": _mask("pad"),
+    "the mask token is the first token of texts": _mask("bos"),
+    "the mask token is the end of texts": _mask("eos"),
+    "the first slot holds the mask token": _put(
+        "slots", lambda own, plain: lambda frozen, at: plain(frozen, torch.full_like(at, own.config.mask_token))
     ),
-    "all slots hold the anchor": _around(
-        "slots", lambda own, plain, frozen, anchors: frozen.embed(anchors.expand(-1, own.config.block_size))
+    "all slots hold the anchor": _put(
+        "slots", lambda own, plain: lambda frozen, at: frozen.embed(at.expand(-1, own.config.block_size))
     ),
     "drafts are read one slot off (sample_from_anchor)": _size(
-        "sample_from_anchor", lambda r: not r.drafter.config.sample_from_anchor
+        "sample_from_anchor", lambda sizes, is_anchor: not is_anchor
     ),
     # Heads.
-    "the Markov head is left out": _no_markov,
-    "the Markov head reads the anchor for every draft": _around(
-        "markov_head.follow", lambda own, plain, memory, hidden, tokens: memory
+    "the Markov head is left out": _put("markov_head", lambda own, head: head and None),
+    "the Markov head reads the anchor for every draft": _put(
+        "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: memory
     ),
-    "the Markov head's state begins anew with every draft": _around(
-        "markov_head.follow", lambda own, plain, memory, hidden, tokens: own.begin(tokens)
+    "the Markov head's state begins anew with every draft": _put(
+        "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: own.begin(tokens)
     ),
-    "the Markov head's output is read after the state's update": _around("markov_head.code", _code_after),
-    "the Markov head is read as a vanilla one": _around(
-        "markov_head.code", lambda own, plain, memory, hidden: memory[..., : own.rank]
+    "the Markov head's output is read after the state's update": _put("markov_head.code", _code_after),
+    "the Markov head is read as a vanilla one": _put(
+        "markov_head.code", lambda own, plain: lambda memory, hidden: memory[..., : own.rank]
     ),
-    "draft ids are taken as tokens (d2t is left out)": _draft_ids(torch.zeros_like),
-    "d2t is taken as tokens, not as distances": _draft_ids(lambda d2t: d2t - torch.arange(len(d2t))),
-    "the target's LM head takes the place of the drafter's": _around(
-        "draft_logits", lambda own, plain, frozen, features: frozen.logits(own.normed(features))
+    "draft ids are taken as tokens (d2t is left out)": _put("d2t", lambda own, d2t: 0 * d2t),
+    "d2t is taken as tokens, not as distances": _put("d2t", lambda own, d2t: d2t - torch.arange(len(d2t))),
+    "the target's LM head takes the place of the drafter's": _put(
+        "draft_logits", lambda own, plain: lambda frozen, features: frozen.logits(own.normed(features))
     ),
     # Order and precision.
-    "embedding and hidden state are joined the other way round": _around(
-        "join", lambda own, plain, embeddings, hidden: plain(hidden, embeddings)
+    "embedding and hidden state are joined the other way round": _put(
+        "join", lambda own, plain: lambda embeddings, hidden: plain(hidden, embeddings)
     ),
-    "each hidden state is joined with its own token, not the next one": _around("draft_root", _unshifted),
+    "each hidden state is joined with its own token, not the next one": _text(
+        "draft_root", lambda row: [row[0], *row[:-1]]
+    ),
     "it computes in bfloat16": _in_bfloat16,
 }
 """What differs, in words -> the change, in the order in which they are tried."""
