@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.kit.harness import run
+from moa_data.errors import OptionInvalid
+from moa_data.evaluation.conform import ask_engine
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
@@ -29,18 +31,10 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
+from moa_data.moa.formats.engines import FORMATS
 from moa_data.moa.targets.live import Target
 
 N_DRAFTS = 5
-SIDE = Path(__file__).with_name("engines_side.py")
-TAKES: dict[str, dict[str, tuple[str, str]]] = {
-    "vllm": {
-        "eagle": ("vllm-eagle", "eagle"), "eagle3": ("eagle3", "eagle3"), "dflash": ("dflash", "dflash"),
-        "dspark": ("vllm-dspark", "dspark"), "independent": ("llama", "draft_model"),
-    },
-    "transformers": {"dflash": ("hf-dflash", "dflash"), "independent": ("llama", "assistant")},
-}  # fmt: skip
-"""Engine -> kind of drafter -> the format that it loads, and its name of the method."""
 PROGRAMS = {"here": "here", "vllm": "vLLM", "transformers": "transformers"}
 FORMS = {"rounds": ("Rounds", "{:d}"), "length": ("Acceptance length", "{:.2f}"), "equal": ("Answers equal", "{}")}
 
@@ -97,40 +91,42 @@ def here(target: Target, drafter: Drafter, prompts: Sequence[list[int]], n_new: 
         )  # fmt: skip
         answers.append(answer.tokens)
         n_rounds += answer.stats.n_target_calls
-    return {"answers": answers, "n_rounds": n_rounds, "n_plain": len(answers)}
+    return {"answers": answers, "rounds": n_rounds, "written": sum(map(len, answers)) - len(answers)}
 
 
 def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Decode with another program: what it found, or ``error``, its last line with one."""
-    given, found = folder / "job.json", folder / "found.json"
-    given.write_text(json.dumps(job | {"engine": engine}))
-    environment = os.environ | {
-        "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": "", "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    os.environ |= {
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
-    done = subprocess.run(
-        [python, SIDE, given, found], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        check=False,
-    )  # fmt: skip
-    if done.returncode:
-        causes = re.findall(_CAUSE, done.stdout)
-        return {"error": causes[0].strip() if causes else f"it ended with {done.returncode}"}
-    answer: dict[str, Any] = json.loads(found.read_text())
-    return answer
+    try:
+        found = ask_engine(job | {"engine": engine}, python, folder)
+    except OptionInvalid as error:
+        causes = re.findall(_CAUSE, (folder / "log").read_text())
+        return {"error": causes[0].strip() if causes else str(error)}
+    asked = [python, "-c", f"from importlib import metadata; print(metadata.version('{engine}'))"]
+    written = []
+    for prompt, one in zip(job["prompts"], found, strict=True):
+        text = prompt + one["tokens"]
+        for n, drafts in one["rounds"]:  # writes its drafts that are right and one more, up to the end of the text
+            right = next((k for k, draft in enumerate(drafts) if text[n + k : n + k + 1] != [draft]), len(drafts))
+            written.append(min(right + 1, len(text) - n))
+    return {
+        "version": subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip(),
+        "answers": [one["tokens"] for one in found],
+        "rounds": len(written),
+        "written": sum(written),
+    }
 
 
 def figures(found: dict[str, Any], plain: list[list[int]]) -> dict[str, Any]:
     """Rounds, tokens written a round, and how many answers are those of plain decoding."""
     if "error" in found:
         return {"rounds": "refused"}
-    n_tokens = sum(map(len, found["answers"])) - found["n_plain"]
     n_equal = sum(map(list.__eq__, found["answers"], plain))
-    return {
-        "rounds": int(found["n_rounds"]),
-        "length": n_tokens / found["n_rounds"],
-        "equal": f"{n_equal} of {len(plain)}",
-    }
+    length = found["written"] / found["rounds"]
+    return {"rounds": found["rounds"], "length": length, "equal": f"{n_equal} of {len(plain)}"}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -144,15 +140,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         drafter = load_drafter(source)
         found = {"here": here(target, drafter, prompts, n_new)}
         for engine, python in (("vllm", options.vllm), ("transformers", sys.executable)):
-            if not python or drafter.kind not in TAKES[engine]:
+            if not python or drafter.kind not in FORMATS[engine]:
                 continue
-            layout, method = TAKES[engine][drafter.kind]
+            layout, method = FORMATS[engine][drafter.kind]
             with tempfile.TemporaryDirectory() as folder:
                 write_layout(drafter, LAYOUTS[layout], Path(folder) / "drafter")
                 job = {
                     "method": method, "model": str(Path(options.model).resolve()), "drafter": f"{folder}/drafter",
                     "n_drafts": N_DRAFTS, "max_positions": target.max_positions, "max_new_tokens": n_new,
-                    "prompts": prompts,
+                    "prompts": prompts, "dtype": "float32",
                 }  # fmt: skip
                 found[engine] = there(engine, python, job, Path(folder))
             if "version" in found[engine]:
