@@ -26,15 +26,11 @@ class MoaDataError(Exception):
 
 
 class Interrupted(MoaDataError):
-    """A signal stopped the work; the message says what is kept and how to continue.
-
-    Attributes:
-        signum: number of the signal; None where the ``KeyboardInterrupt`` that led to this error tells it.
-    """
+    """A signal stopped the work; the message says what is kept and how to continue."""
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        self.signum = None if signum is None else int(signum)
+        self.signum = None if signum is None else int(signum)  # None: the KeyboardInterrupt that led here tells it
 
 
 class OptionInvalid(MoaDataError, ValueError):
@@ -69,9 +65,6 @@ class StoreMismatch(StoreError):
 
     Args:
         advice: what to do; by default what one who extends a store can do.
-
-    Attributes:
-        changes: dotted key -> (value in the store, value given now), for every key that differs.
     """
 
     _CAUSES = ("identities.", "extraction.", "codec.", "fields.")
@@ -85,7 +78,7 @@ class StoreMismatch(StoreError):
         changes: Mapping[str, tuple[Any, Any]],
         advice: str = "Restore those inputs to go on with this store, or choose another output folder.",
     ) -> None:
-        self.changes = dict(changes)
+        self.changes = dict(changes)  # dotted key -> (value in the store, value given now), for every key that differs
         groups: dict[str, str] = {}
         for key in sorted(changes, key=lambda key: [not key.startswith(prefix) for prefix in self._CAUSES]):
             groups.setdefault(".".join(key.split(".")[: 1 if key.startswith("codec.") else 2]), key)
@@ -125,16 +118,12 @@ class SelectionInvalid(StoreError, IndexError):
 
 
 class ReportUnwritten(StorageUnavailable):
-    """The report of an evaluation cannot be written after all was measured.
-
-    Attributes:
-        markdown: the report as text.
-    """
+    """The report of an evaluation cannot be written after all was measured."""
 
     def __init__(self, path: Path, error: Exception, markdown: str) -> None:
         reason = getattr(error, "strerror", None) or error
         super().__init__(f"{path} cannot be written ({reason}); the report is printed instead. Free some space first.")
-        self.markdown = markdown
+        self.markdown = markdown  # the report as text
 
 
 class DatasetError(MoaDataError, ValueError):

@@ -48,20 +48,13 @@ _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", 
 
 @dataclass(frozen=True)
 class AddPlan(WritePlan):
-    """What an addition will do; ``table`` has the sequences of committed parts that lack new fields.
-
-    Attributes:
-        stored: the store's manifest before the addition.
-        manifest: the manifest after it; of a codec that learns, without what the new fields will learn.
-        codec: of old and new fields.
-        n_stored_tokens, n_stored_parts: of the committed parts.
-    """
+    """What an addition will do; ``table`` has the sequences of committed parts that lack new fields."""
 
     config: AddConfig
-    stored: StoreManifest
-    manifest: StoreManifest
-    codec: StoreCodec = field(repr=False)
-    n_stored_tokens: int
+    stored: StoreManifest  # the store's manifest before the addition
+    manifest: StoreManifest  # the manifest after it; of a codec that learns, without what the new fields will learn
+    codec: StoreCodec = field(repr=False)  # of old and new fields
+    n_stored_tokens: int  # of the committed parts
     n_stored_parts: int
 
     @property

@@ -49,25 +49,16 @@ _LOW_PRECISION_FACTOR = 5.0
 
 @dataclass(frozen=True)
 class AuditRow:
-    """One comparison of one sequence.
-
-    Attributes:
-        field: tokens, response_mask, kv, hidden/..., or logits.
-        max_error: largest absolute difference.
-        relative_error: |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs.
-        tolerance: largest relative error that passes.
-        detail: what was compared with what.
-        is_intact: whether the sequence has the content hash that names it.
-    """
+    """One comparison of one sequence."""
 
     index: int
     sequence_id: str
-    field: str
-    max_error: float
-    relative_error: float
-    tolerance: float
-    detail: str = ""
-    is_intact: bool = True
+    field: str  # tokens, response_mask, kv, hidden/..., or logits
+    max_error: float  # largest absolute difference
+    relative_error: float  # |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs
+    tolerance: float  # largest relative error that passes
+    detail: str = ""  # what was compared with what
+    is_intact: bool = True  # whether the sequence has the content hash that names it
 
     @property
     def ok(self) -> bool:

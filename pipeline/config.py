@@ -292,19 +292,12 @@ def core_share(n_workers: int) -> int:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Which activations a forward gives.
+    """Which activations a forward gives."""
 
-    Attributes:
-        kv: the keys and values of all layers.
-        last: the hidden state after the final norm.
-        layers: decoder layers whose output is stored, from 0, ascending, without repeats.
-        kv_fields: fields of the keys and values; several where the target's layers are not alike.
-    """
-
-    kv: bool
-    last: bool
-    layers: tuple[int, ...]
-    kv_fields: tuple[str, ...] = (KV,)
+    kv: bool  # the keys and values of all layers
+    last: bool  # the hidden state after the final norm
+    layers: tuple[int, ...]  # decoder layers whose output is stored, from 0, ascending, without repeats
+    kv_fields: tuple[str, ...] = (KV,)  # fields of the keys and values; several where the target's layers are not alike
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -138,9 +138,6 @@ class ChatSource:
         dataset: a file, a folder of files, or a hub id.
         split: None for DEFAULT_SPLIT, or the only split of a folder.
         config_name, revision: of a hub dataset; None for its defaults.
-
-    Attributes:
-        commit: the commit of a hub dataset that is read; None for files, and where `datasets` does not say.
     """
 
     def __init__(
@@ -148,6 +145,7 @@ class ChatSource:
     ) -> None:
         self.name = dataset
         self.config_name = config_name
+        # The commit of a hub dataset that is read; None for files, and where `datasets` does not say.
         self.commit: str | None = None
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
@@ -378,14 +376,11 @@ class Columns:
         alpaca              {"instruction": "Add.", "input": "1, 2", "output": "3"}
         prompt-completion   {"prompt": "Add 1 and 2.", "completion": "3"}
         messages=chat       {"chat": [{"role": "user", "content": "Add 1 and 2."}, ...]}
-
-    Attributes:
-        turns: role of each message and its columns, whose texts are joined by an empty line; empty ones are left out.
-        renamed: messages, tools or system -> the column that holds it.
     """
 
+    # Role of each message and its columns, whose texts are joined by an empty line; empty ones are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()  # messages, tools or system -> the column that holds it
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Columns:

@@ -89,28 +89,20 @@ def free_device_memory(device: str) -> int | None:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How the target will be run, and which activations are kept.
-
-    Attributes:
-        spec, codec: of the fields to write; a codec that learns has not learned yet.
-        dtype: dtype in which activations are kept.
-        batch_tokens: tokens per forward, padding included; a longer sequence makes a batch of its own.
-        uses_cache: whether the forwards fill a key/value cache.
-        n_workers: processes of this machine that run them at once.
-    """
+    """How the target will be run, and which activations are kept."""
 
     folder: Path
     model_config: Any = field(repr=False)
     spec: ActivationSpec
-    codec: StoreCodec = field(repr=False)
+    codec: StoreCodec = field(repr=False)  # one that learns has not learned yet
     device: str
-    dtype: str
+    dtype: str  # dtype in which activations are kept
     compute_dtype: str
-    batch_tokens: int
+    batch_tokens: int  # tokens per forward, padding included; a longer sequence makes a batch of its own
     longest_tokens: int
-    uses_cache: bool
+    uses_cache: bool  # whether the forwards fill a key/value cache
     n_encode_threads: int
-    n_workers: int = 1
+    n_workers: int = 1  # processes of this machine that run them at once
 
     @property
     def weight_bytes(self) -> int:
@@ -183,19 +175,14 @@ class ForwardPlan:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What forwards will write to a store, and what that takes on disk.
-
-    Attributes:
-        table: rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
-        bundle_layers: decoder layers in target/ if it is to be written, else None.
-        present_bytes: bytes of ``stored_bytes`` that are there already.
-    """
+    """What forwards will write to a store, and what that takes on disk."""
 
     store: StorePath
     forward: ForwardPlan
+    # Rows of plan.parquet to run: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
     table: pa.Table = field(repr=False)
-    bundle_layers: int | None
-    present_bytes: int
+    bundle_layers: int | None  # decoder layers in target/ if it is to be written, else None
+    present_bytes: int  # bytes of ``stored_bytes`` that are there already
 
     @property
     def n_tokens(self) -> int:

@@ -76,21 +76,15 @@ _MAIN = "main"
 
 @dataclass(frozen=True)
 class ExtractPlan(WritePlan):
-    """What an extraction will do.
-
-    Attributes:
-        manifest: content of store.json; of a codec that learns, without what it will learn.
-        texts_origin: the origin of the sequences (``texts_origin``); None where only reading all rows tells it.
-        keeps_texts: whether the output folder holds them.
-        dataset: the dataset, and which split and files of it were read, as text.
-    """
+    """What an extraction will do."""
 
     config: ExtractConfig
-    manifest: StoreManifest
+    manifest: StoreManifest  # content of store.json; of a codec that learns, without what it will learn
     sequences: Sequences = field(repr=False)
+    # The origin of the sequences (``texts_origin``); None where only reading all rows tells it.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
-    keeps_texts: bool
-    dataset: str
+    keeps_texts: bool  # whether the output folder holds them
+    dataset: str  # the dataset, and which split and files of it were read, as text
 
     def rows_read(self) -> list[str]:
         """Return lines about the rows of the dataset."""

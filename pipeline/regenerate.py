@@ -67,27 +67,19 @@ class LossReason(StrEnum):
 
 @dataclass
 class Row:
-    """One row of the dataset: what is asked, and the answers so far.
+    """One row of the dataset: what is asked, and the answers so far."""
 
-    Attributes:
-        row: its number in the dataset, from 0.
-        messages: the chat up to its last answer; none where the row is rejected.
-        n_tokens: tokens of the answers.
-        reason: why the row is rejected, or its later turns were not answered; empty where all were.
-        turns: for each answer to come, the messages before it and after the answer before.
-        system: text that the chat template has to show.
-        prompt: the messages of the turn that is being asked.
-    """
-
-    row: int
+    row: int  # its number in the dataset, from 0
+    # The chat up to its last answer; none where the row is rejected.
     messages: list[Message] = field(default_factory=list)
     n_answers: int = 0
-    n_tokens: int = 0
-    reason: str = ""
+    n_tokens: int = 0  # tokens of the answers
+    reason: str = ""  # why the row is rejected, or its later turns were not answered; empty where all were
     detail: str = ""
+    # For each answer to come, the messages before it and after the answer before.
     turns: list[list[Message]] = field(default_factory=list)
-    system: str = ""
-    prompt: list[Message] = field(default_factory=list)
+    system: str = ""  # text that the chat template has to show
+    prompt: list[Message] = field(default_factory=list)  # the messages of the turn that is being asked
 
     @classmethod
     def read(cls, row: int, content: Any, columns: Columns) -> Row:
@@ -138,20 +130,14 @@ class Row:
 
 @dataclass
 class RowCounts:
-    """Counts of rows.
-
-    Attributes:
-        rejected: reason -> rows that gave no chat.
-        cut: reason -> kept chats whose later turns were not answered.
-        examples: reason -> the first row that had it.
-    """
+    """Counts of rows."""
 
     n_rows: int = 0
     n_answers: int = 0
     n_tokens: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    cut: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    rejected: Counter[str] = field(default_factory=Counter)  # reason -> rows that gave no chat
+    cut: Counter[str] = field(default_factory=Counter)  # reason -> kept chats whose later turns were not answered
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first row that had it
 
     @property
     def n_chats(self) -> int:

@@ -21,33 +21,21 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass
 class Timings:
-    """The times and tokens of a run.
+    """The times and tokens of a run."""
 
-    Attributes:
-        forward_s: forwards, gathering of activations included (device time on a GPU).
-        copy_s: copies to the host on a GPU, which work beside the forwards.
-        wait_s: the next forward waited for the writer.
-        writer_s, encode_s: CPU time of the writer's thread, and of all threads that encode.
-        extract_s, wall_s: from the first forward to the last commit, and the whole run.
-        n_tokens, n_parts: of the parts whose commit is of this run.
-        n_computed_tokens, n_padded_tokens: of its forwards, without and with padding; also of ``n_late`` parts.
-        n_before_tokens: tokens that earlier runs had committed.
-        n_late: parts that this run wrote when another run had committed them already.
-    """
-
-    forward_s: float = 0.0
-    copy_s: float = 0.0
-    wait_s: float = 0.0
-    writer_s: float = 0.0
-    encode_s: float = 0.0
-    extract_s: float = 0.0
-    wall_s: float = 0.0
-    n_tokens: int = 0
-    n_computed_tokens: int = 0
-    n_padded_tokens: int = 0
-    n_before_tokens: int = 0
-    n_parts: int = 0
-    n_late: int = 0
+    forward_s: float = 0.0  # forwards, gathering of activations included (device time on a GPU)
+    copy_s: float = 0.0  # copies to the host on a GPU, which work beside the forwards
+    wait_s: float = 0.0  # the next forward waited for the writer
+    writer_s: float = 0.0  # CPU time of the writer's thread
+    encode_s: float = 0.0  # CPU time of all threads that encode
+    extract_s: float = 0.0  # from the first forward to the last commit
+    wall_s: float = 0.0  # the whole run
+    n_tokens: int = 0  # of the parts whose commit is of this run
+    n_computed_tokens: int = 0  # of this run's forwards, those of ``n_late`` parts too
+    n_padded_tokens: int = 0  # the same with padding
+    n_before_tokens: int = 0  # tokens that earlier runs had committed
+    n_parts: int = 0  # whose commit is of this run
+    n_late: int = 0  # parts that this run wrote when another run had committed them already
 
     @property
     def padding_fraction(self) -> float:
@@ -87,24 +75,17 @@ class Timings:
 
 @dataclass
 class WriteReport:
-    """The store that a command has written, and what this run did of it.
-
-    Attributes:
-        n_sequences, n_tokens, n_parts, stored_bytes: of all committed parts.
-        compared: what ``stored_bytes`` is a fraction of, as text; empty for nothing.
-        lines: what the command adds to the text.
-        restored: what this run wrote beside parts, of a store whose parts were all there.
-    """
+    """The store that a command has written, and what this run did of it."""
 
     store: StorePath
-    n_sequences: int
+    n_sequences: int  # this and the next three are of all committed parts
     n_tokens: int
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    compared: str = ""
-    lines: list[str] = field(default_factory=list)
-    restored: str = ""
+    compared: str = ""  # what ``stored_bytes`` is a fraction of, as text; empty for nothing
+    lines: list[str] = field(default_factory=list)  # what the command adds to the text
+    restored: str = ""  # what this run wrote beside parts, of a store whose parts were all there
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> WriteReport:

@@ -56,27 +56,19 @@ _ORIGIN_VERSION = 1
 
 @dataclass
 class Sequences:
-    """Tokens and masks of all sequences on one flat axis, and counts of the other rows.
+    """Tokens and masks of all sequences on one flat axis, and counts of the other rows."""
 
-    Attributes:
-        ids: sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
-        source_rows: row in the dataset of each sequence.
-        offsets: n_sequences + 1 positions on the flat axis.
-        n_truncated: sequences that were cut.
-        dataset_sha256: hash of what was read of the dataset (``ChatSource.identity``).
-        rejections, examples: reason -> rows, and the first row that had it, with details.
-    """
-
+    # Sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
     ids: dict[str, int] = field(default_factory=dict)
-    source_rows: array[int] = field(default_factory=lambda: array("q"))
-    offsets: array[int] = field(default_factory=lambda: array("q", [0]))
+    source_rows: array[int] = field(default_factory=lambda: array("q"))  # row in the dataset of each sequence
+    offsets: array[int] = field(default_factory=lambda: array("q", [0]))  # n_sequences + 1 positions on the flat axis
     n_rows: int = 0
     n_duplicates: int = 0
-    n_truncated: int = 0
+    n_truncated: int = 0  # sequences that were cut
     asked_the_time: bool = False
-    dataset_sha256: str = ""
-    rejections: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    dataset_sha256: str = ""  # hash of what was read of the dataset (``ChatSource.identity``)
+    rejections: Counter[str] = field(default_factory=Counter)  # reason -> rows
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first row that had it, with details
     _tokens: Any = field(default_factory=lambda: array("i"), repr=False)
     _mask: Any = field(default_factory=bytearray, repr=False)
 

@@ -78,25 +78,17 @@ Watch = Callable[[], Outcome | None]
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """What a worker is told; what shapes the data is in the store itself, so that workers cannot differ in it.
-
-    Attributes:
-        texts: Arrow file of its sequences; None for the store's own.
-        model, revision: the target, a folder, or a Hub id and a commit, as this worker's machine sees it.
-        n_threads: threads that torch may use on the CPU; None for its own choice.
-        attempt: name of its unfinished files.
-        index: number of this worker among ``n_workers``, which decides the parts it begins with.
-    """
+    """What a worker is told; what shapes the data is in the store itself, so that workers cannot differ in it."""
 
     store: str
-    texts: str | None
-    model: str
-    revision: str | None
+    texts: str | None  # Arrow file of its sequences; None for the store's own
+    model: str  # the target as this worker's machine sees it: a folder, or a Hub id and
+    revision: str | None  # a commit
     device: str
-    n_threads: int | None
+    n_threads: int | None  # threads that torch may use on the CPU; None for its own choice
     n_encode_threads: int
-    attempt: str
-    index: int = 0
+    attempt: str  # name of its unfinished files
+    index: int = 0  # number of this worker among ``n_workers``, which decides the parts it begins with
     n_workers: int = 1
 
     def numbered(self, index: int, n_workers: int) -> WorkOrder:

@@ -203,15 +203,12 @@ class EncodePool:
 
     Args:
         n_threads: threads that encode; with 0 the caller's own thread encodes at once.
-
-    Attributes:
-        n_ahead: tasks that may be under way in one shard before its writer waits for the oldest; this bounds memory.
-        busy_s: seconds of CPU that encoding has taken, over all threads.
     """
 
     def __init__(self, n_threads: int = 0) -> None:
+        # Tasks that may be under way in one shard before its writer waits for the oldest; this bounds memory.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # seconds of CPU that encoding has taken, over all threads
         self._counting = threading.Lock()
         self._encoders = ThreadPoolExecutor(n_threads, "encode") if n_threads else None
         # Waiting for the disk takes a thread of its own: an encoder that waits encodes nothing.

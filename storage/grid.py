@@ -54,17 +54,12 @@ _RESTORE = "Restore the file from a copy."
 
 @dataclass(frozen=True)
 class ArrayGrid:
-    """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut.
-
-    Attributes:
-        shard_shape: a multiple of ``chunk_shape`` along every axis.
-        part_rows: rows that each part owns, a multiple of a shard's.
-    """
+    """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut."""
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    shard_shape: tuple[int, ...]
-    part_rows: int
+    shard_shape: tuple[int, ...]  # a multiple of ``chunk_shape`` along every axis
+    part_rows: int  # rows that each part owns, a multiple of a shard's
 
     @property
     def chunk_tokens(self) -> int:

@@ -152,23 +152,16 @@ UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One field of a store.
+    """One field of a store."""
 
-    Attributes:
-        name: path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
-        dtype: logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
-        token_shape: shape of one token's values; ``()`` for one number per token.
-        axes: names of all axes, the first of them ``"token"``.
-        layers: the target's layers that the layer axis has, in its order; None for all. Keys and values only.
-        key_width: how much of the last axis is the key, where the value after it is of another width; else None.
-    """
-
-    name: str
-    dtype: str
-    token_shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    name: str  # path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``
+    dtype: str  # logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``)
+    token_shape: tuple[int, ...]  # shape of one token's values; ``()`` for one number per token
+    axes: tuple[str, ...]  # names of all axes, the first of them ``"token"``
     description: str = ""
+    # The target's layers that the layer axis has, in its order; None for all. Keys and values only.
     layers: tuple[int, ...] | None = None
+    # How much of the last axis is the key, where the value after it is of another width; else None.
     key_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -215,23 +208,15 @@ _OPTIONAL_KEYS = frozenset({"layers", "key_width"})  # of a field in store.json,
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One Zarr array of a store. Its rows count tokens, or blocks of tokens.
+    """One Zarr array of a store. Its rows count tokens, or blocks of tokens."""
 
-    Attributes:
-        name: path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
-        dtype: NumPy dtype name on disk, e.g. ``"uint16"``.
-        axes: names of all axes, ``"token"`` or ``"block"`` first.
-        block_tokens: tokens that one row stands for; divides the alignment of sequences.
-        layer_axis: index of the layer axis in the whole array (1), or None.
-        logical_dtype: what the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16), for the attributes.
-    """
-
-    name: str
-    dtype: str
+    name: str  # path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``
+    dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``
     row_shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    block_tokens: int = 1
-    layer_axis: int | None = None
+    axes: tuple[str, ...]  # names of all axes, ``"token"`` or ``"block"`` first
+    block_tokens: int = 1  # tokens that one row stands for; divides the alignment of sequences
+    layer_axis: int | None = None  # index of the layer axis in the whole array (1), or None
+    # What the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16), for the attributes.
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
@@ -305,28 +290,20 @@ def hidden_field(name: str, width: int, dtype: str = "bfloat16") -> FieldSpec:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """Everything that shapes the data of a store, as recorded in ``store.json``.
-
-    Attributes:
-        target: the target's sizes (``n_layers``, ``hidden_size``, ...) and architecture.
-        identities: content hashes of target, tokenizer, template and dataset, e.g. ``"target.weights_sha256"``.
-        extraction: what else shapes the data, e.g. max_length, compute dtype, truncation.
-        n_tokens: planned tokens without alignment padding.
-        codec: ``StoreCodec.describe()``.
-        conventions: further conventions; the ones of the schema are added by themselves.
-        alignment_tokens: every sequence starts at a multiple of this.
-    """
+    """Everything that shapes the data of a store, as recorded in ``store.json``."""
 
     fields: tuple[FieldSpec, ...]
-    target: Mapping[str, Any]
+    target: Mapping[str, Any]  # the target's sizes (``n_layers``, ``hidden_size``, ...) and architecture
+    # Content hashes of target, tokenizer, template and dataset, e.g. ``"target.weights_sha256"``.
     identities: Mapping[str, str]
-    extraction: Mapping[str, Any]
+    extraction: Mapping[str, Any]  # what else shapes the data, e.g. max_length, compute dtype, truncation
     n_sequences: int
     n_parts: int
-    n_tokens: int
-    codec: Mapping[str, Any]
+    n_tokens: int  # planned tokens without alignment padding
+    codec: Mapping[str, Any]  # ``StoreCodec.describe()``
+    # Further conventions; the ones of the schema are added by themselves.
     conventions: Mapping[str, str] = field(default_factory=dict)
-    alignment_tokens: int = ALIGNMENT_TOKENS
+    alignment_tokens: int = ALIGNMENT_TOKENS  # every sequence starts at a multiple of this
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

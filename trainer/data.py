@@ -481,11 +481,6 @@ class TrainingStream:
         sequences, lengths: indices of the training sequences, and tokens of each.
         max_steps: steps of the run, for the curriculum.
         micro_batch: sequences of each; None for the settings' number, or all of a device.
-
-    Attributes:
-        start_step: the step that the stream begins with.
-        wait_s: seconds that the consumer waited for micro-batches.
-        asked_s: ``time.perf_counter()`` when one was last asked for.
     """
 
     def __init__(
@@ -504,8 +499,9 @@ class TrainingStream:
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
         self._epoch_order: tuple[int, np.ndarray] | None = None
         self._steps_per_epoch = len(sequences) // config.data.batch_size
-        self.start_step = 0
-        self.wait_s = self.asked_s = 0.0
+        self.start_step = 0  # the step that the stream begins with
+        self.wait_s = 0.0  # seconds that the consumer waited for micro-batches
+        self.asked_s = 0.0  # ``time.perf_counter()`` when one was last asked for
 
     def __iter__(self) -> Iterator[Batch]:
         data = self._reader.config.data

@@ -22,19 +22,16 @@ NO_DRAFT = -1  # padding of rows with fewer drafts than the others; never accept
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of the drafts of a round: a chain, or a tree grown by the drafter's probabilities.
-
-    Attributes:
-        stop_below: a chain ends after the draft at which the product of the drafter's probabilities (in a batch its
-            mean over the rows) falls below this, on a GPU up to three later; 0 for chains of full depth.
-        cut_below: each row's chain ends before the first draft to which the drafter's confidence head gives a lower
-            probability of acceptance, so that there may be no draft; 0 for chains of full depth.
-    """
+    """The shape of the drafts of a round: a chain, or a tree grown by the drafter's probabilities."""
 
     depth: int  # levels of drafts below the root (the official depth less one)
     breadth: int = 1  # nodes that are extended at each level, and children that each of them gets; 1 makes a chain
     n_nodes: int = 1 << 30  # most nodes that are verified, the best by cumulative log-probability
+    # A chain ends after the draft at which the product of the drafter's probabilities (in a batch its mean over the
+    # rows) falls below this, on a GPU up to three later; 0 for chains of full depth.
     stop_below: float = 0.0
+    # Each row's chain ends before the first draft to which the drafter's confidence head gives a lower probability of
+    # acceptance, so that there may be no draft; 0 for chains of full depth.
     cut_below: float = 0.0
 
     def __post_init__(self) -> None:

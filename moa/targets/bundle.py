@@ -219,18 +219,14 @@ def scaled_head(model: PreTrainedModel) -> Tensor:
 
 
 class FrozenTarget(nn.Module):
-    """Embeddings, final norm, LM head and the last N decoder layers of a target; never trained.
-
-    Attributes:
-        windows: attention window of each of the N layers in tokens; None for full attention.
-        layers: the last N layers in order; ``layers[0]`` is target layer ``L - N``.
-    """
+    """Embeddings, final norm, LM head and the last N decoder layers of a target; never trained."""
 
     def __init__(self, config: Any, weights: dict[str, Tensor], n_layers: int) -> None:
         super().__init__()
         self.config = config
         self.n_layers = n_layers
         windows = layer_windows(config)
+        # Attention window of each of the N layers in tokens; None for full attention.
         self.windows = windows[len(windows) - n_layers :]
         dtype = weights["lm_head.weight"].dtype
         self.compute_dtype: torch.dtype | None = None  # of what embed and logits give; None for that of the weights
@@ -243,6 +239,7 @@ class FrozenTarget(nn.Module):
         self.rotary = Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
         first = sizes["n_layers"] - n_layers
         with torch.device("meta"):
+            # The last N layers in order; ``layers[0]`` is target layer ``L - N``.
             self.layers = nn.ModuleList(DecoderBlock(layer_sizes(config)) for _ in range(n_layers))
         for offset, layer in enumerate(self.layers):
             prefix = f"layers.{first + offset}."

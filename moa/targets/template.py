@@ -92,17 +92,11 @@ class ChatTemplate:
 
     Args:
         where: the target, for messages.
-
-    Attributes:
-        marked: the template's ``text`` with markers in place of its generation tags; None where it has none.
-        has_generation_prompt: whether it renders one after a user message.
-        end_of_turn: what it writes after a last response, trailing white space removed.
-        adds_bos: whether the tokenizer itself puts a BOS before plain text.
-        asked_the_time: whether a rendering has used TEMPLATE_TIME so far.
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None, where: str = "the target") -> None:
-        self.tokenizer, self.arguments, self.asked_the_time = tokenizer, dict(arguments or {}), False
+        self.tokenizer, self.arguments = tokenizer, dict(arguments or {})
+        self.asked_the_time = False  # whether a rendering has used TEMPLATE_TIME so far
         try:
             self.text = template_text(tokenizer)
             if not getattr(tokenizer, "is_fast", False):
@@ -113,9 +107,13 @@ class ChatTemplate:
         user, bos = {"role": "user", "content": "a"}, tokenizer.bos_token_id
         plain, prompt = self._try_render([user]), self._try_render([user], add_generation_prompt=True)
         answered = self._try_render([user, {"role": "assistant", "content": PLACEHOLDER}]) or ""
+        # The template's ``text`` with markers in place of its generation tags; None where it has none.
         self.marked = _mark_generation_tags(self.text) if _TAG.search(self.text) else None
+        # Whether it renders one after a user message.
         self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
+        # What it writes after a last response, trailing white space removed.
         self.end_of_turn = answered.partition(PLACEHOLDER)[2].rstrip()
+        # Whether the tokenizer itself puts a BOS before plain text.
         self.adds_bos = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
     def render(

@@ -50,19 +50,13 @@ _STATE = "state.json"
 
 
 class FileFormat(ABC):
-    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `DatasetError`.
-
-    Attributes:
-        fields: the fields of the store that are in the files, in their order.
-        gives_last: whether ``hidden/last`` (after the final norm) is in the files.
-        kv_layers: layers whose keys and values are in the files, ascending.
-    """
+    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `DatasetError`."""
 
     name: str
     pattern: str
-    gives_last = True
-    kv_layers: tuple[int, ...] = ()
-    fields: tuple[str, ...]
+    gives_last = True  # whether ``hidden/last`` (after the final norm) is in the files
+    kv_layers: tuple[int, ...] = ()  # layers whose keys and values are in the files, ascending
+    fields: tuple[str, ...]  # the fields of the store that are in the files, in their order
 
     @abstractmethod
     def file(self, folder: Path, i: int) -> Path:

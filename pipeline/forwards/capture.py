@@ -95,27 +95,19 @@ class HostSlot:
 
 @dataclass(frozen=True)
 class Capture:
-    """Activations of one batch, on the target's device or, after :meth:`to_host`, in host memory.
+    """Activations of one batch, on the target's device or, after :meth:`to_host`, in host memory."""
 
-    Attributes:
-        n_tokens: length of each sequence, without padding.
-        tokens: int64 [B, T] on the device; arbitrary beyond a sequence's length.
-        finite: field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
-        fields: field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys after RoPE,
-            hidden/last and hidden/layer_k [B, T, E].
-        layers: field of some layers' keys and values -> the target's layers of its layer axis.
-        codes: field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one after the
-            other.
-        slot: the host memory that the values are copied to; None where no copy is under way.
-    """
-
-    n_tokens: tuple[int, ...]
-    tokens: Tensor
-    finite: dict[str, Tensor]
+    n_tokens: tuple[int, ...]  # length of each sequence, without padding
+    tokens: Tensor  # int64 [B, T] on the device; arbitrary beyond a sequence's length
+    finite: dict[str, Tensor]  # field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite
+    # Field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys after RoPE, hidden/last
+    # and hidden/layer_k [B, T, E].
     fields: dict[str, Tensor]
+    # Field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one after the other.
     codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
+    # Field of some layers' keys and values -> the target's layers of its layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    slot: HostSlot | None = None
+    slot: HostSlot | None = None  # the host memory that the values are copied to; None where no copy is under way
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
         """Encode, on the device, the fields that the store keeps encoded; errors call the sequences by ``names``."""

@@ -50,24 +50,18 @@ N_HOST_SLOTS = _BATCHES_AHEAD + 2
 
 @dataclass(frozen=True)
 class Forwards:
-    """How the target is run over sequences, and which activations are kept.
-
-    Attributes:
-        spec, codec, dtype: of the activations that are kept.
-        batch_tokens: tokens per forward, padding included.
-        uses_cache: whether the forward fills a key/value cache, whatever is kept; bits depend on it.
-        text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
-        engine: runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target itself.
-    """
+    """How the target is run over sequences, and which activations are kept."""
 
     target: Target
-    spec: ActivationSpec
+    spec: ActivationSpec  # this and the next two are of the activations that are kept
     codec: StoreCodec
     dtype: torch.dtype
-    batch_tokens: int
-    uses_cache: bool
+    batch_tokens: int  # tokens per forward, padding included
+    uses_cache: bool  # whether the forward fills a key/value cache, whatever is kept; bits depend on it
+    # Sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
     n_encode_threads: int
+    # Runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target itself.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:

@@ -33,20 +33,17 @@ class FieldCodec:
     """The codec of one field.
 
     ``encode`` and ``decode`` follow the device of what they are given and have one definition for NumPy and torch.
-
-    Attributes:
-        arrays: what is stored for it, in the order in which it is written.
-        expected_bits: bits per value that the stored arrays take after the byte chain, an upper estimate.
-        sources: the codecs of the fields that this one is predicted from, in the order of their features.
-        is_identity: whether the one stored array is the field itself, bit for bit; such a field is read and written in
-            its storage dtype without ``encode`` and ``decode``, at any positions.
     """
 
+    # Whether the one stored array is the field itself, bit for bit; such a field is read and written in its storage
+    # dtype without ``encode`` and ``decode``, at any positions.
     is_identity = False
+    # The codecs of the fields that this one is predicted from, in the order of their features.
     sources: Sequence[FieldCodec] = ()
 
     def __init__(self, spec: FieldSpec, expected_bits: float, arrays: Sequence[StoredArray] = ()) -> None:
-        self.spec, self.expected_bits, self.arrays = spec, expected_bits, tuple(arrays)
+        self.spec, self.arrays = spec, tuple(arrays)  # what is stored, in the order in which it is written
+        self.expected_bits = expected_bits  # per value that the stored arrays take after the byte chain, at most
 
     @property
     def needs_tokens(self) -> bool:

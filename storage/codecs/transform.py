@@ -186,14 +186,6 @@ class TransformCodec(FieldCodec):
     Args:
         spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
-
-    Attributes:
-        groups: the layers of each group; of a hidden state one group of one layer.
-        n_parts: parts that each group is cut into: keys and values, or the hidden state.
-        layer_width: numbers of one token in one part of one layer.
-        metrics: metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each, e.g.
-            ``calibration.logit_metric`` for ``hidden/last``. None for relative error.
-        embeddings: the target's input embeddings [vocab_size, width]; learning needs them where ``needs_tokens``.
     """
 
     sources: Sequence[TransformCodec]
@@ -207,13 +199,18 @@ class TransformCodec(FieldCodec):
             raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
         self.settings = settings
         self.rope = rope if self.is_kv else None
+        # Metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each, e.g.
+        # ``calibration.logit_metric`` for ``hidden/last``. None for relative error.
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
+        # The target's input embeddings [vocab_size, width]; learning needs them where ``needs_tokens``.
         self.embeddings: Array | None = None
         self._pieces: Pieces | None = None
         self._features: np.ndarray | None = None
         self._feature_tables: dict[str, Array] = {}
         self._groups: list[GroupTransform] = []
+        # n_parts: that each group is cut into, keys and values, or the hidden state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
+        # Numbers of one token in one part of one layer.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise ValueError(
@@ -222,6 +219,7 @@ class TransformCodec(FieldCodec):
             )
         size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
+        # The layers of each group; of a hidden state one group of one layer.
         self.groups = [list(layers[first : first + size]) for first in range(0, self._n_layers, size)]
 
     @property

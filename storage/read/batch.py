@@ -48,9 +48,6 @@ class ShardReader:
     Args:
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
         record: size and checksum of the file, as its commit has them.
-
-    Attributes:
-        index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
     """
 
     def __init__(
@@ -62,6 +59,7 @@ class ShardReader:
         self.file: LocalFile | RemoteFile = (
             RemoteFile(path, record, cache) if isinstance(path, RemotePath) else LocalFile(path)
         )
+        # Int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
         self.index = self._read_index(n_rows, record.bytes)
 
     def _read_index(self, n_rows: int, file_bytes: int) -> np.ndarray:
@@ -161,19 +159,16 @@ def _open(
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a stored array, counted from the beginning of the part, and where they go.
-
-    Attributes:
-        out: [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype. Rows
-            beyond ``stop - start`` may be overwritten: with room for the whole last chunk it is decoded in place.
-        layers: non-negative indices along the layer (or piece) axis, in the order wanted; None for all.
-    """
+    """Rows [start, stop) of a stored array, counted from the beginning of the part, and where they go."""
 
     part: int
     array: StoredArray
     start: int
     stop: int
+    # [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype. Rows beyond ``stop -
+    # start`` may be overwritten: with room for the whole last chunk it is decoded in place.
     out: np.ndarray
+    # Non-negative indices along the layer (or piece) axis, in the order wanted; None for all.
     layers: tuple[int, ...] | None = None
 
 
@@ -198,32 +193,23 @@ class _ShardPlan:
 
 @dataclass
 class _Column:
-    """A column of inner chunks, and which of its layers go where.
-
-    Attributes:
-        span: first and last + 1 layer of ``out`` that the whole chunk fills in order, or None.
-        pairs: (layer within the chunk, layer of ``out``) where there is no such span.
-    """
+    """A column of inner chunks, and which of its layers go where."""
 
     number: int
-    span: tuple[int, int] | None
-    pairs: list[tuple[int, int]]
+    span: tuple[int, int] | None  # first and last + 1 layer of ``out`` that the whole chunk fills in order, or None
+    pairs: list[tuple[int, int]]  # (layer within the chunk, layer of ``out``) where there is no such span
 
 
 @dataclass
 class _Read:
-    """Neighbouring inner chunks of one shard, fetched by one read.
-
-    Attributes:
-        chunks: (bytes from ``offset`` on, bytes, row, column, destinations) of each.
-        data: the bytes, where they were fetched before.
-    """
+    """Neighbouring inner chunks of one shard, fetched by one read."""
 
     reader: ShardReader
     offset: int
     n_bytes: int
+    # (bytes from ``offset`` on, bytes, row, column, destinations) of each.
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
-    data: np.ndarray | None = None
+    data: np.ndarray | None = None  # the bytes, where they were fetched before
 
 
 def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int = 1) -> None:

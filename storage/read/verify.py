@@ -70,40 +70,27 @@ SLICE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or that could not be checked and may be whole.
+    """One thing that is wrong, or that could not be checked and may be whole."""
 
-    Attributes:
-        part: number of the part, or None for what belongs to the whole store.
-        path: the file, relative to the store.
-        error: why it could not be checked, because the machine refused; None for damage.
-    """
-
-    part: int | None
-    path: str
+    part: int | None  # number of the part, or None for what belongs to the whole store
+    path: str  # the file, relative to the store
     message: str
+    # Why it could not be checked, because the machine refused; None for damage.
     error: OSError | MemoryError | None = None
 
 
 @dataclass
 class VerifyReport:
-    """The outcome of ``verify_store``; both lists are in order of parts.
-
-    Attributes:
-        unchecked: what could not be checked.
-        n_parts: committed parts.
-        n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
-        lacks_target: whether the target bundle, which an extraction writes, has no commit.
-        n_bytes: bytes of all committed files.
-    """
+    """The outcome of ``verify_store``; both lists are in order of parts."""
 
     damages: list[Finding] = field(default_factory=list)
-    unchecked: list[Finding] = field(default_factory=list)
-    n_parts: int = 0
-    n_pending_parts: int = 0
-    lacks_target: bool = False
+    unchecked: list[Finding] = field(default_factory=list)  # what could not be checked
+    n_parts: int = 0  # committed parts
+    n_pending_parts: int = 0  # planned parts without a commit; the store is incomplete, which is no damage
+    lacks_target: bool = False  # whether the target bundle, which an extraction writes, has no commit
     n_sequences: int = 0
     n_tokens: int = 0
-    n_bytes: int = 0
+    n_bytes: int = 0  # bytes of all committed files
 
     @property
     def ok(self) -> bool:
@@ -407,12 +394,7 @@ class LengthHistogram(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """What ``inspect`` shows; counts are of committed parts.
-
-    Attributes:
-        missing: what of the plan is still to be written, in words; empty for a complete store.
-        unfinished: fields that an addition has written to some parts only -> how many parts.
-    """
+    """What ``inspect`` shows; counts are of committed parts."""
 
     path: StorePath
     manifest: StoreManifest
@@ -428,8 +410,8 @@ class StoreSummary:
     bytes_per_token: float
     lengths: LengthHistogram
     has_target: bool
-    missing: str
-    unfinished: Mapping[str, int]
+    missing: str  # what of the plan is still to be written, in words; empty for a complete store
+    unfinished: Mapping[str, int]  # fields that an addition has written to some parts only -> how many parts
 
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:

@@ -86,9 +86,6 @@ class StoreAddition:
         writer: the store, opened for writing with its own manifest and plan.
         manifest: the store's manifest with more fields, and their settings in ``extraction`` and ``codec``.
         codec: codec of that manifest, with what it has learned.
-
-    Attributes:
-        n_parts: committed parts, to which fields are added.
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
@@ -104,7 +101,7 @@ class StoreAddition:
             part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)
             for part in writer.committed_parts()
         }
-        self.n_parts = len(self._lacking)
+        self.n_parts = len(self._lacking)  # committed parts, to which fields are added
         self._is_laid_out = False
 
     def pending_parts(self) -> list[int]:

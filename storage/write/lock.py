@@ -41,14 +41,11 @@ class StoreLock:
     Args:
         shares: join those that share the lock, or take it alone and :meth:`share` it once the store is open.
         joins: take it beside others from the start.
-
-    Attributes:
-        is_alone: whether no other process can write to the store.
     """
 
     def __init__(self, store: Path, shares: bool = False, joins: bool = False) -> None:
         self._store, self._path = store, store / LOCK_NAME
-        self.is_alone = not joins
+        self.is_alone = not joins  # whether no other process can write to the store
         try:
             self._fd = open_lock(self._path)
         except OSError as error:

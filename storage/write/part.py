@@ -136,18 +136,14 @@ class ArrayWriter:
     Args:
         counts: of the part (``plan.part_counts``).
         files: where the shards are written.
-
-    Attributes:
-        records: of the shards that are finished.
-        written: [first, stop] of each run of rows that was given.
     """
 
     def __init__(
         self, array: StoredArray, counts: Mapping[str, int], grid: ArrayGrid, pool: EncodePool, files: PartFiles
     ) -> None:
         self.array = array
-        self.records: dict[str, FileRecord] = {}
-        self.written: list[list[int]] = []
+        self.records: dict[str, FileRecord] = {}  # of the shards that are finished
+        self.written: list[list[int]] = []  # [first, stop] of each run of rows that was given
         self._part, self._grid, self._pool, self._files = counts["part"], grid, pool, files
         self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(counts["allocated_tokens"])
@@ -254,10 +250,6 @@ class PartWriter:
         on_close: called once nothing more is written, with whether the part is committed.
         pool: encodes on threads of its own; values must then not change until :meth:`settle` or :meth:`commit`.
             Without one the caller's thread encodes, and they may change as soon as :meth:`write` returns.
-
-    Attributes:
-        is_open: whether it is neither committed nor discarded yet.
-        was_first: whether the committed part is this one; no longer once :meth:`commit` found another writer's.
     """
 
     def __init__(
@@ -272,7 +264,8 @@ class PartWriter:
     ) -> None:
         self.sequences = sequences
         self.part, self.allocated_tokens = counts["part"], counts["allocated_tokens"]
-        self.is_open = self.was_first = True
+        self.is_open = True  # neither committed nor discarded yet
+        self.was_first = True  # the committed part is this one; no longer once commit() found another writer's
         self._counts, self._codec, self._files, self._on_close = counts, codec, files, on_close
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))

@@ -79,21 +79,13 @@ def partial_name(name: str, attempt: str) -> str:
 
 @dataclass(frozen=True)
 class Publication:
-    """Files of a writer, and the commit that is to list them.
+    """Files of a writer, and the commit that is to list them."""
 
-    Attributes:
-        commit: where the commit belongs.
-        attempt: part of the names that the files have until they are published.
-        files: final name, relative to the store -> bytes.
-        old: content of the commit that is replaced, None where there must be none.
-        new: content of the commit.
-    """
-
-    commit: StorePath
-    attempt: str
-    files: Mapping[str, int]
-    old: bytes | None
-    new: bytes
+    commit: StorePath  # where the commit belongs
+    attempt: str  # part of the names that the files have until they are published
+    files: Mapping[str, int]  # final name, relative to the store -> bytes
+    old: bytes | None  # content of the commit that is replaced, None where there must be none
+    new: bytes  # content of the commit
 
     @classmethod
     def read(cls, commit: StorePath) -> Publication | None:
@@ -236,13 +228,11 @@ class StoreFiles:
 
     Args:
         shares, joins: see ``StoreLock``; in a bucket others may always write.
-
-    Attributes:
-        attempt: a name of this writer that no other has; its unfinished files bear it.
     """
 
     def __init__(self, path: StorePath, attempt: str | None = None, shares: bool = False, joins: bool = False) -> None:
-        self.path, self.attempt = path, attempt or secrets.token_hex(4)
+        self.path = path
+        self.attempt = attempt or secrets.token_hex(4)  # no other writer's name; its unfinished files bear it
         # A bucket has no locks: the records of publications decide there.
         self._lock = StoreLock(path, shares, joins) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None

@@ -97,14 +97,7 @@ _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
 
 class StoreWriter(StoreFiles):
-    """A process that writes to a store. Make it with :meth:`create_or_resume` or :meth:`join`, and use it in ``with``.
-
-    Attributes:
-        plan: all sequences (see ``plan.PLAN_SCHEMA``).
-        n_parts: planned parts.
-        joined: whether other processes wrote to the store when this one came.
-        repaired_parts: parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
-    """
+    """A process that writes to a store. Make it with :meth:`create_or_resume` or :meth:`join`, for ``with``."""
 
     codec: StoreCodec
 
@@ -119,11 +112,13 @@ class StoreWriter(StoreFiles):
     ) -> None:
         super().__init__(path, attempt, shares, joins)
         self.manifest = manifest
-        self.plan = plan
+        self.plan = plan  # all sequences (see ``plan.PLAN_SCHEMA``)
+        # Whether other processes wrote to the store when this one came.
         self.joined = self._lock is not None and not self._lock.is_alone
+        # Parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
         self.repaired_parts: tuple[int, ...] = ()
         self._counts = part_counts(plan, manifest.alignment_tokens)
-        self.n_parts = len(self._counts)
+        self.n_parts = len(self._counts)  # planned parts
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
