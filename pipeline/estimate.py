@@ -23,15 +23,7 @@ import torch
 from ..errors import NotEnoughMemory, TargetError
 from ..files import check_room
 from ..machine import free_memory
-from ..moa.targets.families import (
-    KVGroup,
-    attention_of,
-    count_weights,
-    family_of,
-    kv_groups,
-    mlp_width,
-    target_sizes,
-)
+from ..moa.targets import families
 from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
@@ -65,7 +57,7 @@ _MAX_PRODUCTS = 1e11
 
 
 def field_specs(
-    spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str, groups: Sequence[KVGroup] = ()
+    spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str, groups: Sequence[families.KVGroup] = ()
 ) -> tuple[FieldSpec, ...]:
     """Return the store's fields for a specification of activations; ``groups`` are those of a target's layers."""
     is_rotated = all(one.is_rotated for one in groups)
@@ -116,12 +108,12 @@ class ForwardPlan:
     def memory_bytes(self) -> tuple[int, int]:
         """An upper estimate of the memory, from sizes alone: in the host for all workers, on the device of each."""
         config, itemsize = self.model_config, getattr(torch, self.compute_dtype).itemsize
-        sizes = target_sizes(config)
+        sizes = families.target_sizes(config)
         kept_bytes = sum(codec.spec.token_bytes for codec in self.codec.fields.values())
         n_tokens = max(self.batch_tokens, self.longest_tokens)
         # The cache that the forward fills, and the intermediate values of one layer.
-        cache = sum(len(one.layers) * one.shape.width for one in kv_groups(config))
-        layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * mlp_width(config)
+        cache = sum(len(one.layers) * one.shape.width for one in families.kv_groups(config))
+        layer = 4 * sizes["hidden_size"] + 2 * sizes["n_heads"] * sizes["head_dim"] + 3 * families.mlp_width(config)
         # While gathered, kept values are there three times: in the storage dtype, packed, for the finite check.
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
@@ -268,7 +260,7 @@ def estimate(plan: WritePlan) -> Timings:
     lengths = [numbers(batch, "n_tokens") for batch in batched]
     model = _random_target(forward, max(int(batch.sum()) for batch in lengths) + 1)
     n_layers = int(model.config.num_hidden_layers)
-    groups = kv_groups(model.config)
+    groups = families.kv_groups(model.config)
     spec = replace(
         forward.spec,
         layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers})),
@@ -285,7 +277,7 @@ def estimate(plan: WritePlan) -> Timings:
     }
     # A codec that learns cannot encode before it has learned; lossless takes about as long.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
-    codec = StoreCodec(name, field_specs(spec, target_sizes(model.config), forward.dtype, groups))
+    codec = StoreCodec(name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups))
     forwards = forward.forwards(Target(model), codec, texts.__getitem__)
     forwards.capture([next(iter(texts.values()))[0]])  # the first forward warms up
     found = _run(forwards, table, plan.disk)
@@ -299,7 +291,7 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     try:
         found = estimate(plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, TargetError) as error:
-        if family_of(plan.forward.model_config).keeps_kv:
+        if families.family_of(plan.forward.model_config).keeps_kv:
             raise
         # Of code that is not ours, which not all weights and sizes suit.
         return f"time         not measured, as a model of random weights failed: {first_line(error)}"
@@ -323,10 +315,10 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
 
 def _layer_weights(config: Any) -> int:
     """Count the weights of a decoder layer, the mean where they differ."""
-    sizes = target_sizes(config)
-    if not family_of(config).has_llama_layers:
+    sizes = families.target_sizes(config)
+    if not families.family_of(config).has_llama_layers:
         n_embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-        return int((count_weights(config) - n_embeddings) // sizes["n_layers"])
+        return int((families.count_weights(config) - n_embeddings) // sizes["n_layers"])
     heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"])
     return int(sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size + 2))
 
@@ -349,11 +341,11 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         config.num_kv_shared_layers = 0  # those whose KV they share may be among the others
     kinds = getattr(config, "layer_types", None) or ()
     if len(kinds) > n_layers:  # where layers carry states the last has KV
-        config.layer_types = kinds[-n_layers:] if family_of(config).carries_state else kinds[:n_layers]
+        config.layer_types = kinds[-n_layers:] if families.family_of(config).carries_state else kinds[:n_layers]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation=attention_of(config),
+            attn_implementation=families.attention_of(config),
             trust_remote_code=False,
             dtype=getattr(torch, forward.compute_dtype),
         )

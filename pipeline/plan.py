@@ -34,19 +34,8 @@ from ..errors import (
     WorkerError,
 )
 from ..files import parse_object
+from ..moa.targets import families
 from ..moa.targets.bundle import hash_target, scaled_head, weight_files
-from ..moa.targets.families import (
-    attention_of,
-    check_kv,
-    empty_model,
-    family_of,
-    kv_groups,
-    kv_shapes,
-    layer_sizes,
-    load_target_config,
-    quantisation_problem,
-    target_sizes,
-)
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.model_files import read_config
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
@@ -104,7 +93,7 @@ class ExtractPlan(WritePlan):
         bits = {name: own.expected_bits for name, own in codec.fields.items() if own.spec.token_shape}
         cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
         model_config = self.forward.model_config
-        if not any(kv_shapes(model_config)):
+        if not any(families.kv_shapes(model_config)):
             cached = "which cache no keys and values"
         elif "kv_width" in target:
             cached = f"which cache up to {target['kv_width']:,} numbers of a token"
@@ -132,7 +121,7 @@ class ExtractPlan(WritePlan):
                 f"{format_bytes(6 * n_sample * values)} of disk at {self.disk} meanwhile"
             )
         folder = self.forward.folder
-        if problem := quantisation_problem(read_config(folder), folder):
+        if problem := families.quantisation_problem(read_config(folder), folder):
             lines.append(f"refused      by `extract`: {problem}")
         return "\n".join(lines)
 
@@ -157,7 +146,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
-    tokenizer, sizes = load_target_tokenizer(folder), target_sizes(forward.model_config)
+    tokenizer, sizes = load_target_tokenizer(folder), families.target_sizes(forward.model_config)
     template = ChatTemplate(tokenizer, texts["template_kwargs"], config.model)
     revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
     source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
@@ -208,17 +197,17 @@ def _plan_forwards(
     Returns:
         The settings, the forwards, and the engine that runs them, None for our own.
     """
-    model_config = load_target_config(folder, with_weights)
-    if not family_of(model_config).keeps_kv:  # of the others it is known
-        scaled_head(empty_model(model_config))  # refuses heads that drafters don't know
-    sizes, uses_vllm = target_sizes(model_config), config.forward.source == "vllm"
-    groups = kv_groups(model_config)
+    model_config = families.load_target_config(folder, with_weights)
+    if not families.family_of(model_config).keeps_kv:  # of the others it is known
+        scaled_head(families.empty_model(model_config))  # refuses heads that drafters don't know
+    sizes, uses_vllm = families.target_sizes(model_config), config.forward.source == "vllm"
+    groups = families.kv_groups(model_config)
     kv_fields = tuple(one.field for one in groups)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"], kv_fields)
     if spec.kv:
-        check_kv(model_config)
+        families.check_kv(model_config)
     if config.target_layers:
-        layer_sizes(model_config)  # refuses layers that no drafter can use
+        families.layer_sizes(model_config)  # refuses layers that no drafter can use
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {model_config.model_type} do not cache alike; --source vllm gives no keys and values of such. "
@@ -278,7 +267,7 @@ def _extraction(config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str
     of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
     return {
         "activations": list(forward.spec.fields),
-        "attention": attention_of(forward.model_config),
+        "attention": families.attention_of(forward.model_config),
         "batch_tokens": forward.batch_tokens,
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
         "compute_dtype": forward.compute_dtype,
@@ -294,7 +283,7 @@ def _extraction(config: ExtractConfig, forward: ForwardPlan, engine: Mapping[str
 
 def _conventions(model_config: Any) -> Mapping[str, str]:
     """Return what keys and values mean where they are not as Llama's."""
-    groups = kv_groups(model_config)
+    groups = families.kv_groups(model_config)
     if any(group.field == "kv/latent" for group in groups):
         return LATENTS
     return {} if all(group.is_rotated for group in groups) else ROTATED_IN_SOME

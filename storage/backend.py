@@ -23,19 +23,8 @@ from urllib.parse import unquote, urlsplit
 import google_crc32c
 import numpy as np
 
+from .. import files
 from ..errors import MoaDataError, StorageUnavailable
-from ..files import (
-    MAX_JSON_BYTES,
-    PARTIAL_SUFFIX,
-    disk_full_guard,
-    fsync_directory,
-    open_regular,
-    read_bounded,
-    relative_name,
-    walk,
-    write_atomic,
-    write_file,
-)
 from .paths import REQUEST_BYTES, RemotePath, StorePath, requests
 
 MISSING = (FileNotFoundError, NotADirectoryError)
@@ -75,11 +64,11 @@ def exists(path: StorePath) -> bool:
     return True
 
 
-def read_file(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+def read_file(path: StorePath, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
     """Return a file's content; ValueError, with nothing read, where it is longer or no regular file."""
     if isinstance(path, RemotePath):
         return path.backend.read(path.key, max_bytes)
-    return read_bounded(path, max_bytes)
+    return files.read_bounded(path, max_bytes)
 
 
 def put(path: StorePath, data: bytes) -> None:
@@ -87,17 +76,17 @@ def put(path: StorePath, data: bytes) -> None:
     if isinstance(path, RemotePath):
         path.backend.put(path.key, data)
     else:
-        write_atomic(path, data)
+        files.write_atomic(path, data)
 
 
 def put_if_absent(path: StorePath, data: bytes) -> bool:
     """Write a file that must not exist; returns whether it holds ``data`` now, also where another writer put it."""
     if isinstance(path, RemotePath):
         return path.backend.put_if_absent(path.key, data)
-    own = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
-    with disk_full_guard(path):
+    own = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.PARTIAL_SUFFIX}")
+    with files.disk_full_guard(path):
         try:
-            write_file(own, data)
+            files.write_file(own, data)
             try:
                 os.link(own, path)  # unlike a rename it never replaces a file
             except FileExistsError:
@@ -110,7 +99,7 @@ def put_if_absent(path: StorePath, data: bytes) -> bool:
             return _holds(path, data)
         finally:
             own.unlink(missing_ok=True)
-        fsync_directory(path.parent)
+        files.fsync_directory(path.parent)
     return True
 
 
@@ -121,12 +110,12 @@ def replace_file(path: StorePath, old: bytes, new: bytes) -> bool:
     # Not atomic against other writers, whom the store's lock keeps out.
     if not _holds(path, old):
         return False
-    write_atomic(path, new)
+    files.write_atomic(path, new)
     return True
 
 
 def _holds(path: Path, data: bytes) -> bool:
-    return path.stat().st_size == len(data) and read_bounded(path, len(data)) == data
+    return path.stat().st_size == len(data) and files.read_bounded(path, len(data)) == data
 
 
 def remove_files(*paths: StorePath) -> None:
@@ -148,7 +137,7 @@ def make_folder(path: StorePath) -> None:
 def sync_names(folder: StorePath) -> None:
     """Make new and deleted names inside a folder durable; in an object store they are."""
     if isinstance(folder, Path):
-        fsync_directory(folder)
+        files.fsync_directory(folder)
 
 
 def names_in(folder: StorePath) -> list[str]:
@@ -165,7 +154,7 @@ def names_below(folder: StorePath) -> list[str]:
     """Return the names of all files below a folder, relative to it; a bucket's list may be older than its files."""
     if isinstance(folder, RemotePath):
         return folder.names()
-    found = (root / name for root, _, names in walk(folder) for name in names) if folder.is_dir() else ()
+    found = (root / name for root, _, names in files.walk(folder) for name in names) if folder.is_dir() else ()
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
@@ -185,7 +174,7 @@ def listed_sizes(folder: StorePath) -> dict[str, int]:
 def blocks_of(path: StorePath, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a whole file in order; of a remote one several blocks are on their way at a time."""
     if not isinstance(path, RemotePath):
-        with open(open_regular(path), "rb", buffering=0) as file:
+        with open(files.open_regular(path), "rb", buffering=0) as file:
             while block := file.read(block_bytes):
                 yield block
         return
@@ -198,7 +187,7 @@ def blocks_of(path: StorePath, block_bytes: int = REQUEST_BYTES) -> Iterator[byt
 def download(folder: StorePath, target: Path, names: Iterable[str]) -> None:
     """Copy files below a folder into a local one; a name that leads out of it raises ValueError."""
     for name in names:
-        local = target / relative_name(name)
+        local = target / files.relative_name(name)
         local.parent.mkdir(parents=True, exist_ok=True)
         with open(local, "wb") as file:
             for block in blocks_of(folder / name):
@@ -289,7 +278,7 @@ class LocalFile:
         """Return the descriptor, which stays open as long as the caller holds it."""
         found = self._descriptor
         if found is None:
-            found = self._descriptor = _Descriptor(open_regular(self._path))
+            found = self._descriptor = _Descriptor(files.open_regular(self._path))
             _opened.append(weakref.ref(self))
             if len(_opened) > MAX_OPEN_FILES and (oldest := _opened.popleft()()) is not None:
                 oldest._descriptor = None

@@ -27,16 +27,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    InvalidPathError,
-    NotSupportedError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-    UnknownConfigurationKeyError,
-)
+from obstore import exceptions
 from obstore.store import ObjectStore as Connection
 from obstore.store import from_url
 
@@ -134,7 +125,7 @@ class ObjectStore:
             if len(data) == stop - start:
                 return data
             failure: Exception = _Torn("fewer bytes came than were asked for")
-        except BaseError as error:
+        except exceptions.BaseError as error:
             failure = error
         n_bytes = obstore.head(self.connection, name)["size"]
         if n_bytes >= stop:
@@ -164,7 +155,7 @@ class ObjectStore:
                 with _answering(self.url):
                     obstore.put(self.connection, name, data, mode=mode)
                 return True
-            except (BaseError, OSError) as error:
+            except (exceptions.BaseError, OSError) as error:
                 _refuse_hopeless(self.url, name, error)
                 try:
                     found = self._asked(name, lambda: self._get(name))
@@ -173,7 +164,7 @@ class ObjectStore:
                 # S3 answers 409 to both of two that meet, and then neither may have won: then ask once more.
                 if found == data:
                     return True
-                is_conflict = isinstance(error, AlreadyExistsError | PreconditionError)
+                is_conflict = isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError)
                 if found is not None and (is_conflict or mode == "create"):
                     return False
                 if not next(pauses):
@@ -227,7 +218,7 @@ class ObjectStore:
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except MoaDataError:
                 raise
-            except (BaseError, OSError, _Torn) as error:
+            except (exceptions.BaseError, OSError, _Torn) as error:
                 _refuse_hopeless(self.url, name, error)
                 if not next(pauses):
                     raise _unavailable(self.url, name, error) from error
@@ -249,7 +240,7 @@ def _connect(url: str) -> Connection:
                 "backoff": {"init_backoff": timedelta(seconds=_FIRST_PAUSE_S), "max_backoff": timedelta(seconds=5)},
             },
         )  # fmt: skip
-    except (BaseError, ValueError) as error:
+    except (exceptions.BaseError, ValueError) as error:
         raise StoreNotFound(f"{url} cannot be opened as a store: {first_line(error)}") from error
 
 
@@ -291,12 +282,14 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
 
 def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
     """Raise for what another try cannot change."""
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         raise StorageUnavailable(
             f"{url}/{name}: the server refuses ({_line(error)}). Put credentials that may do this into the "
             "environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         ) from error
-    if isinstance(error, InvalidPathError | NotSupportedError | UnknownConfigurationKeyError):
+    if isinstance(
+        error, exceptions.InvalidPathError | exceptions.NotSupportedError | exceptions.UnknownConfigurationKeyError
+    ):
         raise _unavailable(url, name, error) from error
 
 

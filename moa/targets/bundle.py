@@ -27,18 +27,7 @@ from ...files import write_atomic
 from ...text import Progress
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
-from .families import (
-    family_of,
-    layer_sizes,
-    layer_windows,
-    load_target_config,
-    logit_cap,
-    logit_scale,
-    norm_eps,
-    rope_parameters,
-    target_sizes,
-    text_model,
-)
+from . import families
 from .model_files import find_problems, read_header, read_json
 
 FROZEN_FILE = "frozen.safetensors"
@@ -82,7 +71,7 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
         ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
     """
     folder = Path(folder)
-    load_target_config(folder)  # refuses what is no target
+    families.load_target_config(folder)  # refuses what is no target
     weights, digest = weight_files(folder), hashlib.sha256()
     n_bytes, n_done = sum(file.stat().st_size for file in weights), 0
     for number, file in enumerate(weights, start=1):
@@ -163,7 +152,7 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
     n_total = config.num_hidden_layers
     with torch.device("meta"):
         norm, embeddings = torch.empty(config.hidden_size), torch.empty(config.vocab_size, config.hidden_size)
-        layer = DecoderBlock(layer_sizes(config)).state_dict() if n_layers else {}
+        layer = DecoderBlock(families.layer_sizes(config)).state_dict() if n_layers else {}
     tensors = {"embed_tokens.weight": embeddings, "norm.weight": norm, "lm_head.weight": embeddings}
     for index in range(n_total - n_layers, n_total):
         tensors |= {f"layers.{index}.{name}": value for name, value in layer.items()}
@@ -172,7 +161,7 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
 
 def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
     """List the live target's weights under the names of a bundle, not copied."""
-    body: Any = text_model(model)
+    body: Any = families.text_model(model)
     n_layers = body.config.num_hidden_layers
     weights = {
         "embed_tokens.weight": _embeddings(model),
@@ -202,19 +191,19 @@ def _norm_factors(body: nn.Module, config: Any) -> Tensor:
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(config.hidden_size, dtype=cast(Any, body).dtype, device=cast(Any, body).device)
-    offset = family_of(config).norm_offset
+    offset = families.family_of(config).norm_offset
     return weight + offset if offset else weight
 
 
 def scaled_head(model: PreTrainedModel) -> Tensor:
     """The LM head with the scale of its outputs, [V, E]."""
-    head, config = cast(Any, model).get_output_embeddings(), text_model(model).config
+    head, config = cast(Any, model).get_output_embeddings(), families.text_model(model).config
     if head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
             f"the LM head of {config.model_type} is no plain matrix, or has a bias, which drafters don't know. Choose "
             "another target."
         )
-    weight, scale = cast(Tensor, head.weight), logit_scale(config)
+    weight, scale = cast(Tensor, head.weight), families.logit_scale(config)
     return weight if scale == 1 else weight * scale
 
 
@@ -225,22 +214,22 @@ class FrozenTarget(nn.Module):
         super().__init__()
         self.config = config
         self.n_layers = n_layers
-        windows = layer_windows(config)
+        windows = families.layer_windows(config)
         # Attention window of each of the N layers in tokens; None for full attention.
         self.windows = windows[len(windows) - n_layers :]
         dtype = weights["lm_head.weight"].dtype
         self.compute_dtype: torch.dtype | None = None  # of what embed and logits give; None for that of the weights
         self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
-        self.norm = RMSNorm(config.hidden_size, eps=norm_eps(config), dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=families.norm_eps(config), dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
-        self.logit_cap = logit_cap(config)
-        sizes = target_sizes(config)
-        self.rotary = Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
+        self.logit_cap = families.logit_cap(config)
+        sizes = families.target_sizes(config)
+        self.rotary = Rotary(sizes["head_dim"], families.rope_parameters(config), sizes["max_position_embeddings"])
         first = sizes["n_layers"] - n_layers
         with torch.device("meta"):
             # The last N layers in order; ``layers[0]`` is target layer ``L - N``.
-            self.layers = nn.ModuleList(DecoderBlock(layer_sizes(config)) for _ in range(n_layers))
+            self.layers = nn.ModuleList(DecoderBlock(families.layer_sizes(config)) for _ in range(n_layers))
         for offset, layer in enumerate(self.layers):
             prefix = f"layers.{first + offset}."
             own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
@@ -266,8 +255,8 @@ class FrozenTarget(nn.Module):
                 f"{path} has no {FROZEN_FILE}, the target's frozen weights. Run extract again: it restores target/."
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
-        config, advice = load_target_config(path), "Run `moa-data verify`, and `moa-data repair` with --model."
-        own = target_sizes(config)
+        config, advice = families.load_target_config(path), "Run `moa-data verify`, and `moa-data repair` with --model."
+        own = families.target_sizes(config)
         if wrong := [
             f"{key} {own.get(key)} and not {size}" for key, size in (sizes or {}).items() if own.get(key, size) != size
         ]:
@@ -291,7 +280,7 @@ class FrozenTarget(nn.Module):
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
         """Make the frozen target from a live one, sharing its weights."""
         weights = _frozen_weights(model, n_layers)
-        return cls(text_model(model).config, weights, n_layers).to(weights["lm_head.weight"].device)
+        return cls(families.text_model(model).config, weights, n_layers).to(weights["lm_head.weight"].device)
 
     @property
     def blocks(self) -> list[DecoderBlock]:

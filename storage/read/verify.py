@@ -19,17 +19,7 @@ import numpy as np
 
 from ...errors import StoreDamaged, StoreError
 from ...text import Progress
-from ..backend import (
-    MISSING,
-    check_guard,
-    check_incomplete,
-    exists,
-    file_crc32,
-    names_in,
-    open_path,
-    reads_of,
-    reason,
-)
+from .. import backend
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..commit import (
@@ -112,7 +102,7 @@ class VerifyReport:
         if self.unchecked:
             first, n_files = self.unchecked[0], len({item.path for item in self.unchecked})
             assert first.error is not None
-            raise check_incomplete(store, first.path, first.error, n_files)
+            raise backend.check_incomplete(store, first.path, first.error, n_files)
 
 
 def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
@@ -124,7 +114,7 @@ def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
 
 def lacks_target(store: StorePath, manifest: StoreManifest) -> bool:
     """Whether the target bundle is still to be written; stores that no extraction made need none."""
-    return "target_layers" in manifest.extraction and not exists(target_commit_path(store))
+    return "target_layers" in manifest.extraction and not backend.exists(target_commit_path(store))
 
 
 def verify_store(
@@ -151,9 +141,9 @@ def verify_store(
         StorageUnavailable: a file without which nothing else can be checked could not be read.
         StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json.
     """
-    store = open_path(path)
+    store = backend.open_path(path)
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
-    with check_guard(store), ThreadPoolExecutor(n_threads) as pool:
+    with backend.check_guard(store), ThreadPoolExecutor(n_threads) as pool:
         report = _Verification(store, pool, progress, values).run(parts)
     for findings in (report.damages, report.unchecked):
         findings.sort(key=lambda finding: (finding.part is not None, finding.part or 0))
@@ -170,7 +160,7 @@ class _Verification:
 
     def run(self, parts: Collection[int] | None) -> VerifyReport:
         store, report = self.store, self.report
-        if exists(store / MANIFEST_NAME):
+        if backend.exists(store / MANIFEST_NAME):
             for path, error in find_manifest_damage(store):
                 self._damage(None, path, error)
         if report.damages:
@@ -190,7 +180,7 @@ class _Verification:
                 self._damage(None, store / PLAN_NAME, message)
         planned = part_counts(plan, manifest.alignment_tokens)
         known = {commit_path(store, part).name for part in range(len(planned))}
-        for name in names_in(store / COMMITS_NAME):
+        for name in backend.names_in(store / COMMITS_NAME):
             if name.startswith("part-") and name.endswith(".json") and name not in known:
                 self._damage(None, store / COMMITS_NAME / name, "a commit of a part that the plan does not have")
         report.lacks_target = lacks_target(store, manifest)
@@ -199,7 +189,7 @@ class _Verification:
             if message := find_texts_damage(store):
                 self._damage(None, store / TEXTS_NAME, message)
         target_commit = target_commit_path(store)
-        with self._checking(None, target_commit), suppress(*MISSING):
+        with self._checking(None, target_commit), suppress(*backend.MISSING):
             for check in self._check_files(None, store / TARGET_NAME, read_file_records(target_commit)):
                 report.add(check.result())
         commits = self._read_commits(planned, [k for k in range(len(planned)) if parts is None or k in parts])
@@ -218,16 +208,18 @@ class _Verification:
         except StoreError as error:
             self._damage(part, path, error)
         except (OSError, MemoryError) as error:
-            self.report.add([Finding(part, name_below(self.store, path), reason(error), error)])
+            self.report.add([Finding(part, name_below(self.store, path), backend.reason(error), error)])
 
     def _read_commits(self, planned: Sequence[Mapping[str, int]], parts: list[int]) -> dict[int, PartCommit]:
         """Return the commits that can be read, and say where they contradict the plan."""
         commits: dict[int, PartCommit] = {}
-        for part, (path, read) in zip(parts, reads_of(commit_path(self.store, part) for part in parts), strict=True):
+        for part, (path, read) in zip(
+            parts, backend.reads_of(commit_path(self.store, part) for part in parts), strict=True
+        ):
             with self._checking(part, path):
                 try:
                     commits[part] = commit = read_part_commit(path, read)
-                except MISSING:
+                except backend.MISSING:
                     self.report.n_pending_parts += 1
                     continue
                 for key, got in commit.counts.items():
@@ -272,11 +264,11 @@ class _Verification:
             try:
                 for _, wrong in find_size_damage(folder, {name: record}):
                     return [Finding(part, where, str(wrong))]
-                got = file_crc32(path)
-            except (StoreError, *MISSING) as error:  # a missing file is damage; any other refusal says nothing about it
+                got = backend.file_crc32(path)
+            except (StoreError, *backend.MISSING) as error:  # a missing file is damage, other refusals are not
                 return [Finding(part, where, str(error))]
             except (OSError, MemoryError) as error:
-                return [Finding(part, where, reason(error), error)]
+                return [Finding(part, where, backend.reason(error), error)]
             if got == record.crc32:
                 return []
             return [Finding(part, where, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
@@ -322,7 +314,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
         except StoreError as error:
             found = {name: str(error)}
         except (OSError, MemoryError) as error:
-            yield Finding(part, f"{PARTS_NAME}/{name}", reason(error), error)
+            yield Finding(part, f"{PARTS_NAME}/{name}", backend.reason(error), error)
             continue
         for array_name, message in found.items():
             yield Finding(part, f"{PARTS_NAME}/{array_name}", f"{who}: {message}")
@@ -416,7 +408,7 @@ class StoreSummary:
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     """Summarise a store: its folder, or its URL."""
-    store = open_path(path)
+    store = backend.open_path(path)
     manifest = read_manifest(store)
     check_manifest(store)
     plan = read_plan(store / PLAN_NAME)
@@ -454,7 +446,9 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
         n_tokens=n_tokens,
         n_response_tokens=int(numbers(plan, "n_response_tokens")[committed].sum(dtype=np.int64)),
         lengths=length_histogram(lengths),
-        has_target=any(exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")),
+        has_target=any(
+            backend.exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")
+        ),
         missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),
         unfinished=unfinished_fields(commits.values(), codec),
     )

@@ -38,18 +38,7 @@ from pathlib import Path
 
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
 from ...files import PARTIAL_SUFFIX, disk_full_guard, mapping, parse_object, relative_name, walk, whole_number
-from ..backend import (
-    MISSING,
-    download,
-    file_crc32,
-    names_below,
-    names_in,
-    put_if_absent,
-    read_file,
-    remove_files,
-    replace_file,
-    sync_names,
-)
+from .. import backend
 from ..commit import FileRecord, PartCommit, content_of, files_json, read_file_records, read_part_commit
 from ..paths import RemotePath, StorePath, requests
 from ..schema import (
@@ -91,16 +80,16 @@ class Publication:
     def read(cls, commit: StorePath) -> Publication | None:
         """Read the record beside a commit; None where there is none, or nothing that one could be."""
         try:
-            content = parse_object(read_file(publication_path(commit)))
+            content = parse_object(backend.read_file(publication_path(commit)))
             files = {
                 relative_name(name): whole_number(n, "bytes") for name, n in mapping(content["files"], "files").items()
             }
             old = None if content["old"] is None else str(content["old"]).encode()
             return cls(commit, str(content["attempt"]), files, old, str(content["new"]).encode())
-        except MISSING:
+        except backend.MISSING:
             return None
         except (KeyError, TypeError, ValueError):
-            remove_files(publication_path(commit))
+            backend.remove_files(publication_path(commit))
             return None
 
     def to_json(self) -> bytes:
@@ -111,7 +100,7 @@ class Publication:
     def publish(self) -> bool:
         """Make the commit, unless another one was made first; returns whether it is this one."""
         if isinstance(self.commit, RemotePath):  # in a folder the caller holds the lock
-            while not put_if_absent(publication_path(self.commit), self.to_json()):
+            while not backend.put_if_absent(publication_path(self.commit), self.to_json()):
                 if (other := Publication.read(self.commit)) is not None:
                     other.finish()
         return self.finish()
@@ -124,15 +113,15 @@ class Publication:
             try:
                 name_files(store, self.attempt, self.files)
                 has_won = (
-                    put_if_absent(self.commit, self.new)
+                    backend.put_if_absent(self.commit, self.new)
                     if self.old is None
-                    else replace_file(self.commit, self.old, self.new)
+                    else backend.replace_file(self.commit, self.old, self.new)
                 )
             except FileNotFoundError:
                 # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an upload, was deleted.
                 has_won = content_of(self.commit) == self.new
         leftovers = (store / partial_name(name, self.attempt) for name in self.files)
-        remove_files(*leftovers, publication_path(self.commit))
+        backend.remove_files(*leftovers, publication_path(self.commit))
         return has_won
 
 
@@ -142,7 +131,7 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
         for name in files:
             os.rename(store / partial_name(name, attempt), store / name)
         for folder in {(store / name).parent for name in files}:
-            sync_names(folder)
+            backend.sync_names(folder)
         return
     bucket = store.backend
 
@@ -215,7 +204,7 @@ class PartFiles:
     def withdraw(self) -> bool:
         """Delete what was not published; returns whether the commit was made: an interrupt may arrive just then."""
         if self._asked_for is None:
-            remove_files(*self._uploads)
+            backend.remove_files(*self._uploads)
             return False
         # A record may be there even if no answer came, and then others need the uploads. Else a later run deletes them.
         with suppress(OSError, StoreDamaged):
@@ -265,11 +254,11 @@ class StoreFiles:
             return self.path / TARGET_NAME
         try:
             files = read_file_records(target_commit_path(self.path))
-        except MISSING:
+        except backend.MISSING:
             files = {}
         if self._target_copy is None or self._target_copy[0] != files:
             folder = Path(tempfile.mkdtemp(prefix=TARGET_NAME, dir=self.scratch_path))
-            download(self.path / TARGET_NAME, folder, files)
+            backend.download(self.path / TARGET_NAME, folder, files)
             self._target_copy = files, folder
         return self._target_copy[1]
 
@@ -286,7 +275,7 @@ class StoreFiles:
             for root, _, names in walk(folder):
                 for local in (root / each for each in names):
                     below = local.relative_to(folder).as_posix()
-                    files[below] = FileRecord(local.stat().st_size, file_crc32(local))
+                    files[below] = FileRecord(local.stat().st_size, backend.file_crc32(local))
                     _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
             # While files are replaced they do not fit their commit; without one a bundle is incomplete, not damaged.
             was_there = content_of(commit) is not None
@@ -304,13 +293,13 @@ class StoreFiles:
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
         """Delete the files of a folder but those to keep and those that somebody is writing."""
-        found = (name for name in names_below(self.path / folder) if not name.endswith(PARTIAL_SUFFIX))
-        remove_files(*(self.path / folder / name for name in found if name not in kept))
+        found = (name for name in backend.names_below(self.path / folder) if not name.endswith(PARTIAL_SUFFIX))
+        backend.remove_files(*(self.path / folder / name for name in found if name not in kept))
 
     def _retract(self, commit: StorePath) -> None:
         """Delete a commit durably, before the files that it lists change."""
-        remove_files(commit)
-        sync_names(self.path / COMMITS_NAME)
+        backend.remove_files(commit)
+        backend.sync_names(self.path / COMMITS_NAME)
 
     def _remove_unfinished(self) -> None:
         """Delete documents that a kill left unfinished; in a bucket finish what others were publishing."""
@@ -325,7 +314,7 @@ class StoreFiles:
             (self.path / PUBLISH_NAME).unlink(missing_ok=True)
             return
         commits = self.path / COMMITS_NAME
-        for name in names_in(commits):
+        for name in backend.names_in(commits):
             if name.endswith(PARTIAL_SUFFIX):
                 found = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
                 if found is not None:
@@ -366,7 +355,7 @@ def _store(path: Path, target: StorePath) -> None:
     """Make a local file a durable file of a store: rename it, or upload it and compare its size with the server's."""
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
-        sync_names(target.parent.parent)
+        backend.sync_names(target.parent.parent)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         os.rename(path, target)

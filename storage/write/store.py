@@ -40,21 +40,7 @@ import pyarrow as pa
 
 from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreError, StoreMismatch
 from ...files import disk_full_guard
-from ..backend import (
-    MISSING,
-    check_guard,
-    exists,
-    listed_sizes,
-    make_folder,
-    names_in,
-    open_path,
-    put,
-    put_if_absent,
-    reads_of,
-    remove_files,
-    replace_file,
-    sync_names,
-)
+from .. import backend
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import (
@@ -147,14 +133,14 @@ class StoreWriter(StoreFiles):
             StoreMismatch: it was made from other inputs; names every key that changed.
             StorageUnavailable: a file could not be read or written, so that damage is unknown; nothing was deleted.
         """
-        store = open_path(path)
+        store = backend.open_path(path)
         check_plan(plan, manifest.alignment_tokens)
         for key, value in plan_counts(plan).items():
             if getattr(manifest, key) != value:
                 raise StoreDamaged(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
-        with check_guard(store), disk_full_guard(store):
+        with backend.check_guard(store), disk_full_guard(store):
             _check_unoccupied(store)
-            make_folder(store)
+            backend.make_folder(store)
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
             if writer.joined:  # those who were there first keep it in order
@@ -169,8 +155,8 @@ class StoreWriter(StoreFiles):
     @classmethod
     def join(cls, path: str | os.PathLike[str] | StorePath, attempt: str | None = None) -> StoreWriter:
         """Write parts of a store beside the process that opened it, from what the store itself says."""
-        store = open_path(path)
-        with check_guard(store):
+        store = backend.open_path(path)
+        with backend.check_guard(store):
             manifest, plan = read_manifest(store), read_plan(store / PLAN_NAME)
         writer = cls(store, manifest, plan, attempt, joins=True)
         writer.joined = True
@@ -182,7 +168,7 @@ class StoreWriter(StoreFiles):
     def _opening(self) -> Iterator[None]:
         """Close the store where it cannot be opened."""
         try:
-            with check_guard(self.path), disk_full_guard(self.path):
+            with backend.check_guard(self.path), disk_full_guard(self.path):
                 yield
         except BaseException:
             self.close()
@@ -195,21 +181,21 @@ class StoreWriter(StoreFiles):
     def _open_alone(self, codec_files: Mapping[str, bytes]) -> None:
         """Begin a store, or put one in order that nobody else writes to, or that lies in a bucket."""
         refuse_links(self.path)
-        if exists(manifest_commit_path(self.path)) or exists(self.path / MANIFEST_NAME):
+        if backend.exists(manifest_commit_path(self.path)) or backend.exists(self.path / MANIFEST_NAME):
             self._restore()
             _check_same(self.path, self.manifest, self.plan)
             for name, content in codec_files.items():
                 path = self.path / CODEC_NAME / name
-                make_folder(path.parent)
-                if not exists(path) or path.read_bytes() != content:
-                    put(path, content)
+                backend.make_folder(path.parent)
+                if not backend.exists(path) or path.read_bytes() != content:
+                    backend.put(path, content)
             self.joined = isinstance(self.path, RemotePath)
         else:
             _begin(self.path, self.manifest, self.plan, codec_files)
         self.codec = StoreCodec.open(self.manifest, self.path)
         self._clean()
         self.lay_out(self.codec)
-        if not exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
+        if not backend.exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
             self._record_manifest()  # all files were found equal to what the inputs give
 
     def _restore(self) -> None:
@@ -218,20 +204,20 @@ class StoreWriter(StoreFiles):
         try:
             restore_files(self.path, documents)
         except StoreDamaged:
-            if not exists(self.path / MANIFEST_NAME):
+            if not backend.exists(self.path / MANIFEST_NAME):
                 raise
             # Either their commit is damaged, or the inputs are others: the comparison that follows says which.
 
     @property
     def has_target(self) -> bool:
         """Whether the target bundle has been committed."""
-        return exists(target_commit_path(self.path))
+        return backend.exists(target_commit_path(self.path))
 
     def committed_parts(self) -> list[int]:
         """Return the parts that have a commit, in order, those that others wrote meanwhile included."""
         if self.is_shared:
-            with check_guard(self.path):
-                names = map(_COMMIT_NAME.fullmatch, names_in(self.path / COMMITS_NAME))
+            with backend.check_guard(self.path):
+                names = map(_COMMIT_NAME.fullmatch, backend.names_in(self.path / COMMITS_NAME))
                 found = {int(name[1]) for name in names if name is not None}
             # The list of a bucket may lack what was committed just now.
             known = self._committed if self._lock is None else set[int]()
@@ -245,7 +231,7 @@ class StoreWriter(StoreFiles):
 
     def is_pending(self, part: int) -> bool:
         """Whether a part has no commit yet or is to be replaced."""
-        is_committed = exists(commit_path(self.path, part)) if self.is_shared else part in self._committed
+        is_committed = backend.exists(commit_path(self.path, part)) if self.is_shared else part in self._committed
         return part in self._damaged or not is_committed
 
     def is_claimed(self, part: int) -> bool:
@@ -261,7 +247,7 @@ class StoreWriter(StoreFiles):
         if not 0 <= part < self.n_parts:
             raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._damaged:
-            if exists(commit_path(self.path, part)):
+            if backend.exists(commit_path(self.path, part)):
                 self.drop_part(part)
             # Else another repair of a bucket has dropped it, and may be copying its own shards there.
             self._damaged.discard(part)
@@ -296,7 +282,7 @@ class StoreWriter(StoreFiles):
 
     def lay_out(self, codec: StoreCodec) -> None:
         """Write the metadata of a codec's arrays where it is missing."""
-        with check_guard(self.path), disk_full_guard(self.path):
+        with backend.check_guard(self.path), disk_full_guard(self.path):
             self._grids |= _write_array_metadata(self.path, codec.arrays, self.n_parts, self._longest_part)
 
     def replace_parts(self, parts: Iterable[int]) -> None:
@@ -314,7 +300,7 @@ class StoreWriter(StoreFiles):
             grid = self._grids[array.name]
             files |= {f"{array.name}/{grid.shard_key(part, number)}" for number in range(grid.shards_per_part)}
         # Also shards that no commit lists: a writer that was killed may have named some.
-        remove_files(*(self.path / PARTS_NAME / name for name in files))
+        backend.remove_files(*(self.path / PARTS_NAME / name for name in files))
         self._committed.discard(part)
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
@@ -327,7 +313,7 @@ class StoreWriter(StoreFiles):
         if isinstance(self.path, RemotePath) and read_manifest(self.path) != self.manifest:
             raise changed_meanwhile(path)
         self._retract(manifest_commit_path(self.path))
-        if not replace_file(path, self.manifest.to_json().encode(), manifest.to_json().encode()):
+        if not backend.replace_file(path, self.manifest.to_json().encode(), manifest.to_json().encode()):
             raise changed_meanwhile(path)  # the process that changed it, or the next one, writes its commit
         self.manifest = manifest
         self._open_codec()
@@ -337,9 +323,9 @@ class StoreWriter(StoreFiles):
     def record_run(self, record: Mapping[str, Any]) -> StorePath:
         """Write a record of this run (command, versions, timings; it shapes no data) to ``runs/``; returns its path."""
         folder = self.path / RUNS_NAME
-        make_folder(folder)
+        backend.make_folder(folder)
         content = (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
-        while not put_if_absent(path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content):
+        while not backend.put_if_absent(path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content):
             pass  # another machine's run ended in the same microsecond
         return path
 
@@ -355,16 +341,16 @@ class StoreWriter(StoreFiles):
     def _clean(self) -> None:
         """Delete what a kill left behind; make parts with lost files pending again."""
         for name in (PARTS_NAME, COMMITS_NAME):
-            make_folder(self.path / name)
+            backend.make_folder(self.path / name)
         # Everything is checked before the first deletion, so that a failed check deletes nothing.
         has_damaged_target = not self._target_is_whole()
         commits = self._whole_commits()
         self._remove_unfinished()
         if has_damaged_target:
-            remove_files(target_commit_path(self.path))
+            backend.remove_files(target_commit_path(self.path))
         name_next_basis(self.path, self.manifest)
         self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
-        remove_files(*(commit_path(self.path, part) for part in self.repaired_parts))
+        backend.remove_files(*(commit_path(self.path, part) for part in self.repaired_parts))
         self._keep_listed(commit for commit in commits.values() if commit is not None)
         self._committed |= {part for part, commit in commits.items() if commit is not None}
 
@@ -375,7 +361,7 @@ class StoreWriter(StoreFiles):
         """
         if self._lock is not None and not self._lock.try_alone():
             return False
-        with check_guard(self.path):
+        with backend.check_guard(self.path):
             commits = read_commits(self.path, range(self.n_parts))
         self._committed = set(commits)
         self._remove_unfinished()
@@ -394,11 +380,13 @@ class StoreWriter(StoreFiles):
     def _whole_commits(self) -> dict[int, PartCommit | None]:
         """Return the commits of planned parts; None for one that is damaged, or does not match plan or files."""
         commits: dict[int, PartCommit | None] = {}
-        listed = listed_sizes(self.path / PARTS_NAME)
-        for part, (path, read) in enumerate(reads_of(commit_path(self.path, part) for part in range(self.n_parts))):
+        listed = backend.listed_sizes(self.path / PARTS_NAME)
+        for part, (path, read) in enumerate(
+            backend.reads_of(commit_path(self.path, part) for part in range(self.n_parts))
+        ):
             try:
                 commit = read_part_commit(path, read)
-            except MISSING:
+            except backend.MISSING:
                 continue
             except StoreDamaged:
                 commits[part] = None
@@ -412,7 +400,9 @@ class StoreWriter(StoreFiles):
         """Whether the target bundle has no commit, or all files that its commit lists."""
         commit = target_commit_path(self.path)
         try:
-            return not exists(commit) or not find_size_damage(self.path / TARGET_NAME, read_file_records(commit))
+            return not backend.exists(commit) or not find_size_damage(
+                self.path / TARGET_NAME, read_file_records(commit)
+            )
         except StoreDamaged:
             return False
 
@@ -426,8 +416,8 @@ def _check_unoccupied(store: StorePath) -> None:
             raise OutputOccupied(f"{store}: {there} is a file, not a folder. Choose another output folder.")
         if there is not store:
             return
-    manifest, has_commit = store / MANIFEST_NAME, exists(manifest_commit_path(store))
-    if exists(manifest):
+    manifest, has_commit = store / MANIFEST_NAME, backend.exists(manifest_commit_path(store))
+    if backend.exists(manifest):
         try:
             read_manifest(store)
         except SchemaVersionError:
@@ -437,13 +427,13 @@ def _check_unoccupied(store: StorePath) -> None:
             if not has_commit:  # else `restore` repairs it, or names the damage
                 raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
-    commits = names_in(store / COMMITS_NAME)
+    commits = backend.names_in(store / COMMITS_NAME)
     if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not has_commit:
         raise OutputOccupied(
             f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
             f"Restore {MANIFEST_NAME}, or choose another output folder."
         )
-    names = names_in(store)
+    names = backend.names_in(store)
     foreign = sorted(name for name in names if not is_known(name))
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):  # a bucket's start leaves no lock
         shown = ", ".join((foreign or sorted(names))[:3])
@@ -490,10 +480,10 @@ def _write_array_metadata(
     restore_files(store, contents)
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):  # groups before their members
         path = store / name
-        if not exists(path):
-            make_folder(path.parent)
-            put_if_absent(path, content)
-            sync_names(path.parent.parent)
+        if not backend.exists(path):
+            backend.make_folder(path.parent)
+            backend.put_if_absent(path, content)
+            backend.sync_names(path.parent.parent)
     return {name: read_grid(store / PARTS_NAME, array, n_parts, longest_part) for name, array in wanted.items()}
 
 
@@ -507,12 +497,12 @@ def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_file
         for path in (store / PLAN_NAME, *(store / CODEC_NAME / name for name in codec_files)):
             path.unlink(missing_ok=True)
     for name, content in codec_files.items():
-        make_folder(store / CODEC_NAME)
-        if not put_if_absent(store / CODEC_NAME / name, content):
+        backend.make_folder(store / CODEC_NAME)
+        if not backend.put_if_absent(store / CODEC_NAME / name, content):
             raise StoreMismatch(str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")})
-    if not put_if_absent(store / PLAN_NAME, plan_bytes(plan)):
+    if not backend.put_if_absent(store / PLAN_NAME, plan_bytes(plan)):
         _check_same(store, None, plan)
-    if not put_if_absent(store / MANIFEST_NAME, manifest.to_json().encode()):
+    if not backend.put_if_absent(store / MANIFEST_NAME, manifest.to_json().encode()):
         _check_same(store, manifest, plan)
 
 
@@ -521,13 +511,13 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
         content = read_basis(path)
-    except MISSING:
+    except backend.MISSING:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
     if isinstance(path, Path):
         os.replace(path, path.with_name(BASIS_NAME))
-        sync_names(path.parent)
+        backend.sync_names(path.parent)
     else:  # readers that find another basis look at the next one too
-        put(path.parent / BASIS_NAME, content)
-        remove_files(path)
+        backend.put(path.parent / BASIS_NAME, content)
+        backend.remove_files(path)
