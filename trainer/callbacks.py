@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from torch import Tensor
 from typing_extensions import override
 
 from ..errors import Interrupted, RunWarning
@@ -87,12 +86,6 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
     stream = trainer.train_dataloader
     assert isinstance(stream, TrainingStream)
     return stream
-
-
-def drafter_weights(trainer: L.Trainer) -> dict[str, Tensor]:
-    """Gather the drafter's weights, which devices may share; all must ask, the first gets them."""
-    found = trainer.strategy.lightning_module_state_dict().items()
-    return {name.removeprefix("drafter."): weight for name, weight in found if name.startswith("drafter.")}
 
 
 class ShowSteps(L.Callback):
@@ -229,9 +222,8 @@ class Saves(L.Callback):
         if value is None or not float(value) > self.best:
             return
         self.best = float(value)
-        weights = drafter_weights(trainer)
         if trainer.is_global_zero:
-            write_drafter(pl_module.drafter, self.out / DRAFTER, weights)
+            write_drafter(pl_module.drafter, self.out / DRAFTER)
         trainer.save_checkpoint(self.out / BEST)
 
     @override

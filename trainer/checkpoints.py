@@ -7,7 +7,6 @@ Writing one leaves the file that it replaces whole until the end.
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -121,15 +120,12 @@ def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: _from_json(item, tensors) for key, item in content}
 
 
-def write_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a run's ``drafter/``: after a crash at any moment its files are those before, or the new ones, or none.
-
-    All weights are given, since the drafter may hold a share of them itself.
-    """
+def write_drafter(drafter: Drafter, folder: Path) -> None:
+    """Write a run's ``drafter/``: after a crash at any moment its files are those before, or the new ones, or none."""
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):
         try:
-            save_drafter(drafter, partial, weights)
+            save_drafter(drafter, partial)
             fsync_directory(partial)  # before it gets its name: a crash must not leave a name without content
             sizes = folder / CONFIG_FILE
             # Drafters of one run have the same sizes, so that replacing the weights replaces the folder.

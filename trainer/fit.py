@@ -210,10 +210,9 @@ def _fit(
         n_tokens_total=throughput.n_tokens_total,
         n_bytes_read=throughput.n_bytes_read,
     )
-    weights = callbacks.drafter_weights(trainer) if report.best_expected_acceptance_length is None else None
     if is_first:
-        if weights is not None:  # no validation has chosen a drafter
-            checkpoints.write_drafter(module.drafter, out / DRAFTER, weights)
+        if report.best_expected_acceptance_length is None:  # no validation has chosen a drafter
+            checkpoints.write_drafter(module.drafter, out / DRAFTER)
         plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
     return report

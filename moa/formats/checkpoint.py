@@ -57,15 +57,11 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write our own layout and sync it, ``drafter.json`` last: a folder without it holds no drafter.
-
-    Args:
-        weights: the drafter's, where they are elsewhere; None for its own.
-    """
+def save_drafter(drafter: Drafter, folder: str | Path) -> None:
+    """Write our own layout and sync it, ``drafter.json`` last: a folder without it holds no drafter."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WEIGHTS_FILE, drafter.state_dict() if weights is None else weights)
+    write_tensors(folder / WEIGHTS_FILE, drafter.state_dict())
     write_file(folder / CONFIG_FILE, (json.dumps(drafter.config.to_dict(), indent=1) + "\n").encode())
 
 

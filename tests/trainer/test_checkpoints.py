@@ -72,7 +72,7 @@ def test_before_each_change_of_a_save_all_is_old_or_new(
         for weight in drafter.parameters():
             weight.data.fill_(value)
         CheckpointFiles().save_checkpoint({"weights": torch.full((4, 5), value)}, last_of(out))
-        checkpoints.write_drafter(drafter, out / "drafter", drafter.state_dict())
+        checkpoints.write_drafter(drafter, out / "drafter")
 
     def look() -> None:
         seen.append(_after_a_kill(shutil.copytree(out, tmp_path / str(len(seen)))))
