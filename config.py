@@ -177,8 +177,7 @@ class Config(BaseModel):
     def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]], spell: Spell = str) -> Self:
         """Make it from several sources, from weak to strong: the name of each for messages, and its nested values.
 
-        Raises:
-            OptionInvalid: naming each setting that cannot be used, and its source.
+        Raises OptionInvalid, naming each setting that cannot be used, and its source.
         """
         layers = list(layers)
         values: dict[str, Any] = {}
@@ -298,18 +297,14 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 def resolve(
     config_class: type[Config],
-    flags: Mapping[str, Any],
+    flags: Mapping[str, Any],  # name or key to value, those that were given
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
-    presets: Presets | None = None,
+    presets: Presets | None = None,  # nested values by name; the key ``preset`` of any source picks one
     earlier: Earlier | None = None,
     spell: Spell | None = None,
 ) -> Any:
     """Merge defaults, earlier settings, preset, file, assignments and flags, from weak to strong.
-
-    Args:
-        flags: name or key to value, those that were given.
-        presets: nested values by name; the key ``preset`` of any source picks one.
 
     Raises:
         OptionInvalid: naming each setting that cannot be used, and its source.

@@ -61,10 +61,7 @@ class StoreMismatch(StoreError):
     """An existing store was made from other inputs than the ones given now.
 
     The message shows the first keys of the groups that differ; a note of the exception, which tracebacks show, lists
-    all of them.
-
-    Args:
-        advice: what to do; by default what one who extends a store can do.
+    all of them. ``advice``: what to do; by default what one who extends a store can do.
     """
 
     _CAUSES = ("identities.", "extraction.", "codec.", "fields.")

@@ -133,8 +133,7 @@ class Timeline:
 def answer_through_a_cut(folder: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int) -> dict[str, Any]:
     """Serve the target in a process of its own, and answer the one of the prompts that has the longest answer.
 
-    Returns:
-        What the report shows; ``is_equal`` is whether the tokens are those of plain greedy decoding.
+    Returns what the report shows; ``is_equal`` is whether the tokens are those of plain greedy decoding.
     """
     live = Target.load(str(folder / "target"), device="cpu")
     references = [

@@ -98,20 +98,15 @@ def conform(
     model: str,
     engine: str,
     *,
-    python: str = sys.executable,
-    prompts: str | None = None,
+    python: str = sys.executable,  # of the engine's environment
+    prompts: str | None = None,  # a file of chats, or a few questions of :data:`QUESTIONS`
     n_prompts: int = 8,
     max_new_tokens: int = 64,
-    n_drafts: int = 5,
+    n_drafts: int = 5,  # drafts of a round; DFlash drafts whole blocks
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> Conformance:
     """Compare an engine's drafts with ours, and name what differs.
-
-    Args:
-        python: of the engine's environment.
-        prompts: a file of chats, or a few questions of :data:`QUESTIONS`.
-        n_drafts: drafts of a round; DFlash drafts whole blocks.
 
     Raises:
         OptionInvalid: the engine takes no such drafter, or failed.

@@ -296,22 +296,16 @@ def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
 def measure_disconnections(
     target: Target,
     drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt],  # of which the first turns are answered; one without room for an answer is left out
     *,
-    n_tokens: int,
+    n_tokens: int,  # that are written after each cut, at most; fewer where the target's positions or the text end
     n_cuts: int,
-    max_new_tokens: int,
+    max_new_tokens: int,  # cuts lie within this many tokens of an answer
     batch_size: int = _BATCH,
     scorer: Scorer | None = None,
     progress: Progress | None = None,
 ) -> list[CutRow]:
-    """Cut the greedy answers to prompts and let every drafter continue from each cut.
-
-    Args:
-        prompts: of which the first turns are answered; one without room for an answer is left out.
-        n_tokens: that are written after each cut, at most; fewer where the target's positions or the text end.
-        max_new_tokens: cuts lie within this many tokens of an answer.
-    """
+    """Cut the greedy answers to prompts and let every drafter continue from each cut."""
     usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
     cuts: list[_Cut] = []
     for start in range(0, len(usable), batch_size):
@@ -373,8 +367,7 @@ def continuation_log_probs(
 ) -> list[list[float]]:
     """Compute the target's log-probability of each token of continuations, given everything before it, in nats.
 
-    Args:
-        cache: with everything before the roots, the tokens before the continuations, committed; it is left so.
+    ``cache``: with everything before the roots, the tokens before the continuations, committed; it is left so.
     """
     # The last token of a continuation predicts what nobody wrote.
     fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]

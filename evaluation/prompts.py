@@ -46,8 +46,7 @@ class PromptFile:
 def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
     """Read a file of prompts, one JSON object per line; a row that is no prompt is named.
 
-    Args:
-        n_prompts: use this many: of chats the first ones, of Spec-Bench questions in turn from each category.
+    ``n_prompts``: use this many: of chats the first ones, of Spec-Bench questions in turn from each category.
     """
     path, found = Path(path).expanduser(), list[tuple[str, Prompt]]()
     try:

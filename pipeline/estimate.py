@@ -326,9 +326,8 @@ def _layer_weights(config: Any) -> int:
 def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     """Make a model of the target's widths with random weights, on a CPU of fewer layers.
 
-    Args:
-        n_tokens: entries of its vocabulary, one for each token of a batch: equal tokens would give equal values, which
-            encode differently.
+    ``n_tokens``: entries of its vocabulary, one for each token of a batch: equal tokens would give equal values, which
+    encode differently.
     """
     from transformers import AutoModelForCausalLM
 

@@ -222,9 +222,9 @@ def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Seque
 
 def repair(
     plan: RepairPlan,
-    model: str,
-    dataset: str | None = None,
-    device: str | None = None,
+    model: str,  # the target that the store was made with: a folder or a hub id
+    dataset: str | None = None,  # the chats; None for those of the store's last extraction
+    device: str | None = None,  # device of the forward; None for that of the store's last extraction
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:
@@ -232,11 +232,6 @@ def repair(
 
     Nothing is deleted before target and dataset are known to be the ones that the store was made from, and what is
     deleted is checked once more right before.
-
-    Args:
-        model: the target that the store was made with: a folder or a hub id.
-        dataset: the chats; None for those of the store's last extraction.
-        device: device of the forward; None for that of the store's last extraction.
 
     Raises:
         WorkerError: no extraction is recorded, there is damage that this cannot repair, or the codec learns something

@@ -194,8 +194,7 @@ def _plan_forwards(
 ) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
     """Decide what settings leave open, and refuse what cannot run, before weights are downloaded and chats are read.
 
-    Returns:
-        The settings, the forwards, and the engine that runs them, None for our own.
+    Returns the settings, the forwards, and the engine that runs them, None for our own.
     """
     model_config = families.load_target_config(folder, with_weights)
     if not families.family_of(model_config).keeps_kv:  # of the others it is known

@@ -206,8 +206,7 @@ def tokenise_rows(
 ) -> Iterator[Tokenised]:
     """Yield the result of each row in their order; many rows are divided among forks of this process.
 
-    Args:
-        n_left: called before rows are read ahead; gives how many sequences are still wanted, None for all.
+    ``n_left``: called before rows are read ahead; gives how many sequences are still wanted, None for all.
     """
     while n_processes > 1:
         block, end = _read_block(rows, n_processes * ROWS_PER_PROCESS, n_left())

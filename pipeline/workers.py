@@ -180,12 +180,9 @@ def direct(
     orders: Sequence[WorkOrder],
     store: StoreWriter,
     progress: PartProgress,
-    restarts: bool,
+    restarts: bool,  # whether a worker that is lost is started anew; else the others do its parts
 ) -> tuple[Timings, list[str]]:
     """Run workers until all is done.
-
-    Args:
-        restarts: whether a worker that is lost is started anew; else the others do its parts.
 
     Returns:
         What the workers spent, together; how each worker that was lost has ended.

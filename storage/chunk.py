@@ -110,10 +110,9 @@ _local = threading.local()
 def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
     """Encode C-contiguous, little endian values, whose axis 0 counts tokens or blocks of them, as one frame.
 
-    Returns:
-        The frame in pieces, which are valid until the next call on this thread; or None where blosc's own encoder
-        serves better: items of more than two bytes, tiny or narrow arrays, and values that repeat from row to row, as
-        those of layer 0 do, which depend on the token alone.
+    Returns the frame in pieces, which are valid until the next call on this thread; or None where blosc's own encoder
+    serves better: items of more than two bytes, tiny or narrow arrays, and values that repeat from row to row, as those
+    of layer 0 do, which depend on the token alone.
     """
     planes = _planes(values)
     if planes is None:
@@ -201,8 +200,7 @@ _AHEAD_PER_THREAD = 4
 class EncodePool:
     """Encodes chunks on threads.
 
-    Args:
-        n_threads: threads that encode; with 0 the caller's own thread encodes at once.
+    ``n_threads``: threads that encode; with 0 the caller's own thread encodes at once.
     """
 
     def __init__(self, n_threads: int = 0) -> None:

@@ -119,8 +119,7 @@ def find_size_damage(
 ) -> Damage:
     """Return (path, error) for each committed file that is missing or has another size.
 
-    Args:
-        listed: ``backend.listed_sizes``; what a list lacks or says otherwise, which may be older, is asked for.
+    ``listed``: ``backend.listed_sizes``; what a list lacks or says otherwise, which may be older, is asked for.
     """
     damage: Damage = []
     for name, record in files.items():
@@ -236,10 +235,8 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
     """Write recorded files again where they are damaged and their commit confirms the given bytes.
 
     A file that holds the given bytes is left alone: then its record is what is damaged. Raises StoreDamaged where the
-    commit lists other bytes.
-
-    Args:
-        contents: name inside the store -> bytes that the same inputs give; other recorded files are left alone.
+    commit lists other bytes. ``contents``: name inside the store -> bytes that the same inputs give; other recorded
+    files are left alone.
     """
     for path, error in find_manifest_damage(store):
         name = name_below(store, path)

@@ -253,8 +253,7 @@ def kv_field(
 ) -> FieldSpec:
     """Return the field of keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim].
 
-    Args:
-        is_rotated: whether all of the layers rotate their keys.
+    ``is_rotated``: whether all of the layers rotate their keys.
     """
     meaning = f"attention keys{' after RoPE' * is_rotated} (0) and values (1) of every layer"
     return FieldSpec(KV, dtype, (n_layers, n_kv_heads, 2, head_dim), (TOKEN_AXIS, *KV_AXES), meaning)

@@ -268,8 +268,7 @@ class BatchReader:
     ) -> tuple[TrainingInputs, dict[str, Any]]:
         """Read sequences with the given token counts; padding is zero. Also returns ``Batch.encoded``.
 
-        Args:
-            response: bool [B, at least T], their response masks; None to read them too.
+        ``response``: bool [B, at least T], their response masks; None to read them too.
         """
         n_rows, n_tokens = len(sequences), int(lengths.max())
         codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]

@@ -310,8 +310,7 @@ class ChainChoice:
 def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
     """Verify greedily, given N + 1 predicted tokens: after the root, -1, then after each node.
 
-    Returns:
-        The accepted nodes from the root down, and the target's next token after the last of them.
+    Returns the accepted nodes from the root down, and the target's next token after the last of them.
     """
     children: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -357,18 +356,13 @@ def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
 def accept_sampled(
     tree: DraftTree,
     row: int,
-    logits: Tensor,
-    previous: Sequence[int],
+    logits: Tensor,  # [N + 1, V], the target's after the root and after each node
+    previous: Sequence[int],  # prompt and committed tokens, the root included
     config: SamplingConfig,
     generator: torch.Generator | None,
     n_prompt: int = 0,
 ) -> tuple[list[int], int]:
-    """Verify one row by sampling, or greedily with penalties; see :func:`accept_argmax`.
-
-    Args:
-        logits: [N + 1, V], the target's after the root and after each node.
-        previous: prompt and committed tokens, the root included.
-    """
+    """Verify one row by sampling, or greedily with penalties; see :func:`accept_argmax`."""
     tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []
     judge = _Judge(tree, row, logits, previous, lambda own, text: distribution(own, text, config, n_prompt))

@@ -160,8 +160,7 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
     """Keep the candidates with the best cumulative scores (EAGLE-2, section 4.2; official inference lines 392-406).
 
-    Args:
-        tokens, parents, scores: [B, C] in level order; parents are candidates, scores cumulative log-probabilities.
+    ``tokens, parents, scores``: [B, C] in level order; parents are candidates, scores cumulative log-probabilities.
     """
     # A child never scores above its parent, and ties go to the first, so a parent is never dropped before its child.
     if n_nodes >= tokens.shape[1]:

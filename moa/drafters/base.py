@@ -160,10 +160,8 @@ class Drafter(nn.Module, ABC):
     def draft_root(self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource) -> Tensor:
         """Begin a round: forget what was drafted, catch up with what was committed, and feed the root: [B, 1, E].
 
-        A round may begin again at the root of the one before.
-
-        Args:
-            committed: per row prompt and generated tokens; all before the last, the root, have target KV or contexts.
+        A round may begin again at the root of the one before. ``committed``: per row prompt and generated tokens; all
+        before the last, the root, have target KV or contexts.
         """
 
     @abstractmethod

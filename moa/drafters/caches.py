@@ -195,16 +195,11 @@ class LayerState(RowState):
         self,
         blocks: Sequence[DecoderBlock],
         rotary: Rotary,
-        x: Tensor,
-        counts: Sequence[int],
-        last: Callable[..., Tensor] | None = None,
+        x: Tensor,  # [B, n, E], right padded
+        counts: Sequence[int],  # per row how many of the n are real, at least 1
+        last: Callable[..., Tensor] | None = None,  # what the last layer computes, if not its ``forward``
     ) -> tuple[Tensor, Fed]:
         """Feed what was committed since the last round up to the root, in place of what was drafted.
-
-        Args:
-            x: [B, n, E], right padded.
-            counts: per row how many of the n are real, at least 1.
-            last: what the last layer computes, if not its ``forward``.
 
         Returns:
             Features of the root [B, 1, E], and where it stands.

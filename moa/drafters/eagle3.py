@@ -261,9 +261,8 @@ class Eagle3Drafter(FeatureDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Run every step of training-time test for positions of the response, as :func:`loss_queries` gives them.
 
-        Returns:
-            Features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is j - 1
-            tokens before reaches it within the response.
+        Returns features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is
+        j - 1 tokens before reaches it within the response.
         """
         embeddings = frozen.embed(inputs.tokens[:, 1:])  # of slot t, [B, S, E]
         hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))

@@ -134,12 +134,9 @@ def write_layout(
     layout: Layout,
     folder: Path,
     dtype: torch.dtype = torch.float32,
-    target: Mapping[str, Any] | None = None,
+    target: Mapping[str, Any] | None = None,  # pieces of the target by the names in ``layout.needs``
 ) -> int:
     """Write a drafter into an empty folder in the layout of another program; returns the number of tensors.
-
-    Args:
-        target: pieces of the target by the names in ``layout.needs``.
 
     Raises:
         DrafterError: the drafter is of another kind, or its sizes have no place in the layout.

@@ -36,8 +36,7 @@ _MAX_ERROR = 0.02
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
     """Attend with a scale of 1/sqrt(d): q [B, H, Q, d] to k and v [B, H_kv, S, d], cast to its dtype -> [B, H, Q, d].
 
-    Args:
-        mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
+    ``mask``: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
     if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:

@@ -38,8 +38,7 @@ class Divergence:
     def of(self, kl: Tensor, l1: Tensor, mass: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the divergence from the forward KL and the L1 distance, each [...], and its derivatives in both.
 
-        Args:
-            mass: probability of the target's tokens that are compared, [...]; 1 for all tokens.
+        ``mass``: probability of the target's tokens that are compared, [...]; 1 for all tokens.
         """
         if self.kind == "kl":
             return kl, torch.ones_like(kl), torch.zeros_like(kl)

@@ -67,8 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
 def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
     """Compute the content hashes that identify a target; the progress counts bytes of weights.
 
-    Returns:
-        ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
+    Returns ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
     """
     folder = Path(folder)
     families.load_target_config(folder)  # refuses what is no target
@@ -246,8 +245,7 @@ class FrozenTarget(nn.Module):
     ) -> "FrozenTarget":
         """Load a bundle folder; without a dtype in the stored one.
 
-        Args:
-            sizes: :func:`target_sizes` as recorded by the store that holds the bundle; None without a store.
+        ``sizes``: :func:`target_sizes` as recorded by the store that holds the bundle; None without a store.
         """
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():

@@ -136,8 +136,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
     def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
         """Reserve slots for a call of n tokens per row.
 
-        Args:
-            goes_on: the tokens follow the pending ones, which are seen as if committed; else those are forgotten.
+        ``goes_on``: the tokens follow the pending ones, which are seen as if committed; else those are forgotten.
         """
         self._n_before = self.n_pending if goes_on else 0
         self._layer_outputs = self._layer_outputs if goes_on else []

@@ -77,9 +77,8 @@ class Chat:
 def parse_chat(row: Any) -> Chat | Rejection:
     """Read the chat of one row, which needs a message of the assistant.
 
-    Args:
-        row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
-            optionally `tools` and `system` (a text). Messages and tools may be lists, or the JSON of lists.
+    ``row``: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
+    optionally `tools` and `system` (a text). Messages and tools may be lists, or the JSON of lists.
     """
     chat = parse_prompt(row)
     if isinstance(chat, Chat) and not any(message["role"] == "assistant" for message in chat.messages):

@@ -117,8 +117,7 @@ _MANY_POSITIONS = 1 << 20
 def load_target_config(folder: Path, with_weights: bool = True) -> Any:
     """Load the transformers config of a model folder, that of its text model, with plausible sizes.
 
-    Args:
-        with_weights: whether the weights will be used, and so refused if they are quantised.
+    ``with_weights``: whether the weights will be used, and so refused if they are quantised.
     """
     folder, values = Path(folder), read_config(Path(folder))
     check_model_folder(folder)

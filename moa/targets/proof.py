@@ -83,9 +83,8 @@ def decoding_problem(target: Target) -> str:
 def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]], Tensor]) -> str:
     """Say why an engine can't serve; empty where its calls over the tokens of a text give what one call over all gives.
 
-    Args:
-        call: takes the next tokens, and the parent of each draft among them; gives their hidden states [n, E]. Drafts
-            are forgotten.
+    ``call``: takes the next tokens, and the parent of each draft among them; gives their hidden states [n, E]. Drafts
+    are forgotten.
     """
     half, why = _N_TOKENS // 2, "calls of the engine give other values"
     try:

@@ -90,8 +90,7 @@ def _check_constants(tree: nodes.Template) -> None:
 class ChatTemplate:
     """A tokenizer's chat template with its arguments beside the chat, such as Qwen3's ``enable_thinking``.
 
-    Args:
-        where: the target, for messages.
+    ``where``: the target, for messages.
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None, where: str = "the target") -> None:

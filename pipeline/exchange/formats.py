@@ -128,8 +128,7 @@ class EagleFormat(FileFormat):
 class SpecForgeFormat(EagleFormat):
     """SpecForge's offline features for EAGLE-3: EAGLE's file with more in it; ``.ckpt.gz`` is read, too.
 
-    Args:
-        layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
+    ``layers``: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
     """
 
     name = "specforge"
@@ -164,8 +163,7 @@ class SpecForgeFormat(EagleFormat):
 class SpeculatorsFormat(FileFormat):
     """speculators' offline data: the chosen layers, and the last one before the final norm.
 
-    Args:
-        last_layers: ``local`` and ``global`` -> the layer whose keys and values go in, of those that the target has.
+    ``last_layers``: ``local`` and ``global`` -> the layer whose keys and values go in, of those that the target has.
     """
 
     name = "speculators"
@@ -249,8 +247,7 @@ def make_format(
 ) -> FileFormat:
     """Make a file format; without layers EAGLE-3's, 1, L // 2 - 1 and L - 4, go in beside the last one.
 
-    Raises:
-        OptionInvalid: the target does not have these layers.
+    Raises OptionInvalid: the target does not have these layers.
     """
     if name == "eagle":
         return EagleFormat()

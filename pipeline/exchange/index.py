@@ -29,8 +29,7 @@ _STORE_KEY = b"moa_data.store"
 def write_index(store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None) -> str:
     """Write the index of the first sequences of a store, and say what was written; an older one is replaced.
 
-    Raises:
-        OutputOccupied: the path holds something else, or the index of another store.
+    Raises OutputOccupied: the path holds something else, or the index of another store.
     """
     identity = hashlib.sha256(store.manifest.to_json().encode()).hexdigest()
     _check_path(path, identity)

@@ -197,8 +197,7 @@ def _end_processes() -> None:
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
     """Return what a call of vLLM gives, which may hang also when its processes have ended.
 
-    Raises:
-        TimeoutError: nothing more was done for so long.
+    Raises TimeoutError: nothing more was done for so long.
     """
     found: list[tuple[Any, Exception | None]] = []
 

@@ -200,21 +200,14 @@ class GroupTransform:
 
     def decode(
         self,
-        codes: Codes,
+        codes: Codes,  # array name -> uint8 [at least n_tokens, n_bytes]
         first_position: int,
         n_tokens: int,
-        n_layers: int,
-        layers: Layers,
-        features: Array | None = None,
+        n_layers: int,  # layers of the group; the width of each part is divided by it
+        layers: Layers,  # the group's layers wanted, counted from its first
+        features: Array | None = None,  # as given to :meth:`encode`, for these tokens
     ) -> list[Array]:
-        """Decode consecutive tokens: each part's values, float32 [n_tokens, width, or its share for the chosen layers].
-
-        Args:
-            codes: array name -> uint8 [at least n_tokens, n_bytes].
-            n_layers: layers of the group; the width of each part is divided by it.
-            layers: the group's layers wanted, counted from its first.
-            features: as given to :meth:`encode`, for these tokens.
-        """
+        """Decode consecutive tokens: each part's values, float32 [n_tokens, width, or its share of chosen layers]."""
         columns = self._columns(codes, n_tokens)
         xp, constants = array_namespace(columns), self._on(columns)
         early = placed(mean_rows(first_position, n_tokens), columns)

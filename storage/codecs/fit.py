@@ -189,8 +189,7 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
     """Cut a row of bytes into runs with a Huffman code each, with the fewest bits in all: returns the runs' ends.
 
-    Args:
-        counts: [n_bytes, 256], how often each byte takes each value per token; neighbours should be alike.
+    ``counts``: [n_bytes, 256], how often each byte takes each value per token; neighbours should be alike.
     """
     # Dynamic programming over the ends of the last run.
     n_bytes = len(counts)

@@ -148,8 +148,7 @@ class Rope:
     def rotate(self, keys: Array, first_position: int = 0, layers: Layers = None, undo: bool = False) -> Array:
         """Rotate keys [n_tokens, n_layers, n_kv_heads, head_dim] at consecutive positions, or undo that.
 
-        Args:
-            layers: the target's layer of each index of axis 1; None for all in order.
+        ``layers``: the target's layer of each index of axis 1; None for all in order.
         """
         xp, half = array_namespace(keys), self.inv_freq.shape[-1]
         tables = self._tables(first_position, first_position + keys.shape[0], layers, undo, keys)

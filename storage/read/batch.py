@@ -226,8 +226,7 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     """Call every item of ``work``, in any order and at the same time; the first error ends the others and is raised.
 
-    Args:
-        n_threads: threads that take part, the caller's included. Helpers that are busy elsewhere are not waited for.
+    ``n_threads``: threads that take part, the caller's included. Helpers that are busy elsewhere are not waited for.
     """
     queue = deque(work)
 

@@ -176,8 +176,7 @@ class PartFiles:
     def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:
         """Make the part exist, with these shards of this writer.
 
-        Returns:
-            The part's commit, and whether it is this one; else another writer was first, and its commit stays.
+        Returns the part's commit, and whether it is this one; else another writer was first, and its commit stays.
         """
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
@@ -215,8 +214,7 @@ class PartFiles:
 class StoreFiles:
     """The files of a store that is written to: a folder, locked until :meth:`close`, or a prefix of a bucket.
 
-    Args:
-        shares, joins: see ``StoreLock``; in a bucket others may always write.
+    ``shares, joins``: see ``StoreLock``; in a bucket others may always write.
     """
 
     def __init__(self, path: StorePath, attempt: str | None = None, shares: bool = False, joins: bool = False) -> None:
