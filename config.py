@@ -336,7 +336,6 @@ def option_name(name: str) -> str:
 def _message(
     config_class: type[Config], error: ValidationError, layers: list[tuple[str, Mapping[str, Any]]], spell: Spell
 ) -> str:
-    """Say all that is wrong, in one line."""
     names = {setting.key: setting.name for setting in config_class.settings()}
     problems: dict[str, list[str]] = {}
     missing = []

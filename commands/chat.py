@@ -148,7 +148,6 @@ class _Conversation:
         return answer
 
     def resume(self, saved: "SavedAnswer", note: "OnEvent") -> "Answer":
-        """Continue an answer that had not ended."""
         answer = self.client.resume(saved, note)
         self._add("assistant", answer.text)
         return answer
@@ -158,7 +157,6 @@ class _Conversation:
 
 
 def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
-    """Show an answer on standard output while it comes."""
     can_rewrite = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     view = TerminalAnswer() if can_rewrite else PlainAnswer()
     try:
@@ -210,7 +208,6 @@ def _client(config: ChatConfig, session_file: Path | None) -> "DraftingClient":
 
 
 def _prompts() -> Iterator[str]:
-    """Yield what the user says, until the end of the input."""
     is_asked = sys.stdin.isatty()
     asked: Iterator[str] = iter(partial(input, "> "), None) if is_asked else (line.rstrip("\n") for line in sys.stdin)
     with contextlib.suppress(EOFError, UnicodeDecodeError):
@@ -295,7 +292,6 @@ class TerminalAnswer:
         self._write(f"\r\n{_STYLES['unverified']}{self._status}{_RESET}\r\n")
 
     def _rewrite(self, first: int) -> None:
-        """Write all tokens from one on again."""
         _, height = self._size()
         end = self._starts[-1]
         top = end[0] - (height - 4)  # what has left the screen cannot be written again

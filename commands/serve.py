@@ -76,7 +76,6 @@ def serve(config: ServeConfig) -> None:
 
 
 def _service(config: ServeConfig) -> "Service":
-    """Load target and drafters, and make what answers requests."""
     import torch
 
     from ..moa.formats.checkpoint import load_drafters

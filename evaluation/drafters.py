@@ -84,7 +84,6 @@ def _short(value: Any) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a mapping from a JSON or YAML file."""
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)

@@ -192,7 +192,6 @@ def _measure_batch(
     repeats: int,
     sampling: SamplingConfig,
 ) -> list[PromptRow]:
-    """Answer one turn of each chat with every method."""
     prompts, seeds = [chat.tokens for chat in batch], [chat.seed for chat in batch]
     generations: dict[str, list[list[Generation]]] = {name: [] for name in methods}
     for _ in range(repeats):

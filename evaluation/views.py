@@ -94,7 +94,6 @@ def _method_table(report: EvaluationReport) -> list[str]:
 
 
 def _drafter_table(report: EvaluationReport) -> list[str]:
-    """Lay out what each drafter cost to train and what it gives."""
     if not report.drafters:
         return []
     by_name, several = {summary.method: summary for summary in report.methods}, len(report.drafters) > 1

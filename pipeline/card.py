@@ -181,7 +181,6 @@ def size_category(n_sequences: int) -> str:
 
 
 def _licence(one: str | None, other: str | None) -> str:
-    """Return the lines of the front matter that name the licences of target and dataset."""
     if not (one and other):
         return "license: unknown  # fill in: the licences of target and dataset both apply"
     if one == other:
@@ -190,7 +189,6 @@ def _licence(one: str | None, other: str | None) -> str:
 
 
 def _smallest(fields: Iterable[FieldSummary]) -> FieldSummary | None:
-    """Return the activation that takes the fewest bytes; None where there is none."""
     activations = [field for field in fields if field.token_shape]
     return min(activations, key=lambda field: (field.raw_bytes, field.name), default=None)
 

@@ -97,7 +97,6 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
 
 
 def _is_named(relative: Path, split: str) -> bool:
-    """Whether a file, or one of its folders, has the name of a split."""
     stem = relative.name.split(".")[0]
     return split in relative.parts[:-1] or stem == split or stem.startswith(split + "-")
 

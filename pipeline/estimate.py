@@ -373,7 +373,6 @@ def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
 
 
 def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:
-    """Extract sequences to a temporary store of one part."""
     n_tokens = int(numbers(sequences, "n_tokens").sum())
     table = plan_parts(sequences, 2 * ALIGNMENT_TOKENS * n_tokens, ALIGNMENT_TOKENS)
     fields = tuple(codec.spec for codec in forwards.codec.fields.values())

@@ -147,7 +147,6 @@ def _what(path: Path) -> tuple[Path, str, str]:
 
 
 def _files(folder: Path, entry: str) -> dict[str, int]:
-    """Return the files to push, by their path below the folder, and their bytes."""
     found = {}
     for path in sorted(folder.rglob("*")):
         top, name = path.relative_to(folder).parts[0], path.relative_to(folder).as_posix()

@@ -485,7 +485,6 @@ class Server:
         raise ServingError(f"{self._url} has {', '.join(names) or 'no model'}. Name one of them by --model.")
 
     async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:
-        """Ask all turns of a row."""
         while row.begin_turn():
             try:
                 answer = await self._request(client, "POST", "/chat/completions", self._body(row))
@@ -520,7 +519,6 @@ class Server:
         return body | ({"chat_template_kwargs": self._arguments} if self._arguments else {})
 
     def _take(self, row: Row, answer: httpx.Response) -> None:
-        """Take the text of an answer that has ended by itself."""
         try:
             document = answer.json()
             choice = document["choices"][0]

@@ -73,7 +73,6 @@ class Sequences:
     _mask: Any = field(default_factory=bytearray, repr=False)
 
     def __len__(self) -> int:
-        """The number of sequences so far."""
         return len(self.source_rows)
 
     @property

@@ -180,7 +180,6 @@ class DraftingServer:
             await context.abort(STATUSES[failure.code], failure.message)
 
     async def _sweep(self) -> None:
-        """Forget sessions without a message for too long."""
         idle_s = self._settings.idle_s
         while True:
             await asyncio.sleep(min(5.0, idle_s / 4))

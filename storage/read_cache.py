@@ -106,7 +106,6 @@ class ReadCache:
         return self.folder / "blocks" / file.digest[:2] / f"{file.digest}-{block:06d}"
 
     def _load(self, file: RemoteFile, block: int) -> bytes | None:
-        """Return a block that is kept whole; None for none."""
         path = self._path(file, block)
         start, stop = _span(file, block)
         try:

@@ -220,7 +220,6 @@ class StoredArray:
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
-        """Fill in the logical dtype."""
         object.__setattr__(self, "logical_dtype", self.logical_dtype or self.dtype)
 
     @property
@@ -306,7 +305,6 @@ class StoreManifest:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        """Add the schema's conventions and check for contradictions."""
         object.__setattr__(self, "fields", tuple(self.fields))
         for key, value in CONVENTIONS.items():
             if self.conventions.get(key, value) not in (value, ROTATED_IN_SOME.get(key), LATENTS.get(key)):

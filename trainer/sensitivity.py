@@ -99,8 +99,6 @@ class DrafterMetrics:
 
 
 def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
-    """Read a sequence with all layers of its keys and values, in float32, as a batch of one."""
-
     def states(field: str) -> Tensor:
         return torch.from_numpy(to_float32(store.read(index, field), store.fields[field].dtype))[None]
 

@@ -261,7 +261,6 @@ class _Row:
 
     @property
     def n_remaining(self) -> int:
-        """Tokens that may still be generated."""
         return self._limit - len(self.tokens)
 
     def append(self, tokens: list[int], drafted: list[bool]) -> int:

@@ -173,7 +173,6 @@ def write_layout(
 
 
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
-    """Read sizes and state dict of a drafter in any of the layouts."""
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
     found = {name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()}
     own = config.get(_OWN_KEY)

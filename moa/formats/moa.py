@@ -119,7 +119,6 @@ def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
 
 
 def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
-    """List the keys of ``MOASpecConfig``."""
     values = layout.target_keys(sizes) | {
         "model_type": _MODEL_TYPE,
         "architectures": ["MOASpecModel"],

@@ -219,5 +219,4 @@ def causal_mask(positions: Tensor, n_slots: int, window: int | None = None) -> T
 
 
 def _reaches(query: Tensor, key: Tensor, window: int) -> Tensor:
-    """Whether a key's position is within the window of a query's."""
     return query // window == key // window if isinstance(window, Chunk) else query - key < window

@@ -255,7 +255,6 @@ def target_sizes(config: Any) -> dict[str, Any]:
 
 
 def _a_layer(config: Any) -> Any:
-    """The config of a decoder layer."""
     return (getattr(config, "per_layer_config", None) or [config])[0]
 
 

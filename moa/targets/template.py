@@ -138,7 +138,6 @@ class ChatTemplate:
         return rendered
 
     def _try_render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
-        """Render a chat; None where the template refuses it."""
         try:
             return self.render(messages, add_generation_prompt=add_generation_prompt)
         except RENDER_ERRORS:

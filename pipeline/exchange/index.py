@@ -64,7 +64,6 @@ def _check_path(path: Path, identity: str) -> None:
 
 
 def _rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer: Any) -> pa.Table:
-    """Return the rows of some sequences, in the store's order."""
     plan = store.sequences.slice(chosen.start, len(chosen))
     lengths = numbers(plan, "n_tokens")
     texts = store.read_batch(chosen, (TOKENS, "response_mask"))

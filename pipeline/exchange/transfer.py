@@ -210,7 +210,6 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
 
 
 def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
-    """Return the store's fields, in the dtype of the first file."""
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
         raise DatasetError(

@@ -165,7 +165,6 @@ class VllmSource:
         return self._collect(sequences, [_read(file) for file in files])
 
     def _collect(self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]) -> Capture:
-        """Put the values of all sequences into arrays that are padded on the right."""
         n_tokens = tuple(map(len, sequences))
         for tokens, found in zip(sequences, values, strict=True):
             if wrong := [len(each) for each in found.values() if len(each) != len(tokens)]:
@@ -223,7 +222,6 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Read a file as soon as it is whole, and delete it."""
     last_s = time.monotonic() + _WRITTEN_WITHIN_S
     while not file.exists():
         if (trouble := file.with_suffix(".error")).exists():

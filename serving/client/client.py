@@ -389,7 +389,6 @@ class _Turn:
         return session.wants_draft and not waits
 
     def _draft(self) -> None:
-        """Draft one token, or make the drafter ready for it."""
         session, drafter = self._session, self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
             session.no_draft()  # those of a long prompt are on their way: to feed it level by level takes longer
@@ -407,7 +406,6 @@ class _Turn:
     # What goes out
 
     def _flush(self) -> None:
-        """Send messages, report events and save the answer."""
         if messages := self._session.take_messages():
             self._link.send(self._stream, messages)
         events, now = self._session.take_events(), time.monotonic()

@@ -461,7 +461,6 @@ class Session:
         return math.prod(draft.probability for draft in self.drafts)
 
     def _send(self, **body: object) -> int:
-        """Queue a message; returns its sequence number."""
         self._sequence += 1
         self._outbox.append(pb.ClientMessage(sequence=self._sequence, **body))  # type: ignore[arg-type]
         return self._sequence

@@ -403,7 +403,6 @@ def _stored_bits(rows: np.ndarray) -> float:
 
 
 def _compact(parts: Sequence[_FittedPart], columns: CodeColumns) -> GroupFit:
-    """Drop the components that no column uses."""
     component = columns.component.copy()
     compacted = []
     for part, fitted in enumerate(parts):

@@ -484,7 +484,6 @@ class TransformCodec(FieldCodec):
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
     def _groups_of(self, layers: Layers) -> list[int]:
-        """Return the groups that hold these layers; None for all."""
         wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
         return [group for group, members in enumerate(self.groups) if any(layer in members for layer in wanted)]
 

@@ -350,7 +350,6 @@ def _fetch_ahead(reads: list[_Read]) -> None:
 
 
 def _decode(read: _Read) -> None:
-    """Read a run of chunks and put their values where they are wanted."""
     raw = read.reader.read_bytes(read.offset, read.n_bytes) if read.data is None else read.data
     for at, n_bytes, row, column, destinations in read.chunks:
         _place(read.reader, raw[at : at + n_bytes], row, column, destinations)

@@ -257,8 +257,6 @@ class _Verification:
     def _check_files(
         self, part: int | None, folder: StorePath, files: Mapping[str, FileRecord]
     ) -> list[Future[list[Finding]]]:
-        """Start to check size and checksum of each file."""
-
         def check(path: StorePath, name: str, record: FileRecord) -> list[Finding]:
             where = name_below(self.store, path)
             try:
@@ -293,7 +291,6 @@ class _Verification:
 
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
-    """Yield each thing that is wrong with a sequence."""
     who, part = f"sequence {row['sequence_id']} (source row {row['source_row']})", row["part"]
     for name, spec in reader.fields.items():
         codec = reader.codec.fields[name]

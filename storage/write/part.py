@@ -116,7 +116,6 @@ class ShardWriter:
             self._fd = -1
 
     def _write_oldest(self) -> None:
-        """Write the chunks of the oldest task, waiting for them."""
         for data in self._encoding[0].result():
             self._index[divmod(self._n_chunks, self._grid.chunks_per_row)] = self._n_bytes, len(data)
             self._n_chunks += 1

@@ -93,7 +93,6 @@ def plan_repair(
 
 
 def _kind(path: str) -> str:
-    """Return what a damaged file of the whole store belongs to."""
     return next((kind for kind, (starts, _) in _KINDS.items() if path.startswith(starts)), "others")
 
 

@@ -166,7 +166,6 @@ class StoreWriter(StoreFiles):
 
     @contextmanager
     def _opening(self) -> Iterator[None]:
-        """Close the store where it cannot be opened."""
         try:
             with backend.check_guard(self.path), disk_full_guard(self.path):
                 yield
