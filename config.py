@@ -42,8 +42,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-Common = Annotated[_Value, _COMMON]
-"""The type of a setting that most people look at first."""
+Common = Annotated[_Value, _COMMON]  # the type of a setting that most people look at first
 
 
 def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:

@@ -17,8 +17,7 @@ class MoaDataError(Exception):
         hint: what to do next, where the message does not say it.
     """
 
-    exit_code: int = 2
-    """Exit code of a command that ends with this error."""
+    exit_code: int = 2  # exit code of a command that ends with this error
 
     def __init__(self, message: str = "", hint: str = "") -> None:
         super().__init__(f"{message} {hint}".rstrip())

@@ -17,10 +17,8 @@ from typing import Any
 from .errors import DrafterError, NotEnoughMemory, StorageUnavailable, StoreDamaged
 from .text import first_line, format_bytes
 
-PARTIAL_SUFFIX = ".partial"
-"""Suffix of files and folders that are being written; after a crash they are rubbish."""
-MAX_JSON_BYTES = 16 << 20
-"""Longest JSON document that is parsed; a commit of a part has about 100 bytes per file."""
+PARTIAL_SUFFIX = ".partial"  # suffix of files and folders that are being written; after a crash they are rubbish
+MAX_JSON_BYTES = 16 << 20  # longest JSON document that is parsed; a commit of a part has about 100 bytes per file
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that a document may hold; sums and products of a few of them still fit 64 bits or are Python's."""
 FULL_DISK_ADVICE = (

@@ -116,8 +116,7 @@ def _output_failures() -> Iterator[None]:
         raise StageFailure(line) from error
 
 
-out = StandardOutput()
-"""Standard output; errors and progress go to standard error."""
+out = StandardOutput()  # standard output; errors and progress go to standard error
 
 
 class StageGroup(click.Group):

@@ -31,8 +31,7 @@ from ..machine import is_first_process
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-CLEANUP_S = 3.0
-"""Time for a command to discard what it has in flight, from the signal on."""
+CLEANUP_S = 3.0  # time for a command to discard what it has in flight, from the signal on
 # A second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher.
 _REPEAT_S = 1.0
 _POLL_S = 0.1

@@ -7,8 +7,7 @@ from typing_extensions import override
 
 from ..config import Common, Config, Count, Positive, Seed
 
-MIN_VOCAB_SIZE = 262
-"""The 256 bytes and the special tokens."""
+MIN_VOCAB_SIZE = 262  # the 256 bytes and the special tokens
 
 
 class DemoConfig(Config):

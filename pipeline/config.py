@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
 
 
-TEXT_FIELDS = ("tokens", "response_mask")
-"""Fields of every store that are not activations."""
+TEXT_FIELDS = ("tokens", "response_mask")  # fields of every store that are not activations
 
 DEFAULT_MAX_LENGTH = 2048
-_MAX_ENCODE_THREADS = 16
-"""With more, the one thread that writes is the slowest stage."""
+_MAX_ENCODE_THREADS = 16  # with more, the one thread that writes is the slowest stage
 
 
 class RowSettings(Config):

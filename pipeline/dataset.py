@@ -28,15 +28,12 @@ from ..errors import DatasetError, OptionInvalid
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
 from ..text import counted, first_line, format_bytes
 
-MAX_ROW_BYTES = 1 << 28
-"""Longest row that is read into memory."""
+MAX_ROW_BYTES = 1 << 28  # longest row that is read into memory
 MAX_EXPANSION = 200
 """Largest factor by which a big row group of a Parquet file may grow when it is read; chats compress to a tenth."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
-DEFAULT_SPLIT = "train_sft"
-"""Split that is read where none is given: that of chats in UltraChat and its relatives."""
-RECORD_SUFFIX = ".regeneration.json"
-"""Suffix of what `regenerate` writes beside its chats."""
+DEFAULT_SPLIT = "train_sft"  # split that is read where none is given: that of chats in UltraChat and its relatives
+RECORD_SUFFIX = ".regeneration.json"  # suffix of what `regenerate` writes beside its chats
 
 _DICT = "dataset_dict.json"
 _NO_CHATS = re.compile(

@@ -52,8 +52,7 @@ from .report import Timings
 _N_BATCHES = 3
 _MAX_WEIGHTS = 250_000_000
 """Weights of the timed target on a CPU: one layer of Llama-3-8B has 218 million, which take a second to draw."""
-_MAX_PRODUCTS = 1e11
-"""Multiplications of one timed forward on a CPU: about two seconds of slow cores."""
+_MAX_PRODUCTS = 1e11  # multiplications of one timed forward on a CPU: about two seconds of slow cores
 
 
 def field_specs(

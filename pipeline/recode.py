@@ -30,10 +30,8 @@ from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
 
-_METRIC_TOKENS = 60_000
-"""Tokens of the sequences on which metrics of keys and values are measured, roughly."""
-_MIN_RESPONSE = 8
-"""Tokens of a response that draft rounds fit into."""
+_METRIC_TOKENS = 60_000  # tokens of the sequences on which metrics of keys and values are measured, roughly
+_MIN_RESPONSE = 8  # tokens of a response that draft rounds fit into
 
 
 class KVMetrics(Protocol):

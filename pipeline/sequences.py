@@ -39,8 +39,7 @@ from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
 
-MIN_ROWS = 2000
-"""With fewer rows, one process is done before others have started."""
+MIN_ROWS = 2000  # with fewer rows, one process is done before others have started
 ROWS_PER_PROCESS = 16_384
 """Rows of a block for each process: some seconds of work, long against the start of the processes."""
 _BLOCK_CHARS = 1 << 28
@@ -50,8 +49,7 @@ Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
 _COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
 _COUNTS_KEY, _ORIGIN_KEY = b"counts", b"origin"
-_ORIGIN_VERSION = 1
-"""Part of the origin; raise it when a change of the code makes equal chats give other tokens."""
+_ORIGIN_VERSION = 1  # part of the origin; raise it when a change of the code makes equal chats give other tokens
 
 
 @dataclass

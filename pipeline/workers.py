@@ -46,12 +46,10 @@ from .report import PartProgress, Timings
 from .sequences import Sequences
 
 _LOOK_EVERY_S, _DIRECT_EVERY_S, _RAY_LOOK_EVERY_S, _SIGNAL_EVERY_S = 1.0, 0.05, 0.5, 1.0
-_PATIENCE_S = 600.0
-"""Seconds without any commit after which parts that other workers have begun are done here too."""
+_PATIENCE_S = 600.0  # seconds without any commit after which parts that other workers have begun are done here too
 _LEAVE_S, _RAY_LEAVE_S = 2.0, 1.5
 """Seconds that workers have to discard their parts when they are told to end; an interrupted command has three."""
-_MAX_LOST = 5
-"""Workers in a row that may be lost before anything is committed; machines are seldom lost so often."""
+_MAX_LOST = 5  # workers in a row that may be lost before anything is committed; machines are seldom lost so often
 _END_S, _RAY_END_S = 60.0, 10.0
 """Seconds that workers have to report what they spent once everything is committed; some of Ray may never start."""
 _DEVICE_ERRORS = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
@@ -70,10 +68,8 @@ _QUIET = {
     "RAY_AUTH_MODE": "token",  # as Ray does by itself for one that it starts, but then with a warning
 }
 
-Outcome = Timings | Exception | str
-"""What a worker spent, what it raised, or how it was lost."""
-Watch = Callable[[], Outcome | None]
-"""Gives what became of a worker, once; None while it runs, or waits for room."""
+Outcome = Timings | Exception | str  # what a worker spent, what it raised, or how it was lost
+Watch = Callable[[], Outcome | None]  # gives what became of a worker, once; None while it runs, or waits for room
 
 
 @dataclass(frozen=True)

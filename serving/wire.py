@@ -25,10 +25,8 @@ from torch import Tensor
 
 from ..errors import NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 
-PROTOCOL = 1
-"""Version of the protocol; both sides must have the same."""
-CODECS = ("bf16", "int8", "int4")
-"""Names, from the most exact to the smallest."""
+PROTOCOL = 1  # version of the protocol; both sides must have the same
+CODECS = ("bf16", "int8", "int4")  # names, from the most exact to the smallest
 ERRORS: dict[str, type[ServingError]] = {
     "overloaded": Overloaded, "invalid": RequestInvalid, "not_allowed": NotAllowed, "mismatch": ProtocolMismatch
 }  # fmt: skip

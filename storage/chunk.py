@@ -42,8 +42,7 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The chain in words, as ``store.json`` records it."""
 
-_BLOSC_HEADER = struct.Struct("<4xI4xI")
-"""Raw bytes and frame bytes; what lies between them is blosc's own business."""
+_BLOSC_HEADER = struct.Struct("<4xI4xI")  # raw bytes and frame bytes; what lies between them is blosc's own business
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
 """CRC-32C of any bytes that end with their own CRC-32C, little endian: what makes a chunk whole."""

@@ -43,8 +43,7 @@ SEQUENCE_TOKENS = 512
 """Length of the sequence for which ``chunk_tokens`` is chosen; twice or half of it changes the choice by one step."""
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 1 << 20
-MAX_SHARD_BYTES = 2 << 30
-"""Raw bytes of a shard, where a part has more than that in an array."""
+MAX_SHARD_BYTES = 2 << 30  # raw bytes of a shard, where a part has more than that in an array
 PART_STEP_TOKENS = 8192
 """Parts have room for a multiple of so many tokens: the longest chunk that :func:`chunk_tokens` chooses."""
 MAX_READABLE_CHUNK_BYTES = 256 << 20

@@ -38,12 +38,9 @@ from .paths import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
 """Ranges that lie at most so far apart are read by one request: fetching the gap costs less than asking twice."""
-COPY_BYTES = 5 << 30
-"""Longest file that S3 copies by one request; a longer one is read and written again."""
-UPLOADS_AT_ONCE = 8
-"""Pieces of one file that are uploaded at the same time; each is held in memory."""
-NOTICE_S = 5.0
-"""Time without an answer after which a process logs, once, that it waits."""
+COPY_BYTES = 5 << 30  # longest file that S3 copies by one request; a longer one is read and written again
+UPLOADS_AT_ONCE = 8  # pieces of one file that are uploaded at the same time; each is held in memory
+NOTICE_S = 5.0  # time without an answer after which a process logs, once, that it waits
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 180.0

@@ -10,8 +10,7 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol, TypeVar
 
-REQUEST_BYTES = 8 << 20
-"""Longest range of one request to a server, and size of the blocks in which a file is uploaded."""
+REQUEST_BYTES = 8 << 20  # longest range of one request to a server, and size of the blocks in which a file is uploaded
 MAX_REQUESTS = 32
 """Requests that one process has under way at the same time: with 20 ms to the first byte and 8 MiB each, more than a
 link of 100 Gbit/s carries."""
@@ -124,10 +123,8 @@ class RemotePath:
         return self.backend.read(self.key)
 
 
-StorePath = Path | RemotePath
-"""A store, or a file or folder of one."""
-AnyPath = TypeVar("AnyPath", bound=StorePath)
-"""The type of a path of which another one of the same kind is made."""
+StorePath = Path | RemotePath  # a store, or a file or folder of one
+AnyPath = TypeVar("AnyPath", bound=StorePath)  # the type of a path of which another one of the same kind is made
 
 
 def name_below(folder: StorePath, path: StorePath) -> str:

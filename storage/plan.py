@@ -38,17 +38,13 @@ SEQUENCE_SCHEMA = pa.schema(
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(pa.field("first_token", pa.int64()))
 """Columns of plan.parquet: the above, the part, and the sequence's first position on the part's token axis."""
 
-TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
-"""Columns of texts.arrow."""
+TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]  # columns of texts.arrow
 
-TEXTS_SHA256 = b"sha256"
-"""Key of the metadata of texts.arrow that holds ``texts_sha256``."""
+TEXTS_SHA256 = b"sha256"  # key of the metadata of texts.arrow that holds ``texts_sha256``
 
-MAX_ID_BYTES = 1024
-"""Longest sequence id that is read."""
+MAX_ID_BYTES = 1024  # longest sequence id that is read
 
-MAX_PLAN_BYTES = 1 << 30
-"""Longest plan.parquet that is read: about 100 bytes for each of ten million sequences."""
+MAX_PLAN_BYTES = 1 << 30  # longest plan.parquet that is read: about 100 bytes for each of ten million sequences
 
 
 def numbers(table: pa.Table, name: str) -> np.ndarray:

@@ -30,8 +30,7 @@ from .paths import REQUEST_BYTES, RemotePath, requests
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "MOA_DATA_CACHE_DIR", "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
-BLOCK_BYTES = 1 << 20
-"""A reader of a whole sequence asks for many times as much; smaller blocks only make more files."""
+BLOCK_BYTES = 1 << 20  # a reader of a whole sequence asks for many times as much; smaller blocks only make more files
 _CRC = struct.Struct("<I")
 _FREED_SHARE = 20
 
@@ -58,8 +57,7 @@ class RemoteFile:
         return len(data)
 
 
-Ranges = Sequence[tuple[RemoteFile, int, int]]
-"""Byte ranges [start, stop) of remote files of one store."""
+Ranges = Sequence[tuple[RemoteFile, int, int]]  # byte ranges [start, stop) of remote files of one store
 
 
 def fetch_ranges(ranges: Ranges) -> list[memoryview]:

@@ -126,26 +126,18 @@ _TARGET_COUNTS = frozenset(
 _EXTRACTION_COUNTS = frozenset(("batch_tokens", "max_length", "part_tokens", "target_layers"))
 
 MAX_LAYERS = 1 << 12
-MAX_TOKEN_VALUES = 1 << 26
-"""Most values that one token of a field may have; the largest models have about a million."""
+MAX_TOKEN_VALUES = 1 << 26  # most values that one token of a field may have; the largest models have about a million
 
-Array = Any
-"""A NumPy array or a torch tensor; what takes either has one definition for both."""
+Array = Any  # a NumPy array or a torch tensor; what takes either has one definition for both
 
-TOKENS = "tokens"
-"""The field of the token ids, of which some codecs need rows to decode another field."""
-KV = "kv"
-"""The field of the keys and values of all layers; where layers are not alike, those of some are below it."""
-HIDDEN_LAST = "hidden/last"
-"""The field of the states after the final norm."""
+TOKENS = "tokens"  # the field of the token ids, of which some codecs need rows to decode another field
+KV = "kv"  # the field of the keys and values of all layers; where layers are not alike, those of some are below it
+HIDDEN_LAST = "hidden/last"  # the field of the states after the final norm
 
 TOKEN_AXIS, LAYER_AXIS = "token", "layer"
-BLOCK_AXIS = "block"
-"""Name of axis 0 of a stored array that has one row for several tokens."""
-PIECE_AXIS = "piece"
-"""Name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own."""
-KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")
-"""Axes of one token's keys and values."""
+BLOCK_AXIS = "block"  # name of axis 0 of a stored array that has one row for several tokens
+PIECE_AXIS = "piece"  # name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own
+KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")  # axes of one token's keys and values
 UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
 """The same where keys and values are of unequal widths, and stand one after the other on the last axis."""
 
@@ -439,8 +431,7 @@ STORAGE_DTYPES = {
 }
 """Logical dtype name -> NumPy dtype name on disk (always little endian)."""
 
-FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
-"""Logical dtypes that can hold NaN or infinity."""
+FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})  # logical dtypes that can hold NaN or infinity
 
 # All exponent bits set means infinity or NaN; testing the bits needs no conversion.
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)

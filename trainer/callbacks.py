@@ -25,8 +25,7 @@ from .data import Batch, StoreDataModule, TrainingStream, device_share
 from .step import WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-REPEAT_S = 1.0
-"""A second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher."""
+REPEAT_S = 1.0  # a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
 
 
 class Throughput(L.Callback):

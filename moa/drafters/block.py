@@ -52,10 +52,8 @@ from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
-CONTEXTS = ("hidden", "kv", "memory")
-"""What a drafter can know of verified positions."""
-N_READ_LAYERS = 5
-"""Target layers whose outputs are read by default, as in DSpark and DFlash."""
+CONTEXTS = ("hidden", "kv", "memory")  # what a drafter can know of verified positions
+N_READ_LAYERS = 5  # target layers whose outputs are read by default, as in DSpark and DFlash
 
 
 @dataclass(frozen=True, kw_only=True)

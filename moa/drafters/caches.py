@@ -21,8 +21,7 @@ from ..nn.masks import added, are_alike, to_device
 from .base import DraftLevel
 from .training import at_queries
 
-KeysValues = tuple[Tensor, Tensor]
-"""Keys and values, each [B, H_kv, S, d]."""
+KeysValues = tuple[Tensor, Tensor]  # keys and values, each [B, H_kv, S, d]
 Fresh = tuple[Tensor, Tensor | None, list[int]]
 """What a round begins with: tokens [B, n] int64, states of the target [B, n, ...] or None, how many of n are real."""
 

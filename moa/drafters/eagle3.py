@@ -43,8 +43,7 @@ from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries, places
 
-STEP_DECAY = 0.8
-"""Weight of a step's loss relative to the step before (official ``traineagle3/main.py``)."""
+STEP_DECAY = 0.8  # weight of a step's loss relative to the step before (official ``traineagle3/main.py``)
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
 """Tokens that can be drafted where the target has more, as the authors take of Llama 3's 128,256."""

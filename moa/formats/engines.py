@@ -9,5 +9,4 @@ FORMATS: dict[str, dict[str, tuple[str, str]]] = {
     "speculators": {kind: (f"speculators-{kind}", kind) for kind in ("eagle3", "dflash", "dspark")},
 }  # fmt: skip
 """Engine -> kind of drafter -> the format that it reads, and its method."""
-WHOLE_BLOCKS = ("dflash",)
-"""Methods with which an engine drafts all of a block."""
+WHOLE_BLOCKS = ("dflash",)  # methods with which an engine drafts all of a block

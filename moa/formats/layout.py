@@ -17,10 +17,8 @@ from ..drafters.sizes import DrafterSizes
 from ..targets.families import norm_eps, rope_parameters
 
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-Weights = dict[str, Tensor]
-"""Tensors by name, of a file or of a drafter's state dict."""
-ForeignConfig = Mapping[str, Any]
-"""The content of a config.json that somebody else wrote."""
+Weights = dict[str, Tensor]  # tensors by name, of a file or of a drafter's state dict
+ForeignConfig = Mapping[str, Any]  # the content of a config.json that somebody else wrote
 
 
 def _unchanged(given: Any, sizes: Any = None) -> Any:

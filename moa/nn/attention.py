@@ -26,8 +26,7 @@ from torch.nn.attention import flex_attention as flex
 from ...text import first_line
 from .masks import Mask
 
-_MIN_FLEX_QUERIES = 128
-"""FlexAttention works in blocks of so many queries."""
+_MIN_FLEX_QUERIES = 128  # FlexAttention works in blocks of so many queries
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 _MAX_ERROR = 0.02
 """Of a vector's norm: bfloat16 rounds by 0.003 (measured on an H100), one key too many or too few is 0.3."""

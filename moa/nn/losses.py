@@ -50,15 +50,11 @@ class Divergence:
 
 
 KL = Divergence()
-_LEAST_ACCEPTED = 1e-6
-"""Lower bound of the probability of acceptance, so that its logarithm and gradient stay finite."""
+_LEAST_ACCEPTED = 1e-6  # lower bound of the probability of acceptance, so that its logarithm and gradient stay finite
 
-LOGITS_BYTES = 1 << 26
-"""Bytes of float32 logits of one chunk, unless that made more than ``MAX_CHUNKS`` chunks."""
-MAX_CHUNKS = 8
-"""How often the loss of one forward reads an LM head at most."""
-_CAST_BYTES = 1 << 28
-"""Bytes of an LM head that are cast, or of its gradient that are made, at once."""
+LOGITS_BYTES = 1 << 26  # bytes of float32 logits of one chunk, unless that made more than ``MAX_CHUNKS`` chunks
+MAX_CHUNKS = 8  # how often the loss of one forward reads an LM head at most
+_CAST_BYTES = 1 << 28  # bytes of an LM head that are cast, or of its gradient that are made, at once
 
 
 def chunk_rows(n_rows: int, n_logits: int) -> int:

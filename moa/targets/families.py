@@ -100,8 +100,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(rotates_halves=False),
 }
 """Model type of the text model -> what is known of it."""
-OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
-"""What is assumed of the others."""
+OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)  # what is assumed of the others
 
 
 # Upper limits of the sizes in a config.json, far above those of the largest models.
@@ -110,8 +109,7 @@ _LARGEST = {
     "hidden_size": 1 << 18, "intermediate_size": 1 << 20, "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26,
     "sliding_window": 1 << 26,
 }  # fmt: skip
-_MANY_POSITIONS = 1 << 20
-"""Positions of a target whose config names no bound."""
+_MANY_POSITIONS = 1 << 20  # positions of a target whose config names no bound
 
 
 def load_target_config(folder: Path, with_weights: bool = True) -> Any:

@@ -15,8 +15,7 @@ from ..nn.losses import capped, logits_of
 from . import families
 from .bundle import final_norm, scaled_head
 
-Target = Any
-"""A :class:`.live.Target`, which asks here whether it can be decoded."""
+Target = Any  # a :class:`.live.Target`, which asks here whether it can be decoded
 _N_TOKENS = 12
 
 

@@ -44,8 +44,7 @@ from .capture import Capture, HostSlots, capture
 
 _BATCHES_AHEAD = 2
 """Tasks that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
-N_HOST_SLOTS = _BATCHES_AHEAD + 2
-"""Batches in host memory: those that wait, one that is written and one that is copied."""
+N_HOST_SLOTS = _BATCHES_AHEAD + 2  # batches in host memory: those that wait, one that is written and one that is copied
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ...files import replacing
 
-FILE_PARAMETER = "moa_data_file"
-"""Parameter of a request (``kv_transfer_params``): the file that gets its values."""
+FILE_PARAMETER = "moa_data_file"  # parameter of a request (``kv_transfer_params``): the file that gets its values
 
 _HIDDEN = "HiddenStateCacheSpec"
 _TAKEN = ("FullAttentionSpec", _HIDDEN)

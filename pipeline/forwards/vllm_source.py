@@ -38,8 +38,7 @@ VLLM_VERSIONS = ("0.33.0", "0.32.0")
 _CONNECTOR, _MODULE = "MoaDataConnector", "moa_data.pipeline.forwards.vllm_connector"
 _FILE_PARAMETER = "moa_data_file"  # as in the connector, which cannot be imported without vLLM
 _STARTED_WITHIN_S, _WRITTEN_WITHIN_S = 1800.0, 300.0
-_PROCESSES = ("EngineCore", "VLLM")
-"""How the names of vLLM's processes begin."""
+_PROCESSES = ("EngineCore", "VLLM")  # how the names of vLLM's processes begin
 _MEMORY_FOLDER = Path("/dev/shm")
 
 

@@ -118,8 +118,7 @@ def as_json(event: Event) -> dict[str, Any]:
 
 SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """The settings of sampling that the protocol has."""
-GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
-"""Of the chains that a client drafts."""
+GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)  # of the chains that a client drafts
 
 
 @dataclass(frozen=True)

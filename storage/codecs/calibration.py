@@ -23,8 +23,7 @@ from array_api_compat import array_namespace, to_device
 from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 
-Place = Callable[[np.ndarray], Array]
-"""Moves a NumPy array to where large products run; see ``codecs.field.Learning``."""
+Place = Callable[[np.ndarray], Array]  # moves a NumPy array to where large products run; see ``codecs.field.Learning``
 
 MAX_COMPONENTS = 4_096  # kept of one part of one group
 MAX_FEATURES = 512  # that a token's keys and values are predicted from

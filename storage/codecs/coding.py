@@ -39,15 +39,12 @@ from .field import Codes, Layers, placed
 EARLY_POSITIONS = 8
 """Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
 
-CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
-"""Number of levels of a digit -> digits in one byte."""
+CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}  # number of levels of a digit -> digits in one byte
 
 LOW_LEVELS, HIGH_LEVELS = 255, 15
-WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
-"""Levels of a code that is stored as two digits."""
+WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # levels of a code that is stored as two digits
 
-MIN_GROUP_BYTES = 1024
-"""Bytes of codes per token that groups must have on average for their runs to be joined."""
+MIN_GROUP_BYTES = 1024  # bytes of codes per token that groups must have on average for their runs to be joined
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE, _WIDE_PIECE = 96, 192
 

@@ -14,10 +14,8 @@ from ...errors import StoreError
 from ...text import Progress
 from ..schema import Array, FieldSpec, StoredArray
 
-Codes = Mapping[str, Array]
-"""Name of a stored array -> rows of it."""
-Layers = list[int] | None
-"""The chosen layers in the order wanted; None for all."""
+Codes = Mapping[str, Array]  # name of a stored array -> rows of it
+Layers = list[int] | None  # the chosen layers in the order wanted; None for all
 
 
 def placed(array: np.ndarray, like: Array) -> Array:

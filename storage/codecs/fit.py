@@ -44,8 +44,7 @@ ROUNDINGS = (0.5, 0.4, 0.3)
 STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
 """Steps tried, relative to the one of high-rate theory: a third of an octave apart."""
 
-DROPPED = 1
-"""Number of levels of a component that is not stored."""
+DROPPED = 1  # number of levels of a component that is not stored
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
 # Magnitudes that the finest step of a component far above the others spans, with room for values beyond the sample's.

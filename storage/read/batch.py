@@ -29,8 +29,7 @@ from ..paths import RemotePath, StorePath, threads
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
-REMOTE_WINDOW_BYTES = 64 << 20
-"""Stored bytes that are fetched from a remote file system before they are decoded."""
+REMOTE_WINDOW_BYTES = 64 << 20  # stored bytes that are fetched from a remote file system before they are decoded
 
 MAX_SHARDS_AT_ONCE = 128
 """Files that one call has read ahead before it decodes; more than are held open would be opened twice."""

@@ -54,8 +54,7 @@ from ..schema import (
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
-SLICE_BYTES = 32 << 20
-"""Raw bytes that one thread holds at a time."""
+SLICE_BYTES = 32 << 20  # raw bytes that one thread holds at a time
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ CAN_SHARE = hasattr(fcntl, "F_OFD_SETLKW")
 
 _OPENING = "opens or cleans the store"
 """Note in store.lock of a process that will share the lock soon, so that others wait for it instead of giving up."""
-_GRACE_S = 1.0
-"""Time that a holder has to write its note."""
+_GRACE_S = 1.0  # time that a holder has to write its note
 _RETRY_S = 0.1
 
 
@@ -151,8 +150,7 @@ class StoreLock:
             self._fd = -1
 
 
-_FLOCK = "hhqqi"
-"""``struct flock``: kind, what the start counts from, start, length, process."""
+_FLOCK = "hhqqi"  # ``struct flock``: kind, what the start counts from, start, length, process
 
 
 def _byte_range(byte: int) -> bytes:

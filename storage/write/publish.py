@@ -55,10 +55,8 @@ from ..schema import (
 )
 from .lock import FIRST_PART_BYTE, StoreLock
 
-COMMIT_WITHIN_S = 24 * 3600.0
-"""Time from the first upload of a part in which it must be published."""
-LEFTOVER_S = 2 * COMMIT_WITHIN_S
-"""Age from which an upload that was not published is deleted."""
+COMMIT_WITHIN_S = 24 * 3600.0  # time from the first upload of a part in which it must be published
+LEFTOVER_S = 2 * COMMIT_WITHIN_S  # age from which an upload that was not published is deleted
 
 
 def partial_name(name: str, attempt: str) -> str:
