@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 CLEANUP_S = 3.0  # time for a command to discard what it has in flight, from the signal on
-# A second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher.
-_REPEAT_S = 1.0
+_REPEAT_S = 1.0  # a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
 _POLL_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IMPORT = "<frozen importlib._bootstrap"

@@ -20,12 +20,10 @@ from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
 from ..serving.client.session import Event, RolledBack, Tokens, Verified
 
-# Of each byte one way, the mean of 4G.
-DELAY_S = 0.021
+DELAY_S = 0.021  # of each byte one way, the mean of 4G
 # Least time of a target call, about that of an 8B target on a small GPU; the demo's own takes one or two.
 TARGET_MS = 25.0
-# The network is cut when this share of the answer is there, for so many seconds.
-CUT_AFTER, CUT_S = 0.35, 1.5
+CUT_AFTER, CUT_S = 0.35, 1.5  # the network is cut when this share of the answer is there, for so many seconds
 
 
 class CutProxy:

@@ -24,8 +24,7 @@ from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
-# File that is written last: a folder without it was not finished, and is made again.
-MARKER = "training.json"
+MARKER = "training.json"  # file that is written last: a folder without it was not finished, and is made again
 BOS, EOT, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", EOT, PAD)
 CHAT_TEMPLATE = (

@@ -24,8 +24,7 @@ DRAFTER_FILE = "drafter.json"
 # Locks and runs/ stay here, as they name paths and machines.
 _PUSHED = KNOWN_NAMES - {LOCK_NAME, PUBLISH_NAME, RUNS_NAME}
 _NOT_OURS = [".gitattributes", ".gitignore"]
-# Where the Hub's client keeps what it has begun to download, below the folder.
-_CACHE = ".cache"
+_CACHE = ".cache"  # where the Hub's client keeps what it has begun to download, below the folder
 _AGAIN = "What is there is kept: run the same command again to continue."
 
 

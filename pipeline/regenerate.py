@@ -46,8 +46,7 @@ from ..text import Progress, counted, first_line, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 
-# Name of the file in a folder.
-_FILE = "chats.jsonl"
+_FILE = "chats.jsonl"  # name of the file in a folder
 _WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
 
 
@@ -414,8 +413,7 @@ class LocalTarget:
 
 _TOO_LONG = ("context_length_exceeded", "maximum context length", "shorten")
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-# Statuses that concern one request.
-_REFUSALS = (400, 413, 422)
+_REFUSALS = (400, 413, 422)  # statuses that concern one request
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
 _ADVICE = "Check --server, --model and OPENAI_API_KEY."
 

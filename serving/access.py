@@ -38,14 +38,10 @@ from .api import ApiError
 from .config import LimitOptions
 
 _SCHEME = "bearer "
-# Seconds without accepting connections where the process may open no more files.
-_RETRY_S = 0.1
-# Seconds in which the request of a new connection is expected to be read, however busy the process is.
-_YOUNG_S = 1.0
-# How many times the bound may come at once beyond it, for that long.
-_BURST = 3
-# Seconds after which a reader that takes nothing may lose its place to another request.
-_STUCK_S = 1.0
+_RETRY_S = 0.1  # seconds without accepting connections where the process may open no more files
+_YOUNG_S = 1.0  # seconds in which the request of a new connection is expected to be read, however busy the process is
+_BURST = 3  # how many times the bound may come at once beyond it, for that long
+_STUCK_S = 1.0  # seconds after which a reader that takes nothing may lose its place to another request
 
 
 def read_tokens(path: str | Path) -> list[str]:

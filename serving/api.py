@@ -26,8 +26,7 @@ from .detokenizer import Detokenizer, StopStrings
 from .engine.engine import Engine
 from .engine.sequence import Commit, Logprobs, Request, Work
 
-# Commits that wait for a reader when its sequence is held, and when it is released.
-_HOLD_AT, _RELEASE_AT = 64, 8
+_HOLD_AT, _RELEASE_AT = 64, 8  # commits that wait for a reader when its sequence is held, and when it is released
 _MAX_STOPS, _MAX_STOP_CHARS = 4, 256
 
 # Settings of the API that this server lacks -> values, besides null, at which they change nothing.

@@ -30,8 +30,7 @@ from .wire import ERRORS, PROTOCOL, STATUSES, check_codec
 
 _LOG = logging.getLogger(__name__)
 
-# Open connections; further ones are closed at once.
-_MAX_CONNECTIONS = 8192
+_MAX_CONNECTIONS = 8192  # open connections; further ones are closed at once
 # Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another.
 _SILENT_S = 10.0
 

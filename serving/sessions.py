@@ -30,17 +30,13 @@ from .engine.engine import Engine
 from .engine.sequence import Commit, Request, Work
 from .wire import bytes_per_position, encode, n_common
 
-# Messages that wait for the engine. A client that drafts ahead has two on their way.
-_MAX_PENDING = 16
+_MAX_PENDING = 16  # messages that wait for the engine. A client that drafts ahead has two on their way.
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
-# Contexts sent at once. A chunk on its way delays the next answer, by 3 ms at 20 Mbit/s.
-_CHUNK_BYTES = 8192
-# Answers that wait to be sent, at which their reader is slow.
-_MAX_MESSAGES = 64
+_CHUNK_BYTES = 8192  # contexts sent at once. A chunk on its way delays the next answer, by 3 ms at 20 Mbit/s.
+_MAX_MESSAGES = 64  # answers that wait to be sent, at which their reader is slow
 # Bytes of contexts that wait to be sent, likewise. Those of a prompt are many, and must not stop its answer.
 _MAX_UNSENT = 32 << 20
-# Bytes of contexts that are kept when they were sent: a cut takes with it what was on its way.
-_MAX_KEPT = 4 << 20
+_MAX_KEPT = 4 << 20  # bytes of contexts that are kept when they were sent: a cut takes with it what was on its way
 
 
 _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")

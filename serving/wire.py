@@ -45,8 +45,7 @@ CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_prob
 # One scale a position would not do: some numbers, keys above all, are many times larger than the others, which would
 # all be rounded to 0.
 GROUP = 64
-# Largest code of each codec of integers; the smallest is its negative.
-_MAX_CODE = {"int8": 127, "int4": 7}
+_MAX_CODE = {"int8": 127, "int4": 7}  # largest code of each codec of integers; the smallest is its negative
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 

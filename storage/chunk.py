@@ -96,8 +96,7 @@ _HEADER = struct.Struct("<BBBBIII")
 _U32 = struct.Struct("<I")
 _SHUFFLED_ZSTD = 0x81
 _UNSPLIT_ZSTD = 0x90
-# Blosc splits a block only where each plane has at least 128 bytes.
-_MIN_PLANE_BYTES = 128
+_MIN_PLANE_BYTES = 128  # blosc splits a block only where each plane has at least 128 bytes
 _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS, _N_SAMPLE_ROWS = 4, 64
 # Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0 repeats is below this.

@@ -48,8 +48,7 @@ from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 _LAYER_OUTPUTS = "layer_outputs"
 _COUNTED_SEQUENCES = 256  # read at once to count their tokens
 _MAX_THREADS = 16  # decode more than the bus to a GPU takes
-# Batches that are formed by length among each other: more would pad less, and mix the data less.
-_GROUPED_BATCHES = 32
+_GROUPED_BATCHES = 32  # batches that are formed by length among each other: more would pad less, and mix the data less
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -27,8 +27,7 @@ from .config import TrainConfig
 from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
 
-# Whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost.
-_MUON_BLOCK_ROWS = 128
+_MUON_BLOCK_ROWS = 128  # whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
 # Positions of layer self-attention that are recomputed at once; each has all layers, hundreds of rows together.
 _RECOMPUTED_POSITIONS = 16

@@ -20,8 +20,7 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# Drafts after which a chain asks whether it ends: each time the host waits for the device.
-_ASKS_AFTER = {"cuda": 4}
+_ASKS_AFTER = {"cuda": 4}  # drafts after which a chain asks whether it ends: each time the host waits for the device
 
 # Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order.
 Choose = Callable[[Tensor], Tensor]

@@ -37,10 +37,8 @@ _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
 # Numbers that a random generator makes in the time that it takes to move to the next one that is wanted.
 _N_PER_MOVE = 700
-# Possible tokens that are compared as they are; of more it is sought first which of them can be chosen.
-_N_PLAIN = 8192
-# Relative error of what is compared in choosing a token: logarithms of float64 are far more exact.
-_ROUNDING = 1e-9
+_N_PLAIN = 8192  # possible tokens that are compared as they are; of more it is sought first which of them can be chosen
+_ROUNDING = 1e-9  # relative error of what is compared in choosing a token: logarithms of float64 are far more exact
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from ...machine import free_memory
 
-# Of fewer values a product takes no longer than asking what to do with it.
-_FEWEST_VALUES = 1 << 17
+_FEWEST_VALUES = 1 << 17  # of fewer values a product takes no longer than asking what to do with it
 _ROWS = 8  # that the layout is for; with fewer and with more it is nearly as fast
 _DTYPES = (torch.float32, torch.bfloat16)
 _OPERATIONS: Any = torch.ops.mkldnn

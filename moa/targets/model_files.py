@@ -17,8 +17,7 @@ from ...errors import DrafterError, TargetError
 from ...files import parsing, read_object
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights; engines cast them to their own
-# Of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB.
-_MAX_VOCABULARY_BYTES = 256 << 20
+_MAX_VOCABULARY_BYTES = 256 << 20  # of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB
 _NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # model types that transformers loads as causal LMs by code of its own
 _KERNELS = "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 # Files beside a config.json that tell of quantised weights, as older programs write them -> the method.

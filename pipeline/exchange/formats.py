@@ -41,8 +41,7 @@ from ...moa.drafters.eagle3 import default_fused_layers
 from ...moa.targets.model_files import check_regular, load_pickled_tensors, read_header
 from ...storage.schema import HIDDEN_LAST, layer_field
 
-# Files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it.
-ROWS_PER_FOLDER = 2000
+ROWS_PER_FOLDER = 2000  # files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it
 # Hidden states hardly shrink in gzip: a file that grows by more is made to fill the memory.
 _MAX_GROWTH, _MIN_LIMIT_BYTES = 32, 64 << 20
 _ROWS_PER_BATCH = 256

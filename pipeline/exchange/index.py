@@ -22,8 +22,7 @@ from ...storage.schema import PARTS_NAME, TOKENS, ZARR_NAME
 from ...text import Progress, counted
 
 _ROWS = 1024
-# Key of the file's metadata that says which store the index is of.
-_STORE_KEY = b"moa_data.store"
+_STORE_KEY = b"moa_data.store"  # key of the file's metadata that says which store the index is of
 
 
 def write_index(store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None) -> str:

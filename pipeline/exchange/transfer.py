@@ -48,8 +48,7 @@ from .torch_dataset import ActivationDataset, check_fields
 
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-# File that says what an exported folder was made from; other projects do not read it.
-RECORD_NAME = "export.json"
+RECORD_NAME = "export.json"  # file that says what an exported folder was made from; other projects do not read it
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> str:

@@ -44,17 +44,14 @@ from .session import (
 MODES: tuple[str, ...] = get_args(ChosenMode)
 _SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
-# How long to wait for the network before looking at the time again.
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S = 0.1  # how long to wait for the network before looking at the time again
 _STATS_EVERY_S = 0.25
 # Contexts after which they are put into the drafter's caches while the server streams. Fewer can wait until something
 # is drafted: many at once take little longer than a few.
 _WARM_EVERY = 256
-# Tokens without contexts at which the client drafts nothing while the server is there.
-_FAR = 32
+_FAR = 32  # tokens without contexts at which the client drafts nothing while the server is there
 _OVERLOADED_WAIT_S = 1.0
-# Connections in a row that end because what came made no sense, without a token in between.
-_MAX_SENSELESS = 8
+_MAX_SENSELESS = 8  # connections in a row that end because what came made no sense, without a token in between
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ from .session import Draft
 
 # The file of a training run that records its store, and the folder of a store that holds the bundle.
 _RUN_FILE, _BUNDLE = "run.yaml", "target"
-# Known tokens that one call feeds: the caller looks at the network in between.
-_MAX_FED = 16
+_MAX_FED = 16  # known tokens that one call feeds: the caller looks at the network in between
 # Levels after which another chain begins where newer contexts are here: each level after a context agrees less.
 _MAX_LEVELS = 32
 

@@ -23,16 +23,13 @@ from ...errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
 from .. import moa_v1_pb2 as pb
 from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 
-# Waits between two attempts to connect; each is twice the one before.
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-# An attempt is given up after this long: a packet of the handshake was lost, or nobody is there.
-_CONNECT_S = 5.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0  # waits between two attempts to connect; each is twice the one before
+_CONNECT_S = 5.0  # an attempt is given up after this long: a packet of the handshake was lost, or nobody is there
 # gRPC's thread that watches a channel fails, with a traceback on the terminal, if the channel is closed before it has
 # noticed that nobody listens any more.
 _CLOSED_AFTER_S = 2.0
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
-# What gRPC puts before each message.
-_FRAME_BYTES = 5
+_FRAME_BYTES = 5  # what gRPC puts before each message
 _OPTIONS = (
     *CLIENT_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the waits of an old one to the same server

@@ -34,8 +34,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _MAX_PROMPT_CHARS = 100_000
-# How often a page is told what is new; events come from other threads.
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.02  # how often a page is told what is new; events come from other threads
 
 
 class _Ask(BaseModel):

@@ -61,8 +61,7 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# Components this far below the water level stay at zero bits whatever the shape of their distribution.
-_HOPELESS = 0.1
+_HOPELESS = 0.1  # components this far below the water level stay at zero bits whatever the shape of their distribution
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
 
