@@ -22,17 +22,10 @@ from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import HIDDEN_LAST, FieldSpec, to_float32
 from ..text import Progress, counted
+from . import plan
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns
 from .forwards.capture import capture
-from .plan import (
-    check_identities,
-    find_target,
-    pinned_revision,
-    recorded_config,
-    recorded_sources,
-    weight_identities,
-)
 from .sequences import content_id, tokenize_row
 
 _LOGIT_CHUNK_TOKENS = 512
@@ -126,8 +119,8 @@ def audit(
         if not len(stored):
             raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")
         extraction = stored.manifest.extraction
-        folder = find_target(model, recorded_sources(extraction))
-        check_identities(stored.path, stored.manifest.identities, weight_identities(folder))
+        folder = plan.find_target(model, plan.recorded_sources(extraction))
+        plan.check_identities(stored.path, stored.manifest.identities, plan.weight_identities(folder))
         compute_dtype = str(extraction.get("compute_dtype", "float32"))
         target = Target.load(str(folder), getattr(torch, compute_dtype), device)
         frozen = FrozenTarget.load(stored.target_path, 0, torch.float32, sizes=stored.manifest.target)
@@ -150,8 +143,10 @@ def _tokenize_again(
     wanted = {int(stored.sequences["source_row"][index].as_py()) for index in indices}
     chats: dict[int, TokenizedChat] = {}
     try:
-        data = recorded_config(stored.path)
-        revision = pinned_revision(recorded_sources(extraction), "dataset", data.dataset, data.data.dataset_revision)
+        data = plan.recorded_config(stored.path)
+        revision = plan.pinned_revision(
+            plan.recorded_sources(extraction), "dataset", data.dataset, data.data.dataset_revision
+        )
         source = ChatSource(data.dataset, data.data.split, data.data.dataset_config, revision)
         arguments = extraction.get("template_kwargs")
         template = ChatTemplate(tokenizer, arguments if isinstance(arguments, dict) else {}, str(stored.path))

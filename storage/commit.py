@@ -19,19 +19,10 @@ from typing import Any
 
 from ..errors import StoreDamaged
 from ..files import MAX_JSON_BYTES, mapping, parse_object, relative_name, whole_number
+from . import schema
 from .backend import MISSING, file_crc32, make_folder, names_in, put, read_file, reads_of
 from .paths import StorePath, name_below
 from .plan import MAX_PLAN_BYTES
-from .schema import (
-    COMMITS_NAME,
-    MANIFEST_NAME,
-    PARTS_NAME,
-    PLAN_NAME,
-    ZARR_NAME,
-    commit_path,
-    manifest_commit_path,
-    target_commit_path,
-)
 
 _COUNTS = ("part", "n_sequences", "n_tokens", "allocated_tokens")
 _REDO = "Run extract again: it redoes that part only."
@@ -90,7 +81,7 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
     """Read, in order, the commits of those parts that have one; each must be whole and name its own part."""
     commits: dict[int, PartCommit] = {}
     wanted = sorted(parts)
-    for part, (path, read) in zip(wanted, reads_of(commit_path(store, part) for part in wanted), strict=True):
+    for part, (path, read) in zip(wanted, reads_of(schema.commit_path(store, part) for part in wanted), strict=True):
         with contextlib.suppress(*MISSING):
             commits[part] = read_part_commit(path, read)
             if commits[part].part != part:
@@ -101,7 +92,7 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
 def committed_bytes(store: StorePath) -> int:
     """Sum the bytes of all files that a store's commits list, without opening them; 0 for other folders."""
     n_bytes = 0
-    folder = store / COMMITS_NAME
+    folder = store / schema.COMMITS_NAME
     for _, read in reads_of(folder / name for name in names_in(folder) if name.endswith(".json")):
         with contextlib.suppress(KeyError, TypeError, ValueError, OSError):  # what is damaged is written again
             n_bytes += sum(record.bytes for record in _records(parse_object(read())).values())
@@ -156,7 +147,7 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     """Compare the target bundle, or a local copy of it, with its commit, byte for byte; raises StoreDamaged."""
-    commit = target_commit_path(store)
+    commit = schema.target_commit_path(store)
 
     def compare(files: Mapping[str, FileRecord]) -> Damage:
         return find_size_damage(folder, files) or [
@@ -188,31 +179,33 @@ def _find_damage(commit: StorePath, compare: Callable[[Mapping[str, FileRecord]]
 
 def metadata_names(arrays: Iterable[str]) -> set[str]:
     """Return the names, inside the store, of the metadata of these arrays and of the groups that they lie in."""
-    ways = (PurePosixPath(PARTS_NAME, array, ZARR_NAME).parents for array in arrays)
+    ways = (PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents for array in arrays)
     groups = {parent for parents in ways for parent in parents} - {PurePosixPath()}
-    return {(group / ZARR_NAME).as_posix() for group in groups}
+    return {(group / schema.ZARR_NAME).as_posix() for group in groups}
 
 
 def is_metadata(name: str) -> bool:
     """Whether a name inside a store is that of Zarr metadata that all parts share."""
-    return name.startswith(f"{PARTS_NAME}/") and name.endswith(f"/{ZARR_NAME}")
+    return name.startswith(f"{schema.PARTS_NAME}/") and name.endswith(f"/{schema.ZARR_NAME}")
 
 
 def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> None:
     """Record store.json, plan.parquet, and the metadata of these names, as they are."""
-    names = (MANIFEST_NAME, PLAN_NAME, *sorted(metadata))
+    names = (schema.MANIFEST_NAME, schema.PLAN_NAME, *sorted(metadata))
     files = {name: record_of(read_file(store / name, MAX_PLAN_BYTES)) for name in names}
-    put(manifest_commit_path(store), files_json(files))
+    put(schema.manifest_commit_path(store), files_json(files))
 
 
 def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
     """Return (path, error) for each recorded file, or all but the arrays' metadata, that has changed."""
-    commit = manifest_commit_path(store)
+    commit = schema.manifest_commit_path(store)
 
     def compare(records: Mapping[str, FileRecord]) -> Damage:
-        if lacking := {MANIFEST_NAME, PLAN_NAME} - records.keys():
+        if lacking := {schema.MANIFEST_NAME, schema.PLAN_NAME} - records.keys():
             return [(commit, StoreDamaged(f"{commit} does not list {' and '.join(sorted(lacking))}. {_RESTORE}"))]
-        if others := [name for name in records if name not in (MANIFEST_NAME, PLAN_NAME) and not is_metadata(name)]:
+        if others := [
+            name for name in records if name not in (schema.MANIFEST_NAME, schema.PLAN_NAME) and not is_metadata(name)
+        ]:
             return [(commit, StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"))]
         damage = []
         for name, record in records.items():
@@ -242,7 +235,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
         name = name_below(store, path)
         if name not in contents or content_of(path, MAX_PLAN_BYTES) == contents[name]:
             continue
-        if record_of(contents[name]) != read_file_records(manifest_commit_path(store))[name]:
+        if record_of(contents[name]) != read_file_records(schema.manifest_commit_path(store))[name]:
             raise error
         make_folder(path.parent)
         put(path, contents[name])

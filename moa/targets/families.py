@@ -21,11 +21,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto
 
 from ...errors import DrafterError, TargetError
 from ...files import parsing
@@ -161,13 +157,13 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
 
 def model_loader(folder: Path) -> Any:
     """The class of transformers that loads a target, with the text model of those that also see."""
-    is_text = read_config(folder).get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_text = read_config(folder).get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def attention_of(config: Any) -> str:
     """The kernels of transformers that compute all that a target's attention has."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_plain = model_class is not None and not model_class._supports_sdpa  # as in older families
     return "eager" if is_plain else family_of(config).attention
 
@@ -180,9 +176,9 @@ def family_of(config: Any) -> Family:
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
     """Refuse what transformers loads as no causal LM, nor as one that also sees."""
     model_type, text = values.get("model_type"), values.get("text_config")
-    sees = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    loads_text = isinstance(text, dict) and text.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (sees and loads_text):
+    sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    loads_text = isinstance(text, dict) and text.get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (sees and loads_text):
         way = "Choose another target, or a transformers that has it"
         raise TargetError(
             f"model type {str(model_type)[:60]!r} is no causal language model of transformers "

@@ -23,23 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..chunk import encode_chunk
+from . import coding
 from .calibration import Kept, Place, Sample, learn_basis, learn_regression, metric_scale, on_host
-from .coding import (
-    CODES_PER_BYTE,
-    HIGH_LEVELS,
-    LOW_LEVELS,
-    WIDE_LEVELS,
-    Basis,
-    CodeColumns,
-    GroupFit,
-    mean_rows,
-    pack,
-    quantise,
-    split_wide,
-)
 from .field import Learning
 
-LEVELS = (*CODES_PER_BYTE, WIDE_LEVELS)
+LEVELS = (*coding.CODES_PER_BYTE, coding.WIDE_LEVELS)
 ROUNDINGS = (0.5, 0.4, 0.3)
 STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
 """Steps tried, relative to the one of high-rate theory: a third of an octave apart."""
@@ -48,7 +36,7 @@ DROPPED = 1  # number of levels of a component that is not stored
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
 # Magnitudes that the finest step of a component far above the others spans, with room for values beyond the sample's.
-_WIDEST_SPAN = 0.8 * (WIDE_LEVELS // 2) * STEP_RATIOS[0]
+_WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Bits of one more stored array for each inner chunk: Huffman's table, headers, checksum and index entry take about 120
 # bytes; the rest stands for the time of reading one more chunk.
 _ARRAY_PENALTY_BITS = 8 * 200
@@ -121,7 +109,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
     roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
     zeros = np.zeros(len(steps))
     columns = [[np.array([value]) for value in (DROPPED, 1.0, 0.5, 0.0, squares[-1] / n, 0.0, 0.0)]]
-    most = min(int(ordered[-1] / steps.min() + 0.5), (WIDE_LEVELS - 1) // 2)
+    most = min(int(ordered[-1] / steps.min() + 0.5), (coding.WIDE_LEVELS - 1) // 2)
     edges = (np.arange(1, most + 1) - roundings[:, None]) * steps[:, None]
     at = np.searchsorted(ordered, edges)  # [option, level - 1]: first value of that level
     start = np.concatenate([np.zeros((len(steps), 1), np.int64), at, np.full((len(steps), 1), n)], axis=1)
@@ -158,9 +146,9 @@ def _bits_and_error(
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     """Estimate the bits per code that Huffman coding of packed bytes takes above the entropy, by the share of zeros."""
-    if levels == WIDE_LEVELS:
-        return np.full(zero.shape, np.log2(256 / LOW_LEVELS) + 0.2)
-    per_byte = CODES_PER_BYTE[levels]
+    if levels == coding.WIDE_LEVELS:
+        return np.full(zero.shape, np.log2(256 / coding.LOW_LEVELS) + 0.2)
+    per_byte = coding.CODES_PER_BYTE[levels]
     most_likely = zero**per_byte
     inner = np.clip(most_likely, 1e-12, 1 - 1e-12)
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
@@ -220,7 +208,7 @@ class _FittedPart(NamedTuple):
     """One part of one group with its basis, and components [n_tokens, n_components] of sequences not learned from."""
 
     regression: np.ndarray | None
-    basis: Basis
+    basis: coding.Basis
     components: Kept
     variances: np.ndarray
     energy: float
@@ -233,7 +221,7 @@ def fit_groups(
     metrics: Sequence[Sequence[np.ndarray]] | None = None,
     features: Sequence[np.ndarray] | None = None,
     learning: Learning | None = None,
-) -> list[GroupFit]:
+) -> list[coding.GroupFit]:
     """Fit all groups of a field together, so that the bits leave the least relative error.
 
     The error is the sum over parts of squared error / sum of squares, over all layers; with metrics it is the sum of
@@ -312,7 +300,7 @@ def _fit_part(
     for i, values in zip(others, rows.sequences, strict=True):
         if features is not None and regression is not None:
             values -= features[i] @ regression
-        values -= basis.mean[mean_rows(0, len(values))]
+        values -= basis.mean[coding.mean_rows(0, len(values))]
     components = on_host(place(rows.values) @ place(np.ascontiguousarray(basis.analysis)))
     variances = (components.astype(np.float64) ** 2).mean(0)
     return _FittedPart(regression, basis, sample.keep(components), variances, energy)
@@ -342,7 +330,7 @@ def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: n
 
 def _place_codes(
     sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
-) -> tuple[CodeColumns, float]:
+) -> tuple[coding.CodeColumns, float]:
     """Put the codes of chosen quantisers into stored arrays; also returns the bits per token that these take.
 
     Components are indexed over the whole group, part after part.
@@ -350,27 +338,29 @@ def _place_codes(
     if (quantisers.levels == DROPPED).all():  # every group stores something, from which readers know the device
         quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))
     limits = (quantisers.levels - 1) // 2  # codes are symmetric around zero
-    codes = quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
-    low, high = split_wide(codes)
-    is_wide = quantisers.levels == WIDE_LEVELS
+    codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
+    low, high = coding.split_wide(codes)
+    is_wide = quantisers.levels == coding.WIDE_LEVELS
     wide = np.flatnonzero(is_wide)
     zero_share = (codes == 0).mean(0)
     order, arrays, levels_of, highs, bits, n_arrays = [], [], [], [], 0.0, 0
-    for levels in CODES_PER_BYTE:
+    for levels in coding.CODES_PER_BYTE:
         columns = [(c, 0) for c in np.flatnonzero(quantisers.levels == levels)]
-        columns += [(c, 0) for c in wide] if levels == LOW_LEVELS else []
-        columns += [(c, 1) for c in wide] if levels == HIGH_LEVELS else []
+        columns += [(c, 0) for c in wide] if levels == coding.LOW_LEVELS else []
+        columns += [(c, 1) for c in wide] if levels == coding.HIGH_LEVELS else []
         if not columns:
             continue
         # Neighbours should be alike, so sort by how often a code is zero; high digits nearly always are.
         columns.sort(key=lambda entry: (-2.0 if entry[1] else -zero_share[entry[0]], entry[0]))
         ids, high_flags = (np.array(x, np.int64) for x in zip(*columns, strict=True))
-        packed = pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
+        packed = coding.pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
         counts = np.stack([np.bincount(packed[:, i], minlength=256) for i in range(packed.shape[1])]) / len(packed)
         start = 0
         # Each run of bytes with statistics of its own gets its own Huffman code, and so its own array or pieces.
         for end in split_by_statistics(counts, CHUNK_TOKENS):
-            arrays += [n_arrays] * (min(end * CODES_PER_BYTE[levels], len(ids)) - start * CODES_PER_BYTE[levels])
+            arrays += [n_arrays] * (
+                min(end * coding.CODES_PER_BYTE[levels], len(ids)) - start * coding.CODES_PER_BYTE[levels]
+            )
             bits += _stored_bits(packed[:, start:end])
             n_arrays += 1
             start = end
@@ -380,7 +370,7 @@ def _place_codes(
     chosen = np.array(order, np.int64)
     firsts = np.concatenate([[0], np.cumsum(part_sizes)])  # components of all parts are numbered in one row
     part = np.searchsorted(firsts, component[chosen], side="right") - 1
-    columns_table = CodeColumns(
+    columns_table = coding.CodeColumns(
         part=part.astype(np.int32),
         component=(component[chosen] - firsts[part]).astype(np.int32),
         array=np.array(arrays, np.int32),
@@ -400,7 +390,7 @@ def _stored_bits(rows: np.ndarray) -> float:
     return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
 
 
-def _compact(parts: Sequence[_FittedPart], columns: CodeColumns) -> GroupFit:
+def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> coding.GroupFit:
     component = columns.component.copy()
     compacted = []
     for part, fitted in enumerate(parts):
@@ -408,9 +398,9 @@ def _compact(parts: Sequence[_FittedPart], columns: CodeColumns) -> GroupFit:
         used, renumbered = np.unique(columns.component[own], return_inverse=True)
         component[own] = renumbered
         basis = fitted.basis
-        compacted.append(Basis(basis.mean, basis.synthesis[used], basis.analysis[:, used]))
+        compacted.append(coding.Basis(basis.mean, basis.synthesis[used], basis.analysis[:, used]))
     regressions = tuple(part.regression for part in parts if part.regression is not None)
-    return GroupFit(tuple(compacted), replace(columns, component=component), regressions)
+    return coding.GroupFit(tuple(compacted), replace(columns, component=component), regressions)
 
 
 # Joint hidden states: each is predicted from the one below it. A decoder layer adds little, so that the lowest state

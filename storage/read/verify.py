@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import StoreDamaged, StoreError
 from ...text import Progress
-from .. import backend
+from .. import backend, schema
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..commit import (
@@ -35,22 +35,6 @@ from ..commit import (
 )
 from ..paths import StorePath, name_below
 from ..plan import check_plan, find_texts_damage, numbers, part_counts, plan_counts, read_plan
-from ..schema import (
-    ALIGNMENT_TOKENS,
-    CODEC_NAME,
-    COMMITS_NAME,
-    FLOAT_DTYPES,
-    MANIFEST_NAME,
-    PARTS_NAME,
-    PLAN_NAME,
-    TARGET_NAME,
-    TEXTS_NAME,
-    StoredArray,
-    StoreManifest,
-    commit_path,
-    is_finite,
-    target_commit_path,
-)
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
@@ -111,9 +95,9 @@ def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
     return f"{' and '.join(what)} still to be written" if what else ""
 
 
-def lacks_target(store: StorePath, manifest: StoreManifest) -> bool:
+def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
     """Whether the target bundle is still to be written; stores that no extraction made need none."""
-    return "target_layers" in manifest.extraction and not backend.exists(target_commit_path(store))
+    return "target_layers" in manifest.extraction and not backend.exists(schema.target_commit_path(store))
 
 
 def verify_store(
@@ -159,7 +143,7 @@ class _Verification:
 
     def run(self, parts: Collection[int] | None) -> VerifyReport:
         store, report = self.store, self.report
-        if backend.exists(store / MANIFEST_NAME):
+        if backend.exists(store / schema.MANIFEST_NAME):
             for path, error in find_manifest_damage(store):
                 self._damage(None, path, error)
         if report.damages:
@@ -169,27 +153,27 @@ class _Verification:
         try:
             StoreCodec.open(manifest, store)
         except StoreDamaged as error:
-            self._damage(None, store / CODEC_NAME, error)
+            self._damage(None, store / schema.CODEC_NAME, error)
             return report  # no part can be decoded
-        plan = read_plan(store / PLAN_NAME)
+        plan = read_plan(store / schema.PLAN_NAME)
         check_plan(plan, manifest.alignment_tokens)
         for key, counted in plan_counts(plan).items():
             if counted != (expected := getattr(manifest, key)):
-                message = f"{PLAN_NAME} has {key} {counted}, store.json says {expected}"
-                self._damage(None, store / PLAN_NAME, message)
+                message = f"{schema.PLAN_NAME} has {key} {counted}, store.json says {expected}"
+                self._damage(None, store / schema.PLAN_NAME, message)
         planned = part_counts(plan, manifest.alignment_tokens)
-        known = {commit_path(store, part).name for part in range(len(planned))}
-        for name in backend.names_in(store / COMMITS_NAME):
+        known = {schema.commit_path(store, part).name for part in range(len(planned))}
+        for name in backend.names_in(store / schema.COMMITS_NAME):
             if name.startswith("part-") and name.endswith(".json") and name not in known:
-                self._damage(None, store / COMMITS_NAME / name, "a commit of a part that the plan does not have")
+                self._damage(None, store / schema.COMMITS_NAME / name, "a commit of a part that the plan does not have")
         report.lacks_target = lacks_target(store, manifest)
         # No commit lists the texts, as an extraction may write them anew: the file holds its own checksum.
-        with self._checking(None, store / TEXTS_NAME):
+        with self._checking(None, store / schema.TEXTS_NAME):
             if message := find_texts_damage(store):
-                self._damage(None, store / TEXTS_NAME, message)
-        target_commit = target_commit_path(store)
+                self._damage(None, store / schema.TEXTS_NAME, message)
+        target_commit = schema.target_commit_path(store)
         with self._checking(None, target_commit), suppress(*backend.MISSING):
-            for check in self._check_files(None, store / TARGET_NAME, read_file_records(target_commit)):
+            for check in self._check_files(None, store / schema.TARGET_NAME, read_file_records(target_commit)):
                 report.add(check.result())
         commits = self._read_commits(planned, [k for k in range(len(planned)) if parts is None or k in parts])
         report.n_bytes = sum(commit.stored_bytes for commit in commits.values())
@@ -213,7 +197,7 @@ class _Verification:
         """Return the commits that can be read, and say where they contradict the plan."""
         commits: dict[int, PartCommit] = {}
         for part, (path, read) in zip(
-            parts, backend.reads_of(commit_path(self.store, part) for part in parts), strict=True
+            parts, backend.reads_of(schema.commit_path(self.store, part) for part in parts), strict=True
         ):
             with self._checking(part, path):
                 try:
@@ -229,7 +213,7 @@ class _Verification:
 
     def _check_parts(self, commits: Mapping[int, PartCommit]) -> None:
         """Check part by part: all files, then, if they are whole, all values."""
-        folder, contradicted = self.store / PARTS_NAME, {damage.part for damage in self.report.damages}
+        folder, contradicted = self.store / schema.PARTS_NAME, {damage.part for damage in self.report.damages}
         self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
         readable = [part for part in commits if self.values and part not in contradicted]
         reader = ActivationStore(self.store, parts=readable, cache=None, checks_sizes=False) if readable else None
@@ -310,26 +294,26 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
         except StoreError as error:
             found = {name: str(error)}
         except (OSError, MemoryError) as error:
-            yield Finding(part, f"{PARTS_NAME}/{name}", backend.reason(error), error)
+            yield Finding(part, f"{schema.PARTS_NAME}/{name}", backend.reason(error), error)
             continue
         for array_name, message in found.items():
-            yield Finding(part, f"{PARTS_NAME}/{array_name}", f"{who}: {message}")
+            yield Finding(part, f"{schema.PARTS_NAME}/{array_name}", f"{who}: {message}")
 
 
 def _non_finite(
     reader: ActivationStore, i: int, row: dict[str, Any], codec: FieldCodec
-) -> Iterator[tuple[StoredArray, int, list[int], list[int]]]:
+) -> Iterator[tuple[schema.StoredArray, int, list[int], list[int]]]:
     """Read what is stored of a field; yield (array, values, first index, layers) for arrays that are not finite."""
-    found: dict[StoredArray, tuple[int, list[int], set[int]]] = {}
+    found: dict[schema.StoredArray, tuple[int, list[int], set[int]]] = {}
     spec = codec.spec
     # Slices of a sequence, so that threads stay small; at multiples of the tokens of any codec's blocks.
-    step = max(1, SLICE_BYTES // spec.token_bytes // ALIGNMENT_TOKENS) * ALIGNMENT_TOKENS
+    step = max(1, SLICE_BYTES // spec.token_bytes // schema.ALIGNMENT_TOKENS) * schema.ALIGNMENT_TOKENS
     for start in range(0, row["n_tokens"], step):
         rows = reader.read_stored(i, spec.name, tokens=slice(start, start + step))
         for array in codec.arrays:
-            if array.logical_dtype not in FLOAT_DTYPES:
+            if array.logical_dtype not in schema.FLOAT_DTYPES:
                 continue
-            finite = is_finite(rows[array.name], array.logical_dtype)
+            finite = schema.is_finite(rows[array.name], array.logical_dtype)
             if finite.all():
                 continue
             bad = np.argwhere(~finite)
@@ -385,7 +369,7 @@ class StoreSummary:
     """What ``inspect`` shows; counts are of committed parts."""
 
     path: StorePath
-    manifest: StoreManifest
+    manifest: schema.StoreManifest
     codec: str
     fields: tuple[FieldSummary, ...]
     n_pending_parts: int
@@ -407,7 +391,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     store = backend.open_path(path)
     manifest = read_manifest(store)
     check_manifest(store)
-    plan = read_plan(store / PLAN_NAME)
+    plan = read_plan(store / schema.PLAN_NAME)
     check_plan(plan, manifest.alignment_tokens)
     commits = read_commits(store, range(manifest.n_parts))
     committed = np.isin(numbers(plan, "part"), np.fromiter(commits, np.int32, len(commits)))
@@ -443,7 +427,8 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
         n_response_tokens=int(numbers(plan, "n_response_tokens")[committed].sum(dtype=np.int64)),
         lengths=length_histogram(lengths),
         has_target=any(
-            backend.exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")
+            backend.exists(path)
+            for path in (schema.target_commit_path(store), store / schema.TARGET_NAME / "config.json")
         ),
         missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),
         unfinished=unfinished_fields(commits.values(), codec),
