@@ -32,7 +32,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .errors import OptionInvalid
+from .errors import DrafterError, OptionInvalid
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -94,6 +94,14 @@ class Config(BaseModel):
 
     def problems(self) -> list[str]:
         """List settings that do not fit together, one line each; called once each of them fits its field."""
+        return []
+
+    def refusal_of(self, part: Callable[[], object]) -> list[str]:
+        """List why a part of it cannot be made, as :meth:`problems` does."""
+        try:
+            part()
+        except DrafterError as error:
+            return [str(error).rstrip(".")]
         return []
 
     @model_validator(mode="after")

@@ -41,13 +41,7 @@ class DecodingConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        from ..errors import DrafterError
-
-        try:
-            self.tree_shape()
-            return []
-        except DrafterError as error:
-            return [str(error).rstrip(".")]
+        return self.refusal_of(self.tree_shape)
 
     def tree_shape(self) -> "TreeShape | None":
         """Return the shape of ``tree``; raises DrafterError where it cannot be decoded with this sampling."""

@@ -30,7 +30,6 @@ from ..moa.formats.engines import FORMATS, WHOLE_BLOCKS
 from ..moa.formats.layout import EMBEDDINGS, LM_HEAD
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.cache import ContextCache
-from ..moa.targets.chat import Message
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..text import Progress, counted
@@ -81,9 +80,8 @@ class Conformance:
                 f"{one.prompt + 1}, draft {one.draft + 1}: token {one.here} here, {one.there} there "
                 f"(logits {max(one.gap for one in self.partings):.2g} apart at most)"
             ]
-            lines += [
-                f"cause        {cause}" for cause in self.causes or ["none of the known ones explains all rounds"]
-            ]
+            known = self.causes or ["none of the known ones explains all rounds"]
+            lines += [f"cause        {cause}" for cause in known]
         else:
             lines.append(f"equal        all drafts of {rounds} after {counted(self.n_prompts, 'prompt')}")
         if self.nearest:
@@ -116,7 +114,9 @@ def conform(
     if own.kind not in FORMATS[engine]:
         raise OptionInvalid(f"{engine} runs {', '.join(FORMATS[engine])}; this drafter is of kind {own.kind}.")
     layout, method = FORMATS[engine][own.kind]
-    chats = [one.turns[0] for one in load_prompts(prompts).prompts] if prompts else [_asked(text) for text in QUESTIONS]
+    chats: list[Any] = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    if prompts:
+        chats = [one.turns[0] for one in load_prompts(prompts).prompts]
     texts = [prompt_tokens(target.template, list(chat)) for chat in chats[:n_prompts]]
     most = own.config.max_depth or n_drafts
     with tempfile.TemporaryDirectory(prefix="moa-data-conform-") as folder:
@@ -140,10 +140,6 @@ def pieces_of(target: Target) -> dict[str, Any]:
     return {"config": target.config, **heads}
 
 
-def _asked(text: str) -> tuple[Message, ...]:
-    return ({"role": "user", "content": text},)
-
-
 def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
     """Let another Python decode; OptionInvalid with its last line where it fails."""
     given, written, log = folder / "job.json", folder / "rounds.json", folder / "log"
@@ -161,8 +157,7 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
     if code or not written.is_file():
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise OptionInvalid(f"{job['engine']} failed ({code}) in {python}: {(lines or [''])[-1].strip()[:300]}")
-    found: list[dict[str, Any]] = json.loads(written.read_text())
-    return found
+    return list(json.loads(written.read_text()))
 
 
 def compare(
@@ -182,8 +177,8 @@ def compare(
         reading = Reading.of(drafter, frozen, target.sizes["n_layers"])
         change(reading)
         for index, text in enumerate(texts):
-            for parting in _partings(reading, text, answers[index]["rounds"], reading.states(outputs[index])):
-                yield Parting(index, *parting)
+            found = _partings(reading, text, answers[index]["rounds"], reading.states(outputs[index]))
+            yield from (Parting(index, *one) for one in found)
 
     def count(change: Choice, most: int) -> int:
         try:

@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
-from ..errors import DrafterError, OptionInvalid
+from ..errors import OptionInvalid
 from ..machine import usable_cores
 from ..storage.schema import KV
 from ..text import activation_name
@@ -250,11 +250,7 @@ class RegenerateConfig(Config):
                 return ["neither a model nor a server is given: give --model MODEL or --server URL"]
             if self.tree is not None and self.drafter is None:
                 return [f"tree is {self.tree!r}, but there is no drafter; give --drafter RUN"]
-            try:
-                self.shape()
-            except DrafterError as error:
-                return [str(error).rstrip(".")]
-            return []
+            return self.refusal_of(self.shape)
         local = {"drafter": self.drafter, "tree": self.tree, "revision": self.revision}
         given = [name for name, value in local.items() if value is not None]
         if given:

@@ -10,7 +10,6 @@ from pydantic import Field
 from typing_extensions import override
 
 from ..config import Common, Config, Count, NonNegative, Positive, TemplateKwargs
-from ..errors import DrafterError
 
 if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
@@ -47,11 +46,7 @@ class EngineOptions(Config):
 
     @override
     def problems(self) -> list[str]:
-        try:
-            _ = self.shape
-        except DrafterError as error:
-            return [str(error).rstrip(".")]
-        return []
+        return self.refusal_of(lambda: self.shape)
 
 
 class LimitOptions(Config):
