@@ -1,10 +1,11 @@
-"""Write a store in the file format of another project, and make a store from such files."""
+"""Write a store in the file format of another project or as a Parquet index, and make a store from such files."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,27 +15,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
 from ...errors import DatasetError, OutputOccupied
-from ...files import parse_object, whole_number, write_atomic
+from ...files import parse_object, replacing, whole_number, write_atomic
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
 from ...moa.targets.families import family_of, layer_sizes, layer_windows, load_target_config, target_sizes
-from ...moa.targets.live import Target, resolve_model_folder
+from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
+from ...storage import schema
+from ...storage.backend import read_file
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
-from ...storage.plan import column, plan_counts, plan_parts, text_column
+from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
-from ...storage.schema import (
-    ALIGNMENT_TOKENS,
-    HIDDEN_LAST,
-    FieldSpec,
-    StoreManifest,
-    hidden_field,
-    response_mask_field,
-    tokens_field,
-)
 from ...storage.write.store import StoreWriter
 from ...text import Progress, counted
 from ..card import CardOrigin, public_name, write_card
@@ -43,11 +38,12 @@ from ..report import WriteReport
 from ..sequences import content_id
 from .config import ExportConfig, ImportConfig
 from .formats import FileFormat, make_format, write_rows
-from .index import write_index
 from .torch_dataset import ActivationDataset, check_fields
 
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_INDEX_ROWS = 1024
+_STORE_KEY = b"moa_data.store"  # key of the file's metadata that says which store the index is of
 RECORD_NAME = "export.json"  # file that says what an exported folder was made from; other projects do not read it
 
 
@@ -64,7 +60,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
     with ActivationStore(config.store, require_complete=True) as store:
         n = min(config.max_sequences or len(store), len(store))
         if config.format == "index":
-            return write_index(store, folder, n, progress)
+            return _write_index(store, folder, n, progress)
         n_layers = int(store.manifest.target["n_layers"])
         if config.kv:
             store.refuse_groups("--kv")
@@ -103,6 +99,59 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         f"{folder}: {counted(n, 'sequence')} for {config.format} from {', '.join(file_format.fields)}; "
         f"{len(sizes):,} written ({sum(sizes) / 1e6:,.1f} MB), {n - len(sizes):,} were there"
     )
+
+
+def _write_index(store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None) -> str:
+    """Write the index of the first sequences of a store, and say what was written; an older one is replaced.
+
+    Raises OutputOccupied: the path holds something else, or the index of another store.
+    """
+    identity = hashlib.sha256(store.manifest.to_json().encode()).hexdigest()
+    _check_index(path, identity)
+    # docs/format.md: sequence s begins at row part * part_rows + first_token of the token axis.
+    array = store.path / schema.PARTS_NAME / schema.TOKENS / schema.ZARR_NAME
+    part_rows = parse_object(read_file(array))["attributes"]["part_rows"]
+    has_tokenizer = (store.target_path / "tokenizer.json").is_file()
+    tokenizer = load_target_tokenizer(store.target_path) if has_tokenizer else None
+    about = {_STORE_KEY: json.dumps({"sha256": identity, **store.manifest.identities})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        columns = _index_rows(store, range(1), part_rows, tokenizer).schema.with_metadata(about)
+        with partial.open("wb") as sink:
+            with pq.ParquetWriter(sink, columns, compression="zstd") as file:
+                for start in range(0, n_sequences, _INDEX_ROWS):
+                    chosen = range(start, min(start + _INDEX_ROWS, n_sequences))
+                    file.write_table(_index_rows(store, chosen, part_rows, tokenizer))
+                    if progress:
+                        progress(chosen.stop, n_sequences, "index")
+            os.fsync(sink.fileno())
+    return f"{path}: {counted(n_sequences, 'sequence')}, columns {', '.join(columns.names)}"
+
+
+def _check_index(path: Path, identity: str) -> None:
+    if not path.exists():
+        return
+    try:
+        about = parse_object((pq.read_schema(path).metadata or {}).get(_STORE_KEY, b"{}"))
+    except (OSError, pa.ArrowException, ValueError):
+        about = {}
+    if about.get("sha256") != identity:
+        raise OutputOccupied(f"{path} is not the index of this store. Choose another --out.")
+
+
+def _index_rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer: Any) -> pa.Table:
+    plan = store.sequences.slice(chosen.start, len(chosen))
+    lengths = numbers(plan, "n_tokens")
+    texts = store.read_batch(chosen, (schema.TOKENS, "response_mask"))
+    is_token = np.arange(texts[schema.TOKENS].shape[1]) < lengths[:, None]
+    offsets = column(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+    rows = numbers(plan, "part").astype(np.int64) * part_rows + numbers(plan, "first_token")
+    columns = {"position": column(np.arange(chosen.start, chosen.stop)), "row": column(rows)}
+    columns |= {name: plan[name] for name in PLAN_SCHEMA.names}
+    columns |= {name: pa.ListArray.from_arrays(offsets, column(values[is_token])) for name, values in texts.items()}
+    if tokenizer is not None:
+        columns["text"] = text_column(tokenizer.batch_decode(columns[schema.TOKENS].to_pylist()))
+    return pa.table(columns)
 
 
 def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequences: int) -> None:
@@ -153,7 +202,7 @@ def import_folder(
     file_format = make_format(config.format, config.layers, sizes["n_layers"])
     paths = file_format.files(folder)[: config.max_sequences]
     texts = _read_texts(file_format, paths, sizes["vocab_size"], progress)
-    plan = plan_parts(texts, config.part_tokens, ALIGNMENT_TOKENS)
+    plan = plan_parts(texts, config.part_tokens, schema.ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, paths[0], sizes)
     manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
     load = partial(Target.load, str(target_folder), getattr(target_config, "dtype", None) or torch.float32, "cpu")
@@ -208,16 +257,18 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
     return pa.table(columns | {name: column(np.array(values, np.int32)) for name, values in counts.items()})
 
 
-def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[schema.FieldSpec, ...]:
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
         raise DatasetError(
             f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected one of "
             f"{', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. Check --model."
         )
-    names = dict.fromkeys((HIDDEN_LAST, *file_format.fields))
-    hidden = [hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype]) for name in names]
-    return (tokens_field(), response_mask_field(), *hidden)
+    names = dict.fromkeys((schema.HIDDEN_LAST, *file_format.fields))
+    hidden = [
+        schema.hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype]) for name in names
+    ]
+    return (schema.tokens_field(), schema.response_mask_field(), *hidden)
 
 
 def _manifest(
@@ -225,15 +276,15 @@ def _manifest(
     file_format: FileFormat,
     texts: pa.Table,
     plan: pa.Table,
-    specs: tuple[FieldSpec, ...],
+    specs: tuple[schema.FieldSpec, ...],
     sizes: Mapping[str, Any],
     target_folder: Path,
-) -> StoreManifest:
+) -> schema.StoreManifest:
     identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
     dataset = hashlib.sha256("\n".join(texts["sequence_id"].to_pylist()).encode()).hexdigest()
     counts = plan_counts(plan)
     last = "as in the files" if file_format.gives_last else "final norm applied in float32 to the files"
-    return StoreManifest(
+    return schema.StoreManifest(
         fields=specs,
         target=sizes,
         identities=identities | {"dataset.sha256": dataset},
@@ -251,7 +302,7 @@ def _manifest(
         n_parts=counts["n_parts"],
         n_tokens=counts["n_tokens"],
         codec=StoreCodec(LOSSLESS, specs).describe(),
-        alignment_tokens=ALIGNMENT_TOKENS,
+        alignment_tokens=schema.ALIGNMENT_TOKENS,
     )
 
 
@@ -259,7 +310,7 @@ def _read_sequence(
     file_format: FileFormat,
     path: Path,
     n_tokens: int,
-    specs: tuple[FieldSpec, ...],
+    specs: tuple[schema.FieldSpec, ...],
     norm: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, np.ndarray]:
     tokens, mask, hidden = file_format.read_tokens(path), file_format.read_mask(path), file_format.read_hidden(path)
@@ -267,7 +318,7 @@ def _read_sequence(
         # The files hold the last state before the final norm only (speculators): computed in float32, rounded once.
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
-            hidden[HIDDEN_LAST] = norm(last.float()).to(last.dtype)
+            hidden[schema.HIDDEN_LAST] = norm(last.float()).to(last.dtype)
     fields: dict[str, np.ndarray] = {"tokens": tokens.astype(np.int32), "response_mask": mask.astype(np.uint8)}
     for spec in specs[2:]:
         values = hidden[spec.name]

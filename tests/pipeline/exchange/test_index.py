@@ -12,7 +12,7 @@ import pytest
 
 from moa_data.errors import OutputOccupied
 from moa_data.moa.targets.live import load_target_tokenizer
-from moa_data.pipeline.exchange import index
+from moa_data.pipeline.exchange import transfer
 from moa_data.pipeline.exchange.config import ExportConfig
 from moa_data.pipeline.exchange.transfer import export_store
 from moa_data.storage.read.store import ActivationStore
@@ -60,7 +60,7 @@ def test_the_examples_read_what_they_choose(store: Path, tmp_path: Path, library
 def test_a_row_has_what_the_store_knows_of_a_sequence(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_ROWS", 5)  # several row groups
+    monkeypatch.setattr(transfer, "_INDEX_ROWS", 5)  # several row groups
     said = export_index(store, tmp_path / "new" / "index.parquet")
     table = pq.read_table(tmp_path / "new" / "index.parquet")
     opened, tokenizer = ActivationStore(store), load_target_tokenizer(store / "target")
