@@ -69,10 +69,8 @@ class Setting(NamedTuple):
     key: str
     name: str
     field: FieldInfo
-    kind: str | None
-    """Kind of the group that has the setting; None where it is no choice between kinds."""
-    is_common: bool
-    """Whether the short page of help shows it."""
+    kind: str | None  # of the group that has the setting; None where it is no choice between kinds
+    is_common: bool  # whether the short page of help shows it
 
 
 class Config(BaseModel):

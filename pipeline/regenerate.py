@@ -566,5 +566,4 @@ class Server:
 
 
 def _message(answer: httpx.Response) -> str:
-    """Return what a server says of an error, shortened to one line."""
     return " ".join(answer.text.split())[:200] or answer.reason_phrase

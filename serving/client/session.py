@@ -358,7 +358,6 @@ class Session:
 
     @property
     def _n_left(self) -> int:
-        """Tokens that the answer may still get."""
         return min(self.n_prompt + self.settings.max_new_tokens, self._max_positions) - len(self.tokens)
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
@@ -450,7 +449,6 @@ class Session:
         self.n_asked = n_asked
 
     def _is_chain_complete(self) -> bool:
-        """Whether the drafts are as many as one call should verify."""
         if len(self.drafts) >= min(self.shape.depth, self._max_drafts, self._n_left - 1):
             return True
         is_end = bool(self.drafts) and self.drafts[-1].token in self.settings.eos_token_ids

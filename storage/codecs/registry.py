@@ -217,7 +217,6 @@ def read_basis(path: StorePath) -> bytes:
 
 
 def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
-    """Read which fields of a store are predicted from which."""
     settings = manifest.codec.get("transform")
     found = {}
     for name, of in settings.items() if isinstance(settings, Mapping) else ():
