@@ -141,8 +141,7 @@ class ChatSource:
     ) -> None:
         self.name = dataset
         self.config_name = config_name
-        # The commit of a hub dataset that is read; None for files, and where `datasets` does not say.
-        self.commit: str | None = None
+        self.commit: str | None = None  # of a hub dataset; None for files, and where `datasets` does not say
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
         self._hub: Any = None

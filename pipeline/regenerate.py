@@ -69,14 +69,12 @@ class Row:
     """One row of the dataset: what is asked, and the answers so far."""
 
     row: int  # its number in the dataset, from 0
-    # The chat up to its last answer; none where the row is rejected.
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)  # up to its last answer; none where it is rejected
     n_answers: int = 0
     n_tokens: int = 0  # tokens of the answers
     reason: str = ""  # why the row is rejected, or its later turns were not answered; empty where all were
     detail: str = ""
-    # For each answer to come, the messages before it and after the answer before.
-    turns: list[list[Message]] = field(default_factory=list)
+    turns: list[list[Message]] = field(default_factory=list)  # before each answer to come, after the one before it
     system: str = ""  # text that the chat template has to show
     prompt: list[Message] = field(default_factory=list)  # the messages of the turn that is being asked
 

@@ -151,8 +151,7 @@ class FieldSpec:
     token_shape: tuple[int, ...]  # shape of one token's values; ``()`` for one number per token
     axes: tuple[str, ...]  # names of all axes, the first of them ``"token"``
     description: str = ""
-    # The target's layers that the layer axis has, in its order; None for all. Keys and values only.
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None  # of the target, on the layer axis of keys and values; None for all
     # How much of the last axis is the key, where the value after it is of another width; else None.
     key_width: int | None = None
 
@@ -208,8 +207,7 @@ class StoredArray:
     axes: tuple[str, ...]  # names of all axes, ``"token"`` or ``"block"`` first
     block_tokens: int = 1  # tokens that one row stands for; divides the alignment of sequences
     layer_axis: int | None = None  # index of the layer axis in the whole array (1), or None
-    # What the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16), for the attributes.
-    logical_dtype: str = ""
+    logical_dtype: str = ""  # what the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logical_dtype", self.logical_dtype or self.dtype)
@@ -284,15 +282,13 @@ class StoreManifest:
 
     fields: tuple[FieldSpec, ...]
     target: Mapping[str, Any]  # the target's sizes (``n_layers``, ``hidden_size``, ...) and architecture
-    # Content hashes of target, tokenizer, template and dataset, e.g. ``"target.weights_sha256"``.
-    identities: Mapping[str, str]
+    identities: Mapping[str, str]  # hashes of target, tokenizer, template, dataset: ``"target.weights_sha256"``, ...
     extraction: Mapping[str, Any]  # what else shapes the data, e.g. max_length, compute dtype, truncation
     n_sequences: int
     n_parts: int
     n_tokens: int  # planned tokens without alignment padding
     codec: Mapping[str, Any]  # ``StoreCodec.describe()``
-    # Further conventions; the ones of the schema are added by themselves.
-    conventions: Mapping[str, str] = field(default_factory=dict)
+    conventions: Mapping[str, str] = field(default_factory=dict)  # besides those of the schema, which are added
     alignment_tokens: int = ALIGNMENT_TOKENS  # every sequence starts at a multiple of this
     schema_version: int = SCHEMA_VERSION
 

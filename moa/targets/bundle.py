@@ -214,8 +214,7 @@ class FrozenTarget(nn.Module):
         self.config = config
         self.n_layers = n_layers
         windows = families.layer_windows(config)
-        # Attention window of each of the N layers in tokens; None for full attention.
-        self.windows = windows[len(windows) - n_layers :]
+        self.windows = windows[len(windows) - n_layers :]  # of attention in tokens, of each; None for full attention
         dtype = weights["lm_head.weight"].dtype
         self.compute_dtype: torch.dtype | None = None  # of what embed and logits give; None for that of the weights
         self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)

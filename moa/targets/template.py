@@ -108,10 +108,8 @@ class ChatTemplate:
         answered = self._try_render([user, {"role": "assistant", "content": PLACEHOLDER}]) or ""
         # The template's ``text`` with markers in place of its generation tags; None where it has none.
         self.marked = _mark_generation_tags(self.text) if _TAG.search(self.text) else None
-        # Whether it renders one after a user message.
-        self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
-        # What it writes after a last response, trailing white space removed.
-        self.end_of_turn = answered.partition(PLACEHOLDER)[2].rstrip()
+        self.has_generation_prompt = None not in (plain, prompt) and plain != prompt  # after a user message
+        self.end_of_turn = answered.partition(PLACEHOLDER)[2].rstrip()  # what it writes after a last response
         # Whether the tokenizer itself puts a BOS before plain text.
         self.adds_bos = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 

@@ -57,8 +57,7 @@ class Forwards:
     dtype: torch.dtype
     batch_tokens: int  # tokens per forward, padding included
     uses_cache: bool  # whether the forward fills a key/value cache, whatever is kept; bits depend on it
-    # Sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
-    text: Callable[[str], tuple[np.ndarray, np.ndarray]]
+    text: Callable[[str], tuple[np.ndarray, np.ndarray]]  # sequence id -> int32 tokens, uint8 response mask [n_tokens]
     n_encode_threads: int
     # Runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target itself.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None

@@ -36,8 +36,7 @@ class FieldCodec:
     # Whether the one stored array is the field itself, bit for bit; such a field is read and written in its storage
     # dtype without ``encode`` and ``decode``, at any positions.
     is_identity = False
-    # The codecs of the fields that this one is predicted from, in the order of their features.
-    sources: Sequence[FieldCodec] = ()
+    sources: Sequence[FieldCodec] = ()  # the codecs that it is predicted from, in the order of their features
 
     def __init__(self, spec: FieldSpec, expected_bits: float, arrays: Sequence[StoredArray] = ()) -> None:
         self.spec, self.arrays = spec, tuple(arrays)  # what is stored, in the order in which it is written

@@ -167,8 +167,7 @@ class RowRange:
     # [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype. Rows beyond ``stop -
     # start`` may be overwritten: with room for the whole last chunk it is decoded in place.
     out: np.ndarray
-    # Non-negative indices along the layer (or piece) axis, in the order wanted; None for all.
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None  # along the layer (or piece) axis, not negative, as wanted; None for all
 
 
 class _Destination(NamedTuple):

@@ -48,8 +48,7 @@ class Finding:
     part: int | None  # number of the part, or None for what belongs to the whole store
     path: str  # the file, relative to the store
     message: str
-    # Why it could not be checked, because the machine refused; None for damage.
-    error: OSError | MemoryError | None = None
+    error: OSError | MemoryError | None = None  # why the machine refused to check it; None for damage
 
 
 @dataclass

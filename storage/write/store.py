@@ -99,8 +99,7 @@ class StoreWriter(StoreFiles):
         super().__init__(path, attempt, shares, joins)
         self.manifest = manifest
         self.plan = plan  # all sequences (see ``plan.PLAN_SCHEMA``)
-        # Whether other processes wrote to the store when this one came.
-        self.joined = self._lock is not None and not self._lock.is_alone
+        self.joined = self._lock is not None and not self._lock.is_alone  # others wrote to it when this one came
         # Parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
         self.repaired_parts: tuple[int, ...] = ()
         self._counts = part_counts(plan, manifest.alignment_tokens)
