@@ -25,6 +25,7 @@ from ..errors import NotAllowed, Overloaded, RequestInvalid, ServingError
 from .detokenizer import Detokenizer, StopStrings
 from .engine.engine import Engine
 from .engine.sequence import Commit, Logprobs, Request, Work
+from .post import call_in
 
 _HOLD_AT, _RELEASE_AT = 64, 8  # commits that wait for a reader when its sequence is held, and when it is released
 _MAX_STOPS, _MAX_STOP_CHARS = 4, 256
@@ -289,7 +290,7 @@ class AnswerText:
         self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
         self.first_s: float | None = None  # seconds from the request to its first token
         self.scored: list[tuple[int, Logprobs]] = []  # tokens with their log-probabilities, which were not shown yet
-        self._id: int | None = engine.add(request, lambda commit: loop.call_soon_threadsafe(self._arrive, commit))
+        self._id: int | None = engine.add(request, lambda commit: call_in(loop, self._arrive, commit))
         engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
     def pieces(self) -> Iterator[str]:

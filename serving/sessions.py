@@ -28,6 +28,7 @@ from ..errors import Overloaded, RequestInvalid
 from . import moa_v1_pb2 as pb
 from .engine.engine import Engine
 from .engine.sequence import Commit, Request, Work
+from .post import call_in
 from .wire import bytes_per_position, encode, n_common
 
 _MAX_PENDING = 16  # messages that wait for the engine. A client that drafts ahead has two on their way.
@@ -196,7 +197,7 @@ class DraftingSession:
     def _hand_commit(self, commit: Commit) -> None:  # in the engine's thread
         if commit.context is not None:  # copied here, so that the event loop never waits for a device
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
-        self._loop.call_soon_threadsafe(self._take_commit, commit)
+        call_in(self._loop, self._take_commit, commit)
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:

@@ -18,7 +18,7 @@ from ...machine import free_memory
 _FEWEST_VALUES = 1 << 17  # of fewer values a product takes no longer than asking what to do with it
 _ROWS = 8  # that the layout is for; with fewer and with more it is nearly as fast
 _DTYPES = (torch.float32, torch.bfloat16)
-_OPERATIONS: Any = torch.ops.mkldnn
+OPERATIONS: Any = torch.ops.mkldnn
 
 
 class PackedLinear(nn.Linear):
@@ -33,7 +33,7 @@ class PackedLinear(nn.Linear):
         if x.numel() <= x.shape[-1] or torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
         weight, packed = self.weight, vars(self).get("packed")
-        if packed is None or x.dtype != weight.dtype or self.packed_state != _state(weight):
+        if packed is None or x.dtype != weight.dtype or self.packed_state != state_of(weight):
             return F.linear(x, weight, self.bias)
         return _product(x, packed, self.bias)
 
@@ -55,24 +55,30 @@ def pack(module: nn.Module) -> None:
         return
     for layer in layers:
         layer.__class__ = PackedLinear
-        packed = _OPERATIONS._reorder_linear_weight(layer.weight.detach(), _ROWS)
-        vars(layer).update(packed=packed, packed_state=_state(layer.weight))
+        vars(layer).update(packed=laid_out(layer.weight.detach()), packed_state=state_of(layer.weight))
 
 
 def _takes(layer: nn.Linear) -> bool:
     weight = layer.weight
     if weight.device.type != "cpu" or weight.dtype not in _DTYPES or weight.is_inference():
         return False
-    is_new = vars(layer).get("packed_state") != _state(weight)
+    is_new = vars(layer).get("packed_state") != state_of(weight)
     return is_new and weight.numel() >= _FEWEST_VALUES and _works(weight.dtype)
 
 
-def _state(weight: Tensor) -> tuple[int, int]:
+def state_of(weight: Tensor) -> tuple[int, int]:
+    """What changes when a weight does."""
     return weight.data_ptr(), weight._version
 
 
+def laid_out(weight: Tensor) -> Tensor:
+    """Copy a weight to the layout of products."""
+    packed: Tensor = OPERATIONS._reorder_linear_weight(weight, _ROWS)
+    return packed
+
+
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = _OPERATIONS._linear_pointwise(x, packed, bias, "none", [], "")
+    product: Tensor = OPERATIONS._linear_pointwise(x, packed, bias, "none", [], "")
     return product
 
 
@@ -88,7 +94,7 @@ def _works(dtype: torch.dtype) -> bool:
     x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
     try:
         with torch.inference_mode():
-            own = _product(x, _OPERATIONS._reorder_linear_weight(weight, _ROWS), bias)
+            own = _product(x, laid_out(weight), bias)
             return torch.allclose(own, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
     except (RuntimeError, AttributeError, TypeError):
         return False

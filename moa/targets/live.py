@@ -23,9 +23,9 @@ from ..nn import masks
 from ..nn.graphs import recorded
 from ..nn.losses import capped
 from ..nn.masks import to_device
-from ..nn.packed import pack
 from . import bundle, families, proof
 from .cache import Buffers, TargetCache
+from .fused import fuse
 from .model_files import check_model_folder, read_header, read_json
 from .template import ChatTemplate
 
@@ -214,10 +214,10 @@ class Target:
     def prepare(self, uses_graphs: bool = True) -> None:
         """Decode as fast as the device can, with weights that don't change any more.
 
-        On a CPU they are laid out for it (:func:`~moa_data.moa.nn.packed.pack`); on a CUDA device the calls after a
+        On a CPU they are laid out for it (:func:`.fused.fuse`); on a CUDA device the calls after a
         prefill become graphs, if the layers are Llama's.
         """
-        pack(self.model)
+        fuse(self.model)
         if uses_graphs:
             self.use_graphs()
 

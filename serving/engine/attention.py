@@ -76,9 +76,10 @@ class Part:
         """Whether its only token sees everything."""
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
-    def slots(self, start: int) -> tuple[Tensor, ...]:
-        """View the KV from a position up to the last token of this part: of each layer [2, H_kv, slots, d]."""
-        return self.kv.view(start, self.start + len(self.tokens)).unbind(1)
+    def seen_kv(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """View the keys and the values up to the last token of this part: of each layer [1, H_kv, S, d]."""
+        keys, values = self.kv.view(0, self.start + len(self.tokens)).unsqueeze(2)
+        return keys.unbind(0), values.unbind(0)
 
     def positions(self) -> list[int]:
         """List the positions of the tokens; a draft stands one after its parent."""
@@ -106,15 +107,21 @@ class Part:
         return masks.tree_mask([self.start], to_device(self.seen()[None], device), window)
 
 
+def _pending_slots(parts: Sequence[Part], device: torch.device) -> Tensor:
+    """The slots of the pool of all tokens, [T] int64."""
+    return to_device([part.first_slot + index for part in parts for index in range(len(part.tokens))], device)
+
+
 class PartsAttention:
     """Writes keys and values of a call to each part's own KV, and attends within each part."""
 
     def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
-        self._sizes = [len(part.tokens) for part in parts]
-        self._pending = list(zip(*(part.slots(part.start) for part in parts), strict=True))  # by layer
-        self._seen = list(zip(*(part.slots(0) for part in parts), strict=True))
+        self._buffer, self._sizes = parts[0].kv.pool.buffer, [len(part.tokens) for part in parts]
         positions = [part.positions() for part in parts]
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)  # [T] int64
+        self._pending = _pending_slots(parts, device)
+        # Of each layer, what each part sees: keys and values, [1, H_kv, S, d].
+        self._seen = list(zip(*(zip(*part.seen_kv(), strict=True) for part in parts), strict=True))
         by_window = {
             window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
             for window in set(windows)
@@ -129,22 +136,22 @@ class PartsAttention:
         n_kv_heads, width, value_width = k.shape[1], k.shape[3], v.shape[3]
         if value_width < width:
             v = pad(v, (0, width - value_width))
-        first = self._seen[layer][0]
-        is_whole = (
-            first.shape[1] == n_kv_heads and first.shape[3] == width
-        )  # else other layers have more, or wider ones
-        new = torch.cat((k, v)).split(self._sizes, dim=2)  # of each part [2, H_kv, n, d]
+        kv = self._buffer[:, layer]  # [2, H_kv, slots, d]
+        is_whole = kv.shape[1] == n_kv_heads and kv.shape[3] == width  # else other layers have more, or wider ones
+        if not is_whole:
+            kv = kv[:, :n_kv_heads, :, :width]
+        kv[0].index_copy_(1, self._pending, k[0])
+        kv[1].index_copy_(1, self._pending, v[0])
         attended = []
-        for pending, pair, seen, own_q, mask in zip(
-            self._pending[layer], new, self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
+        for (keys, values), own_q, mask in zip(
+            self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
         ):
             if not is_whole:
-                pending, seen = pending[:, :n_kv_heads, :, :width], seen[:, :n_kv_heads, :, :width]
-            pending.copy_(pair)
+                keys, values = keys[:, :n_kv_heads, :, :width], values[:, :n_kv_heads, :, :width]
             if is_plain:
-                attended.append(attend(own_q, seen[:1], seen[1:], mask))
+                attended.append(attend(own_q, keys, values, mask))
             else:
-                attended.append(attend_plainly(own_q, seen[:1], seen[1:], mask, cap, sinks))
+                attended.append(attend_plainly(own_q, keys, values, mask, cap, sinks))
         together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         together = together if value_width == width else together[..., :value_width]
         return together.transpose(1, 2).contiguous()
@@ -160,14 +167,13 @@ class JoinedAttention:
         sizes = [len(part.tokens) for part in parts]
         firsts = [stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
         self.positions = to_device([at for part in parts for at in part.positions()], device)  # [T] int64
-        pending = [part.first_slot + index for part in parts for index in range(len(part.tokens))]
-        self._pending = to_device(pending, device)  # [T], slots of the pool
+        self._pending = _pending_slots(parts, device)
         is_ragged = _takes_ragged(parts, n_heads) and not any(isinstance(window, masks.Chunk) for window in windows)
         self._ragged = _Ragged(parts, device) if is_ragged else None
         if self._ragged is not None:
             return
         self._batches: list[_Batch] = []
-        places, n_places = [0] * len(pending), 0  # of each token among those of the padded calls
+        places, n_places = [0] * sum(sizes), 0  # of each token among those of the padded calls
         for is_long in (False, True):
             rows = [row for row, size in enumerate(sizes) if (size > _MAX_SHORT) == is_long]
             if not rows:

@@ -268,6 +268,11 @@ class Engine:
             self._forget_drafts(sequence)
         if not scheduled:
             return False
+        with self._runner.threads(sum(one.n_known for one in scheduled)):
+            self._serve(scheduled)
+        return True
+
+    def _serve(self, scheduled: list[Scheduled]) -> None:
         began = time.perf_counter()
         drafting = self._draft([one.sequence for one in scheduled])
         drafted = time.perf_counter()
@@ -284,7 +289,6 @@ class Engine:
             queue_s, sequence.since_s = began - sequence.since_s, done
             self._report(sequence, replace(one.commit, call_s=done - drafted, queue_s=queue_s))
         self._send_contexts([one.sequence for one in served])
-        return True
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:

@@ -14,10 +14,11 @@ The target's own modules compute everything, in a copy that shares the weights a
 (``attention``); the target itself stays as it is.
 """
 
+import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,10 +26,13 @@ import torch
 from torch import Tensor
 
 from ...moa.nn.masks import to_device
-from ...moa.nn.packed import pack
 from ...moa.targets.families import family_of, layer_windows, text_model
+from ...moa.targets.fused import fuse
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
+
+# Multiplications of a mean linear layer that are shared among cores: some 0.3 ms of one.
+_FEWEST_PRODUCTS = 1 << 23
 
 
 @dataclass
@@ -48,16 +52,29 @@ class Runner:
         # A copy of the model's modules, not of its weights.
         weights = {id(tensor): tensor for tensor in itertools.chain(target.model.parameters(), target.model.buffers())}
         self._model = copy.deepcopy(target.model, weights)
+        fuse(self._model)
         self._model.set_attn_implementation(ATTENTION)
-        pack(self._model)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
                 # It counts positions by itself; within ``Target.max_positions`` it does nothing.
                 cast(Any, module).attn_temperature_tuning = False
+        matrices = [module.weight.numel() for module in self._model.modules() if isinstance(module, torch.nn.Linear)]
+        self._n_values = sum(matrices) // max(1, len(matrices))
         self._device, self._min_s, self._logits = target.device, min_s, target.logits_by
         self._body, self._head = text_model(self._model), self._model.get_output_embeddings()
         self._is_joined = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
         self._windows, self._n_heads = layer_windows(target.config), target.sizes["n_heads"]
+
+    @contextlib.contextmanager
+    def threads(self, n_tokens: int) -> Iterator[None]:
+        """Compute with one thread where so few tokens, or so small a target, gain nothing by several."""
+        # Threads meet after every product, and who waits keeps others from the core, or has to be woken.
+        n_before = torch.get_num_threads()
+        torch.set_num_threads(n_before if n_tokens * self._n_values >= _FEWEST_PRODUCTS else 1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(n_before)
 
     def run(self, parts: Sequence[Part], watched_layers: Sequence[int] = ()) -> list[Output]:
         """Run the tokens of all parts; their KV stays pending until it is committed."""

@@ -15,8 +15,10 @@ from moa_data.evaluation.run import generate
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.nn import packed
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions
+from moa_data.serving.engine import runner
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool
 from moa_data.serving.engine.sequence import Commit, Request, Work
@@ -115,6 +117,39 @@ def test_texts_are_those_of_plain_decoding(family: str, n_texts: int) -> None:
         assert all(len(commit.tokens) == 1 for commit in reader.commits if commit.tokens)
     assert n_calls <= N_NEW + 20, "texts share their calls"
     assert engine.snapshot().kv_used == 0, "an answer that has ended holds no memory"
+
+
+def test_layers_in_fewer_operations_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = never_ending(build_model())
+    expected = [plain(target, prompt) for prompt in PROMPTS]
+    monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
+    engine = engine_for(target, prefill_chunk=24)
+    assert packed._works(torch.float32) == all("joined" in vars(layer) for layer in engine._runner._body.layers)
+    readers = [add(engine, prompt, work=Work.PLAIN) for prompt in PROMPTS]
+    run(engine)
+    assert [reader.tokens for reader in readers] == expected
+
+
+def test_small_calls_take_one_thread(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_FEWEST_PRODUCTS", 10 * 1000)
+    engine, found = engine_for(target, prefill_chunk=64), []
+    engine._runner._n_values = 1000
+    real = engine._runner.run
+
+    def noted(*args: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return real(*args)
+
+    n_before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(engine._runner, "run", noted)
+        add(engine, PROMPTS[0][:1] * 12, 3, Work.PLAIN)
+        run(engine)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(n_before)
+    assert found == [2, 1, 1]
 
 
 BLOCK: dict[str, Any] = {"block_layers": 1, "block_size": 7}

@@ -1,0 +1,112 @@
+"""Layers in fewer operations compute what the model's own do, in every family; of others nothing changes."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moa_data.moa.nn import packed
+from moa_data.moa.targets import fused
+from moa_data.moa.targets.families import decoder_layers
+from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.families import FEATURES, OTHERS, SOME_FAMILIES, build_family
+from moa_data.tests.kit.models import FAMILIES, build_model
+from moa_data.tests.kit.variants import quick
+
+TOKENS = torch.tensor([[5, 9, 33, 12, 40, 7, 21, 60], [4, 8, 30, 11, 9, 50, 6, 13]])
+
+
+@pytest.fixture(autouse=True)
+def takes_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
+    if not packed._works(torch.float32):
+        pytest.skip("this machine gains nothing by the layout")
+
+
+def joined(model: Any) -> list[bool]:
+    return ["joined" in vars(layer) for layer in decoder_layers(model)]
+
+
+def hidden_of(model: Any) -> list[torch.Tensor]:
+    """Of a prefill, a plain step and a chain; the second row is shorter."""
+    target = Target(model)
+    cache, found = target.new_cache(2), []
+    for start, stop in ((0, 3), (3, 4), (4, 8)):
+        found.append(target.forward(TOKENS[:, start:stop], cache))
+        cache.commit([list(range(stop - start)), list(range(min(2, stop - start)))])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["plain", "biases"])
+def test_layers_compute_what_the_models_own_do(family: str, changes: dict[str, Any]) -> None:
+    model = build_model(family, **changes)
+    expected = hidden_of(model)
+    Target(model).prepare()
+    assert joined(model) == [family != "qwen3"] * len(decoder_layers(model))  # whose heads have norms
+    for own, other in zip(hidden_of(model), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [*SOME_FAMILIES, *quick(OTHERS, ("gpt_neox",)), "granite", "cohere2", "smollm3"])
+def test_layers_of_another_form_stay_what_they_are(family: str) -> None:
+    """Also those of a model of which some have Llama's form."""
+    model = build_family(family)
+    expected = model(input_ids=TOKENS[:1]).logits
+    fused.fuse(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(input_ids=TOKENS[:1]).logits, expected, rtol=1e-3, atol=1e-4)
+    n_like_llama = {"smollm3": 3}  # the fourth does not rotate
+    assert sum(joined(model)) == n_like_llama.get(family, 0)
+    assert set(FEATURES) >= {"granite", "cohere2", "smollm3"}
+
+
+def test_weights_that_change_and_gradients_take_the_models_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model()
+    fused.fuse(model)
+    layers: Any = decoder_layers(model)
+    ran: list[int] = []
+    real = fused._forward
+
+    def counted(layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ran.append(layer.self_attn.layer_idx)
+        return real(layer, *args, **kwargs)
+
+    monkeypatch.setattr(fused, "_forward", counted)
+    with torch.inference_mode():
+        model(input_ids=TOKENS)
+    assert ran == list(range(len(layers)))
+    ran.clear()
+    with torch.no_grad():
+        layers[1].mlp.up_proj.weight.mul_(2)
+        own = model(input_ids=TOKENS).logits
+        assert 1 not in ran
+        fused.fuse(model)
+        ran.clear()
+        torch.testing.assert_close(model(input_ids=TOKENS).logits, own, rtol=1e-4, atol=1e-5)
+        assert ran == list(range(len(layers)))
+    ran.clear()
+    model.requires_grad_(True)
+    model(input_ids=TOKENS).logits.sum().backward()
+    assert not ran
+
+
+def test_copies_are_layers_of_the_models_own_class() -> None:
+    model = build_model()
+    own = [type(layer) for layer in decoder_layers(model)]
+    fused.fuse(model)
+    assert [type(layer) for layer in decoder_layers(model)] != own
+    layers = decoder_layers(model)
+    for copied in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
+        assert isinstance(copied, nn.ModuleList)
+        assert [type(layer) for layer in copied] == own
+        assert not any("joined" in vars(layer) for layer in copied)
+
+
+def test_half_precision_is_rounded_where_the_model_rounds() -> None:
+    model = build_model().to(torch.bfloat16)
+    fused.fuse(model)
+    assert not any(joined(model))
