@@ -136,14 +136,15 @@ SUPPORTED = """# What works with what
 
 ## Targets
 
-Causal language models as transformers loads them, the text model of those that also see and hear where transformers
-has it as one (not of Qwen's VL models). On loading, our logits are compared with the model's on a few tokens, and calls
-over cached tokens with one call over all. Hidden states can be stored of every family whose LM head is a matrix without
-a bias; those with one, such as Phi 1 and 2, GPT-J and BERT, are refused in a line. Every drafter trains from the stores
-of every family in the table and decodes with it, at least in chains of one prompt at a time. Families that are not in
-the table are decoded where the calls over cached tokens prove right; where they do not, as with many whose layers carry
-a state (Mamba, LFM 2, Jamba), `generate` says so in a line, and stores of hidden states, and what trains from them,
-remain. What does not work with each:
+Causal language models as transformers loads them, the text model of those that also see and hear where transformers has
+it as one (not of Qwen's VL models). On loading, our logits are compared with the model's on a few tokens, and calls
+over cached tokens with one call over all. Hidden states can be stored of every family whose logits are its last hidden
+states times a matrix, scaled or bounded as known here; others are refused in a line, such as Phi 1 and 2, GPT-J and
+BERT, whose LM head has a bias, or OPT-350m, which projects states to a narrower LM head. Every drafter trains from the
+stores of every family in the table and decodes with it, at least in chains of one prompt at a time. Families that are
+not in the table are decoded where the calls over cached tokens prove right; where they do not, as with many whose
+layers carry a state (Mamba, LFM 2, Jamba), `generate` says so in a line, and stores of hidden states, and what trains
+from them, remain. What does not work with each:
 
 - **keys and values**: what the layers cache is not known, so that `moa`, `glide` and the contexts `kv` and `memory` of
   `dspark` and `dflash` have no stores. *By groups*: layers cache other keys and values than others, or none, or

@@ -99,7 +99,7 @@ class ForwardPlan:
     def weight_bytes(self) -> int:
         """Bytes of the target's weights, but for biases."""
         config = self.model_config
-        embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+        embeddings = _embedding_weights(config)
         n_weights = embeddings + config.num_hidden_layers * _layer_weights(config) + config.hidden_size
         return int(n_weights * getattr(torch, self.compute_dtype).itemsize)
 
@@ -312,12 +312,17 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
     return [batch for part in parts for batch in batches(part, batch_tokens)]
 
 
+def _embedding_weights(config: Any) -> int:
+    """Count the weights of the embeddings and of the LM head."""
+    is_tied = getattr(config, "tie_word_embeddings", False)  # which some configs don't have
+    return int((1 if is_tied else 2) * config.vocab_size * config.hidden_size)
+
+
 def _layer_weights(config: Any) -> int:
     """Count the weights of a decoder layer, the mean where they differ."""
     sizes = families.target_sizes(config)
     if not families.family_of(config).has_llama_layers:
-        n_embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-        return int((families.count_weights(config) - n_embeddings) // sizes["n_layers"])
+        return int((families.count_weights(config) - _embedding_weights(config)) // sizes["n_layers"])
     heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"])
     return int(sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size + 2))
 

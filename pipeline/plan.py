@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..moa.targets import families
-from ..moa.targets.bundle import hash_target, scaled_head, weight_files
+from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.model_files import read_config
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
@@ -198,7 +198,7 @@ def _plan_forwards(
     """
     model_config = families.load_target_config(folder, with_weights)
     if not families.family_of(model_config).keeps_kv:  # of the others it is known
-        scaled_head(families.empty_model(model_config))  # refuses heads that drafters don't know
+        frozen_weights(families.empty_model(model_config))  # refuses heads that drafters don't know
     sizes, uses_vllm = families.target_sizes(model_config), config.forward.source == "vllm"
     groups = families.kv_groups(model_config)
     kv_fields = tuple(one.field for one in groups)

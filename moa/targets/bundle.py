@@ -133,7 +133,7 @@ def save_target_bundle(
     tokenizer.save_pretrained(path)
     weights = {
         name: value.to("cpu", config.dtype, copy=True).contiguous()
-        for name, value in _frozen_weights(model, n_layers_kept).items()
+        for name, value in frozen_weights(model, n_layers_kept).items()
     }
     save_file(weights, path / FROZEN_FILE, metadata={"format": "pt"})
 
@@ -158,8 +158,8 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
-    """List the live target's weights under the names of a bundle, not copied."""
+def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, Tensor]:
+    """List the live target's weights under the names of a bundle, not copied; refuse those that drafters don't know."""
     body: Any = families.text_model(model)
     n_layers = body.config.num_hidden_layers
     weights = {
@@ -167,6 +167,12 @@ def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Ten
         "norm.weight": _norm_factors(body, body.config),
         "lm_head.weight": scaled_head(model),
     }
+    size = body.config.vocab_size, body.config.hidden_size
+    if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:  # as those of OPT-350m
+        raise TargetError(
+            f"the embeddings and the LM head of this {body.config.model_type} are not both of {size[0]:,} tokens by "
+            f"{size[1]:,} numbers, which drafters don't know. Choose another target."
+        )
     for index in range(n_layers - n_layers_kept, n_layers):
         weights |= {f"layers.{index}.{name}": value for name, value in body.layers[index].state_dict().items()}
     return {name: value.detach() for name, value in weights.items()}
@@ -276,7 +282,7 @@ class FrozenTarget(nn.Module):
     @classmethod
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
         """Make the frozen target from a live one, sharing its weights."""
-        weights = _frozen_weights(model, n_layers)
+        weights = frozen_weights(model, n_layers)
         return cls(families.text_model(model).config, weights, n_layers).to(weights["lm_head.weight"].device)
 
     @property

@@ -315,7 +315,8 @@ def logit_scale(config: Any) -> float:
 
 def logit_cap(config: Any) -> float | None:
     """The bound of a target's logits, which a tanh keeps them within; None for no bound."""
-    return getattr(config, "final_logit_softcapping", None)
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # RecurrentGemma's, xLSTM's
+    return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
 
 
 def check_kv(config: Any) -> None:

@@ -338,10 +338,11 @@ class Target:
 def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Collect the outputs of decoder layers, before any final norm: layer -> [B, T, E] of the last forward."""
     outputs: dict[int, Tensor] = {}
+    width = families.text_model(model).config.hidden_size
 
     def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
         outputs[layer] = output[0] if isinstance(output, tuple | list) else output
-        if outputs[layer].ndim != 3:
+        if outputs[layer].ndim != 3 or outputs[layer].shape[2] != width:
             raise TargetError(
                 f"layers of {model.config.model_type} give several states of a token. Leave out hidden:layer:K."
             )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import TargetError
+from ...files import parsing
 from ...text import first_line
 from ..nn.losses import capped, logits_of
 from . import families
@@ -23,8 +24,10 @@ _N_TOKENS = 12
 def prove_logits(target: Target) -> None:
     """Compare the logits that drafters learn from and those of decoding with the model's; raises TargetError."""
     model: Any = target.model
-    tokens, hidden = _sample(target)
-    known = model(input_ids=tokens, use_cache=False).logits
+    trouble = f"{target.config.model_type} of transformers can't compute a text by these weights and config.json"
+    with parsing(trouble, TargetError, "Choose another target."):
+        tokens, hidden = _sample(target)
+        known = model(input_ids=tokens, use_cache=False).logits
     if not known.isfinite().all():
         return  # what is wrong with the weights shows in the first sequence
     own = capped(logits_of(hidden, scaled_head(model)), families.logit_cap(target.config))

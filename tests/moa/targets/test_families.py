@@ -283,6 +283,49 @@ def test_an_lm_head_with_a_bias_is_refused_before_its_weights_are_read(tmp_path:
         refused(run(command, *made, "--activations", "hidden:last"), f"LM head of {name}", "has a bias")
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("opt", {"ffn_dim": 64, "word_embed_proj_dim": 24}), ("moshi", {"num_attention_heads": 4, "ffn_dim": 64})],
+)
+def test_tables_of_other_sizes_are_refused_before_weights_are_read(
+    tmp_path: Path, name: str, sizes: dict[str, Any]
+) -> None:
+    """A projection stands between states and LM head, or there are more embeddings than tokens."""
+    model = write_other(tmp_path / "model", name, **sizes)
+    (model / "model.safetensors").unlink()
+    chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(2))
+    made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
+    for command in ("plan", "extract"):
+        refused(run(command, *made, "--activations", "hidden:last"), f"of this {name} are not both of 400 tokens by 48")
+
+
+def test_a_config_that_does_not_say_whether_the_lm_head_is_tied(tmp_path: Path) -> None:
+    model = write_other(tmp_path / "model", "inkling2_text", num_attention_heads=4, intermediate_size=64)
+    chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(4))
+    made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
+    extracted = run("extract", *made, "--max-length", "64", "--activations", "hidden:last")
+    assert extracted.exit_code == 0, extracted.output
+
+
+def test_what_transformers_itself_cannot_compute_is_refused() -> None:
+    target = target_of("gpt2")
+    target.body.wpe = torch.nn.Embedding(4, 48)
+    with pytest.raises(TargetError, match="gpt2 of transformers can't compute a text"):
+        prove_logits(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("recurrent_gemma", {"num_attention_heads": 4, "intermediate_size": 64, "logits_soft_cap": 0.5}),
+        ("xlstm", {"num_heads": 4, "output_logit_soft_cap": 0.5}),
+    ],
+)
+def test_bounds_of_logits_by_their_names(name: str, sizes: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(name, hidden_size=48, num_hidden_layers=2, vocab_size=67, **sizes)
+    prove_logits(Target(AutoModelForCausalLM.from_config(config).eval()))
+
+
 def write_other(folder: Path, name: str, **sizes: Any) -> Path:
     """Write a target whose config has no sizes but those."""
     config = AutoConfig.for_model(name, hidden_size=48, num_hidden_layers=2, vocab_size=400, **sizes)
@@ -331,6 +374,10 @@ def test_layers_that_give_several_states_are_refused(tmp_path: Path) -> None:
     target = Target.load(str(model), device="cpu")
     with pytest.raises(TargetError, match="several states of a token"):
         capture(target.model, list(tokens), ActivationSpec(kv=False, last=True, layers=(1,)), torch.float32)
+    plain = target_of("gpt2")
+    plain.config.hidden_size //= 2  # as where they stand beside each other
+    with pytest.raises(TargetError, match="several states of a token"):
+        capture(plain.model, list(tokens), ActivationSpec(kv=False, last=False, layers=(1,)), torch.float32)
 
 
 def test_infinity_in_a_config(tmp_path: Path) -> None:
