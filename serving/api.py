@@ -1,7 +1,7 @@
 """Requests, answers and errors in the form of OpenAI's API.
 
 A setting that is not supported is refused, unless its value changes nothing. ``drafter`` is an addition of this server;
-``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``structured_outputs`` are vLLM's.
+``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``min_tokens`` and ``structured_outputs`` are vLLM's.
 """
 
 import asyncio
@@ -141,6 +141,7 @@ class AnswerRequest(_Body):
     logit_bias: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     logprobs: bool | int | None = None
@@ -285,7 +286,7 @@ class AnswerText:
         self._commits: deque[Commit] = deque()
         self._has_come, self._is_held = news, False
         decode = partial(engine.target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self._text, self._stops = Detokenizer(decode), StopStrings(stops)
+        self._text, self._stops = Detokenizer(decode), StopStrings(stops, request.min_new_tokens)
         self._began = time.perf_counter()
         self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
         self.first_s: float | None = None  # seconds from the request to its first token

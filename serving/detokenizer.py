@@ -52,19 +52,21 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces at the first of some stop strings."""
+    """Cuts a text that comes in pieces at the first of some stop strings that ends after so many pieces."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = tuple(stops), ""
+    def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:
+        self._stops, self._held, self._n_before = tuple(stops), "", n_before
         self.is_found = False  # nothing is passed on from then on
 
     def push(self, text: str) -> str:
         """Take the next piece; returns what can be passed on, without an end that may begin a stop string."""
         if self.is_found or not self._stops:
             return "" if self.is_found else text
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:  # the one that is complete first; of those that end together the longest
+        n_held, text = len(self._held), self._held + text
+        ends = ((text.find(stop, max(0, n_held + 1 - len(stop))), len(stop)) for stop in self._stops)
+        found = [(at + n, at) for at, n in ends if at >= 0]
+        self._n_before -= 1
+        if found and self._n_before < 0:  # the one that is complete first; of those that end together the longest
             self.is_found, self._held = True, ""
             return text[: min(found)[1]]
         n_free = min(_possible_start(text, stop) for stop in self._stops)

@@ -265,9 +265,12 @@ class Service:
             frequency_penalty=asked.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(asked),
         )
+        most, least = self._max_new_tokens(asked, len(tokens)), asked.min_tokens or 0
+        if least > most:
+            raise ApiError(400, f"min_tokens is {least}, above the most tokens, {most}.", "min_tokens", "invalid_value")
         return Request(
-            tuple(tokens), len(tokens), self._max_new_tokens(asked, len(tokens)), sampling, seed, drafter,
-            n_logprobs=asked.n_logprobs, ignores_eos=bool(asked.ignore_eos),
+            tuple(tokens), len(tokens), most, sampling, seed, drafter, n_logprobs=asked.n_logprobs,
+            ignores_eos=bool(asked.ignore_eos), min_new_tokens=least,
         )  # fmt: skip
 
     def _logit_bias(self, asked: AnswerRequest) -> tuple[tuple[int, float], ...]:

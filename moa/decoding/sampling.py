@@ -261,11 +261,17 @@ class Text:
     seed: int
     n_prompt: int = 0
     allowed: Callable[[Sequence[int]], np.ndarray] | None = None  # which tokens may follow an answer: [V] bool
+    min_tokens: int = 0  # of the answer, before which none of the ends comes
+    ends: frozenset[int] = frozenset()
 
     @property
     def is_argmax(self) -> bool:
         """Whether the next token is the plain argmax of the logits."""
-        return self.allowed is None and self.sampling.is_argmax
+        return self.allowed is None and self.sampling.is_argmax and not self._is_short
+
+    @property
+    def _is_short(self) -> bool:
+        return len(self.tokens) - self.n_prompt < self.min_tokens and bool(self.ends)
 
     def masked(self, logits: Tensor) -> Tensor:
         """Set the logits [V] of tokens that may not come to -inf."""
@@ -274,10 +280,19 @@ class Text:
         allowed = torch.from_numpy(self.allowed(self.tokens[self.n_prompt :]))
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
+    def choosable(self, logits: Tensor) -> Tensor:
+        """Set the logits [V] of tokens that are not to be chosen to -inf: :meth:`masked` ones, and too early ends."""
+        logits = self.masked(logits)
+        if not self._is_short:
+            return logits
+        others = logits.index_fill(0, to_device(sorted(self.ends), logits.device), -torch.inf)
+        # Where nothing else is allowed the answer ends all the same, as in vLLM.
+        return others if self.allowed is None else torch.where((others > -torch.inf).any(), others, logits)
+
 
 def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
     """Choose the token after each text as :func:`choose` does, given logits [V] of each, with one wait for a device."""
-    pairs = [(text.masked(own), text) for own, text in zip(logits, texts, strict=True)]
+    pairs = [(text.choosable(own), text) for own, text in zip(logits, texts, strict=True)]
     if not logits[0].is_cuda:
         return [
             choose(own, text.tokens, text.sampling, text.seed, len(text.tokens), text.n_prompt) for own, text in pairs

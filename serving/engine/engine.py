@@ -156,7 +156,7 @@ class Engine:
             if self._counts.n_open >= self._max_open:
                 raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
-        sequence = Sequence(next(self._ids), request, limit, PooledKV(self._pool), on_commit)
+        sequence = Sequence(next(self._ids), request, limit, PooledKV(self._pool), on_commit, self.target.eos_token_ids)
         answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
         sequence.finish = cut_answer(answer, n_answer, self.target.eos_token_ids)[1]
         self._mail.append(lambda: self._sequences.update({sequence.id: sequence}))
@@ -374,7 +374,7 @@ class Engine:
             if one.has_root:
                 one.n_drafts = len(sequence.drafts)
                 accepted, bonus = one.choice or _accepted(one)
-                new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus], self.target.eos_token_ids)
+                new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus])
                 sequence.end_round()
             one.kept = [*range(n_known), *(n_known + node for node in accepted)]
             sequence.kv.commit(one.kept)

@@ -42,6 +42,7 @@ class Request:
         None  # most likely tokens whose log-probabilities commits carry beside those of the new ones
     )
     ignores_eos: bool = False  # whether the answer continues after an end-of-sequence token
+    min_new_tokens: int = 0  # before which no such token comes
 
 
 class Work(Enum):
@@ -84,8 +85,8 @@ class Sequence:
     limit: int  # bound on the tokens of the whole text
     kv: PooledKV  # target KV of its first tokens
     on_commit: Callable[[Commit], object]
+    ends: frozenset[int]  # the target's end-of-sequence tokens
     tokens: list[int] = field(init=False)
-    is_argmax: bool = field(init=False)  # whether each token is the plain argmax of the logits
     work: Work = Work.IDLE
     drafts: tuple[int, ...] = ()  # what the next call verifies after the root, in level order
     parents: tuple[int, ...] = ()  # of each draft, an index into the drafts, -1 for the root
@@ -102,7 +103,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens, self.n_context = list(self.request.tokens), self.request.n_context
-        self.is_argmax = self.text.is_argmax
 
     # Tokens and positions
 
@@ -110,7 +110,15 @@ class Sequence:
     def text(self) -> Text:
         """What decides its next token."""
         request = self.request
-        return Text(self.tokens, request.sampling, request.seed, request.n_prompt, request.allowed)
+        return Text(
+            self.tokens, request.sampling, request.seed, request.n_prompt, request.allowed, request.min_new_tokens,
+            self.ends,
+        )  # fmt: skip
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether its next token is the plain argmax of the logits."""
+        return self.text.is_argmax
 
     @property
     def n_cached(self) -> int:
@@ -159,9 +167,9 @@ class Sequence:
         if self.work is Work.VERIFY:
             self.work = Work.IDLE
 
-    def append(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    def append(self, tokens: list[int]) -> list[int]:
         """Commit tokens up to the end of the answer; returns those that were committed, and sets ``finish``."""
-        ends = frozenset[int]() if self.request.ignores_eos else eos_token_ids
+        ends = frozenset[int]() if self.request.ignores_eos else self.ends
         kept, self.finish = cut_answer(tokens, self.n_remaining, ends)
         self.tokens += kept
         return kept

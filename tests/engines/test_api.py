@@ -78,6 +78,7 @@ def completion(prompt: Any = "the cat sat", **settings: Any) -> tuple[str, dict[
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+ENDS = {"1": 100}  # its end of sequence
 GREEDY: dict[str, Any] = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several greedy answers
 SCHEMA = {
     "type": "object",
@@ -100,6 +101,12 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs of the tokens alone": chat(logprobs=True),
     "logprobs of sampling": chat(logprobs=True, top_logprobs=2, presence_penalty=1.0, **GREEDY),
     "ignore_eos": chat(ignore_eos=True, max_tokens=60),
+    "min_tokens": chat(min_tokens=20, max_tokens=40),
+    "min_tokens and a likely end": chat(min_tokens=9, max_tokens=40, logit_bias=ENDS),
+    "min_tokens and ignore_eos": chat(min_tokens=9, max_tokens=20, ignore_eos=True, logit_bias=ENDS),
+    "min_tokens and logprobs": chat(min_tokens=4, max_tokens=20, logprobs=True, top_logprobs=3, logit_bias=ENDS),
+    "min_tokens and a stop": chat(min_tokens=12, max_tokens=40, stop=["a", " t"]),
+    "min_tokens and a choice": chat(min_tokens=9, structured_outputs={"choice": ["yes", "no"]}),
     "min_p": chat(temperature=1.0, min_p=1.0),
     "repetition_penalty": chat(repetition_penalty=1.6, max_tokens=30),
     "presence_penalty": chat(presence_penalty=1.9, max_tokens=30),

@@ -207,6 +207,26 @@ def test_ignore_eos(target: Target) -> None:
     assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (12, "length")
 
 
+def test_no_end_comes_before_min_tokens() -> None:
+    """Neither a token nor a stop string ends the answer earlier, and drafts don't change it."""
+    ending = text_target()
+    prompt = ending.tokenizer(PROMPTS[0])["input_ids"]
+    end = plain_generate(ending, prompt, max_new_tokens=12).tokens[2]
+    ending.eos_token_ids = frozenset({end})
+    shape: Any = {"max_tokens": 40, "logit_bias": {str(end): 100}, "logprobs": 1}
+    with LiveServer(ending, {"moa": teach(build_drafter(ending.model), ending, [prompt], 60)}, tree="4") as server:
+        for settings in ({}, SAMPLED, {"presence_penalty": 1}):
+            for n_least in (0, 1, 7):
+                asked = {"min_tokens": n_least} | shape | settings
+                found, plain = (complete(server, drafter=drafter, **asked) for drafter in ("moa", "none"))
+                assert found["choices"][0]["text"] == plain["choices"][0]["text"]
+                assert found["usage"]["completion_tokens"] == n_least + 1
+                assert found["choices"][0]["finish_reason"] == "stop"
+        stop = texts(complete(server, ignore_eos=True))[0][0]
+        cut = complete(server, min_tokens=5, ignore_eos=True, max_tokens=40, stop=stop)
+        assert cut["usage"]["completion_tokens"] > 5
+
+
 def test_settings_of_sampling_reach_the_engine(server: LiveServer, target: Target) -> None:
     greedy = texts(complete(server))
     assert texts(complete(server, temperature=1.0, min_p=1.0)) == greedy

@@ -52,10 +52,12 @@ def test_what_is_held_back_can_be_shown_at_the_end() -> None:
 
 
 def test_stop_strings_do_not_depend_on_pieces() -> None:
-    def passed(stops: list[str], pieces: list[str]) -> str:
-        search = StopStrings(stops)
+    def passed(stops: list[str], pieces: list[str], n_before: int = 0) -> str:
+        search = StopStrings(stops, n_before)
         return "".join(map(search.push, pieces)) + search.rest()
 
     assert passed(["abc", "b"], ["abc"]) == passed(["abc", "b"], list("abc")) == "a"
     assert passed(["aab"], ["aa", "aab", "c"]) == "aa"
+    assert passed(["abc", "b"], list("bbabxab"), 4) == "bbabxa"
+    assert passed(["ab"], list("abab"), 3) == "ab"
     assert passed(["a" * 255 + "b"], list("a" * 2000 + "c")) == "a" * 2000 + "c"

@@ -183,6 +183,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {}}, "stream_options", "invalid_value"),
     ({"n": 129}, "n", "invalid_value"),
     ({"min_p": 1.5}, "min_p", "invalid_value"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "invalid_value"),
     ({"logit_bias": {"400": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
