@@ -212,6 +212,9 @@ class Connection(H11Protocol):
 
     async def _write(self, writing: Any) -> None:
         """Wait for a reader to have room; one that has none for too long is cut off."""
+        if not self.flow.write_paused:  # then nothing waits
+            await writing
+            return
         now = time.monotonic()
         self.blocked_s = now
         try:

@@ -27,6 +27,7 @@ from .engine.engine import Engine
 from .engine.sequence import Commit, Logprobs, Request, Work
 from .post import call_in
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _HOLD_AT, _RELEASE_AT = 64, 8  # commits that wait for a reader when its sequence is held, and when it is released
 _MAX_STOPS, _MAX_STOP_CHARS = 4, 256
 
@@ -285,7 +286,8 @@ class AnswerText:
         self.index, self._engine, loop = index, engine, asyncio.get_running_loop()
         self._commits: deque[Commit] = deque()
         self._has_come, self._is_held = news, False
-        decode = partial(engine.target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # The tokenizer's own: what transformers does besides costs the event loop as much again.
+        decode = partial(engine.target.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
         self._text, self._stops = Detokenizer(decode), StopStrings(stops, request.min_new_tokens)
         self._began = time.perf_counter()
         self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
@@ -485,4 +487,4 @@ class AnswerForm:
 
 def event(value: dict[str, Any]) -> bytes:
     """Write one server-sent event."""
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODER.encode(value).encode() + b"\n\n"
