@@ -31,12 +31,14 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _HOLD_AT, _RELEASE_AT = 64, 8  # commits that wait for a reader when its sequence is held, and when it is released
 _MAX_STOPS, _MAX_STOP_CHARS = 4, 256
 
-# Settings of the API that this server lacks -> values, besides null, at which they change nothing.
+# Settings of OpenAI's API and of vLLM's that this server lacks -> values, besides null, at which they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False), "modalities": (["text"],),
     "service_tier": ("auto", "default"), "store": (False,), "audio": (), "prediction": (), "reasoning_effort": (),
     "verbosity": (), "web_search_options": (), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": (),
+    "use_beam_search": (False,), "length_penalty": (1,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "bad_words": ([],),
 }  # fmt: skip
 # Settings that concern the caller's own records, and never the answer.
 _OF_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -83,7 +85,7 @@ class ApiError(Exception):
 
 
 class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -134,7 +136,7 @@ class AnswerRequest(_Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 keep all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -195,6 +197,10 @@ class AnswerRequest(_Body):
             raise ApiError(400, message, "stop", "invalid_value")
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream to be true.", "stream_options", "invalid_value")
+        for name, value in ((request.stream_options and request.stream_options.model_extra) or {}).items():
+            if value:
+                message = f"stream_options: {name[:60]} is not supported by this server. Leave it out."
+                raise ApiError(400, message, "stream_options", "unsupported_parameter")
         return request
 
 

@@ -258,7 +258,7 @@ class Service:
         sampling = SamplingConfig(
             temperature=1.0 if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else max(asked.top_p, _MIN_TOP_P),
-            top_k=asked.top_k or 0,
+            top_k=max(asked.top_k or 0, 0),
             repetition_penalty=asked.repetition_penalty or 1.0,
             min_p=asked.min_p or 0.0,
             presence_penalty=asked.presence_penalty or 0.0,

@@ -101,6 +101,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs of the tokens alone": chat(logprobs=True),
     "logprobs of sampling": chat(logprobs=True, top_logprobs=2, presence_penalty=1.0, **GREEDY),
     "ignore_eos": chat(ignore_eos=True, max_tokens=60),
+    "top_k of all": chat(top_k=-1),
     "min_tokens": chat(min_tokens=20, max_tokens=40),
     "min_tokens and a likely end": chat(min_tokens=9, max_tokens=40, logit_bias=ENDS),
     "min_tokens and ignore_eos": chat(min_tokens=9, max_tokens=20, ignore_eos=True, logit_bias=ENDS),

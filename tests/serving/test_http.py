@@ -181,6 +181,9 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": [""]}, "stop", "invalid_value"),
     ({"stop": "x" * 257}, "stop", "invalid_value"),
     ({"stream_options": {}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": {"chunks": 2}}, "stream_options", "unsupported_parameter"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
     ({"n": 129}, "n", "invalid_value"),
     ({"min_p": 1.5}, "min_p", "invalid_value"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
@@ -221,6 +224,7 @@ def test_settings_that_change_nothing_are_taken(client: OpenAI) -> None:
     answer = ask(
         client, n=1, frequency_penalty=0, presence_penalty=0.0, logprobs=False, logit_bias={}, user="me", stop=None,
         response_format={"type": "text"}, metadata={"a": "b"}, seed=None, max_tokens=None, max_completion_tokens=5,
+        extra_body={"top_k": -1, "stop_token_ids": [], "skip_special_tokens": True, "length_penalty": 1.0},
     )  # fmt: skip
     assert answer.usage.completion_tokens == 5
     parts = [{"type": "text", "text": "Hello there"}]
