@@ -37,8 +37,8 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False), "modalities": (["text"],),
     "service_tier": ("auto", "default"), "store": (False,), "audio": (), "prediction": (), "reasoning_effort": (),
     "verbosity": (), "web_search_options": (), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": (),
-    "use_beam_search": (False,), "length_penalty": (1,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "bad_words": ([],),
+    "use_beam_search": (False,), "length_penalty": (1,), "stop_token_ids": ([],), "bad_words": ([],),
+    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
 }  # fmt: skip
 # Settings that concern the caller's own records, and never the answer.
 _OF_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key")
