@@ -107,7 +107,7 @@ def conform(
     """Compare an engine's drafts with ours, and name what differs.
 
     Raises:
-        OptionInvalid: the engine takes no such drafter, or failed.
+        OptionInvalid: the engine takes no such drafter, failed, or drafted nothing.
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (own,) = load_drafters([drafter], target, target.model.dtype).values()
@@ -130,6 +130,8 @@ def conform(
             "n_drafts": most if method in WHOLE_BLOCKS else min(n_drafts, most),
         }  # fmt: skip
         answers = ask_engine(job, python, Path(folder))
+    if not any(answer["rounds"] for answer in answers):
+        raise OptionInvalid(f"{engine} drafted nothing after these prompts; ask for longer answers, or give others.")
     return compare(own, target, texts, answers, max_new_tokens, progress)
 
 

@@ -445,3 +445,6 @@ def test_the_command(
     assert bool(found["partings"]) == bool(code)
     if kind == "eagle":
         refused(run(*words, "--with", "transformers"), "kind eagle")
+    nothing = {"tokens": [1], "rounds": []}
+    monkeypatch.setattr("moa_data.evaluation.conform.ask_engine", lambda job, *_: [nothing] * len(job["prompts"]))
+    refused(run(*words, "--with", "vllm"), "drafted nothing")
