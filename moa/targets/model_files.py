@@ -90,13 +90,13 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
     """Name the method by which a target's weights are quantised, from its config.json; empty where they are not."""
     text = values.get("text_config")
     for own in (values, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
+        for key in ("quantization_config", "compression_config", "quantization"):
             if (found := own.get(key)) is None:
                 continue
             known = found if isinstance(found, dict) else {"quant_method": found}
             is_old = any(name.startswith("load_in_") for name in known)  # of a release that had one method
-            default = "bitsandbytes" if is_old else "compressed-tensors" if key == "compression_config" else "unknown"
-            return str(known.get("quant_method") or default)[:60]
+            default = {"compression_config": "compressed-tensors", "quantization": "mlx"}.get(key, "unknown")
+            return str(known.get("quant_method") or ("bitsandbytes" if is_old else default))[:60]
     return next((method for name, method in _QUANTISED_FILES.items() if folder and (folder / name).is_file()), "")
 
 

@@ -28,8 +28,11 @@ def prove_logits(target: Target) -> None:
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         known = model(input_ids=tokens, use_cache=False).logits
+        half = target.body(input_ids=tokens[:, : _N_TOKENS // 2], use_cache=False).last_hidden_state
     if not known.isfinite().all():
         return  # what is wrong with the weights shows in the first sequence
+    if not _agrees(half, hidden[:, : half.shape[1]]):
+        raise TargetError(f"tokens of this {target.config.model_type} see those after them. Choose another target.")
     own = capped(logits_of(hidden, scaled_head(model)), families.logit_cap(target.config))
     if not (_agrees(own, known) and _agrees(target.logits(hidden), known)):
         raise TargetError(

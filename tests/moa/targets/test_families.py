@@ -228,6 +228,7 @@ def test_from_a_folder_to_text_by_the_command_line(tmp_path: Path) -> None:
         {"quantization_config": {"quant_method": "mxfp4"}},
         {"quantization_config": {"load_in_8bit": True}},
         {"compression_config": {"quant_method": "compressed-tensors"}},
+        {"quantization": {"group_size": 64, "bits": 4}},
         {"text_config": {"quantization_config": {"quant_method": "awq"}}},
         {"model_type": "bert"},
         {"model_type": "of_another_world"},
@@ -240,7 +241,11 @@ def test_what_is_no_target_is_refused_by_name(tmp_path: Path, changes: dict[str,
     change_json(model / "config.json", **changes)
     found = changes.get("text_config", changes)
     method = found.get("quantization_config") or found.get("compression_config", {})
-    named = "bitsandbytes" if "load_in_8bit" in method else method.get("quant_method") or changes["model_type"]
+    named = (
+        method.get("quant_method")
+        or changes.get("model_type")
+        or ("mlx" if "quantization" in found else "bitsandbytes")
+    )
     with pytest.raises(TargetError, match=named):
         Target.load(str(model))
 
@@ -305,6 +310,13 @@ def test_a_config_that_does_not_say_whether_the_lm_head_is_tied(tmp_path: Path) 
     made = ("--model", model, "--dataset", chats, "--out", tmp_path / "store", "--device", "cpu")
     extracted = run("extract", *made, "--max-length", "64", "--activations", "hidden:last")
     assert extracted.exit_code == 0, extracted.output
+
+
+@pytest.mark.parametrize(("name", "value"), [("gemma3_text", True), ("gemma4_text", "all")])
+def test_tokens_that_see_later_ones_are_refused(name: str, value: Any) -> None:
+    """As in EmbeddingGemma: padding would be seen, and what is drafted could not be verified."""
+    with pytest.raises(TargetError, match=f"tokens of this {name} see those after them"):
+        prove_logits(target_of(name, use_bidirectional_attention=value))
 
 
 def test_what_transformers_itself_cannot_compute_is_refused() -> None:
