@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -151,7 +152,11 @@ def post(address: str, request: tuple[str, dict[str, Any]]) -> Any:
 
 def choices_of(answer: Any) -> list[tuple[Any, ...]]:
     return [
-        (choice["index"], shown(choice.get("text") or choice["message"]["content"]), choice["finish_reason"])
+        (
+            choice["index"],
+            shown(choice["text"] if "text" in choice else choice["message"]["content"]),
+            choice["finish_reason"],
+        )
         for choice in in_order(answer)
     ]
 
@@ -208,16 +213,49 @@ def in_order(answer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_answer_is_vllm_s(theirs: str, ours: str, name: str) -> None:
-    request = REQUESTS[name]
+    check_answer(theirs, ours, REQUESTS[name])
+
+
+def check_answer(theirs: str, ours: str, request: tuple[str, dict[str, Any]]) -> None:
     found, expected = post(ours, request), post(theirs, request)
     if "choices" not in expected:
         assert found == expected | ({"max_model_len": found["max_model_len"]} if "count" in found else {})
         return
-    assert choices_of(found) == choices_of(expected)
+    assert choices_of(found) == choices_of(expected), request
     for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert found["usage"][key] == expected["usage"][key]
     for own, their in zip(in_order(found), in_order(expected), strict=True):
         check_logprobs(own, their)
+
+
+def random_request(seed: int) -> tuple[str, dict[str, Any]]:
+    """Several settings at once."""
+    draw = random.Random(seed)
+    most = draw.choice([1, 2, 8, 20, 40])
+    settings: dict[str, Any] = {"max_tokens": most} | draw.choice([{}, GREEDY, GREEDY | {"n": 2, "min_p": 0.5}])
+    choices: dict[str, list[Any]] = {
+        "repetition_penalty": [0.7, 1.2, 1.8], "presence_penalty": [-1.5, 0.8, 2], "frequency_penalty": [-1.5, 0.8, 2],
+        "logit_bias": [{"1": 6}, {"40": 2.5, "300": -100}], "min_tokens": [most // 2, most], "top_p": [0.3],
+        "stop": ["a", ["e", "th"], [" "], ["ca", "t", "s"]],
+        # vLLM goes on after a form where ignore_eos is set, and the form does not end here.
+        draw.choice(["ignore_eos", "structured_outputs"]): [True],
+    }  # fmt: skip
+    for name, values in choices.items():
+        if draw.random() < 0.35:
+            settings[name] = draw.choice(values)
+    if "structured_outputs" in settings:
+        settings["structured_outputs"] = draw.choice(
+            [{"regex": "(the|a) [a-z]{3,12}"}, {"choice": ["yes", "maybe so"]}]
+        )
+    said = draw.choice(["Hello there", "the cat sat", "a", "two small birds sing in some tall green trees"])
+    if draw.random() < 0.5:
+        return chat(said, **settings, logprobs=draw.random() < 0.3)
+    return completion(said, **settings)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_answers_to_random_requests_are_vllm_s(theirs: str, ours: str, seed: int) -> None:
+    check_answer(theirs, ours, random_request(seed))
 
 
 def streamed(address: str, request: tuple[str, dict[str, Any]]) -> tuple[dict[int, str], list[int]]:

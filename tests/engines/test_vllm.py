@@ -39,13 +39,15 @@ def begun(words: list[str], folder: Path) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     with (folder / "log").open("w") as log:
-        return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            words, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
 
 
-def engines() -> list[str]:
-    """VLLM's processes that run."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if "VLLM::" in line]
+def engines(run: subprocess.Popen[str]) -> list[str]:
+    """VLLM's processes of a run."""
+    listed = subprocess.run(["ps", "-eo", "pid,sess,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if "VLLM::" in line and line.split()[1] == str(run.pid)]
 
 
 def wait_for(is_so: Callable[[], bool], within_s: float) -> None:
@@ -59,6 +61,7 @@ def wait_for_parts(store: Path, n_parts: int, run: subprocess.Popen[str]) -> Non
     wait_for(lambda: len(list(store.glob("commits/part-*"))) >= n_parts or run.poll() is not None, 300)
 
 
+@pytest.mark.usefixtures("heeded_signals")
 def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(words: list[str], tmp_path: Path) -> None:
     """Its processes end with ours, and the same command goes on to a whole store."""
     store = tmp_path / "store"
@@ -68,7 +71,7 @@ def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(words: li
         wait_for_parts(store, n_parts, run)
         run.send_signal(number)
         assert run.wait(30) == code, (tmp_path / "log").read_text()
-        wait_for(lambda: not engines(), 10)
+        wait_for(lambda run=run: not engines(run), 10)
     if number == signal.SIGINT:
         lines = [line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("(")]
         assert any(line.startswith("Error: Interrupted") for line in lines)
@@ -89,10 +92,10 @@ def test_a_process_of_its_own_that_stops_ends_in_a_line(words: list[str], tmp_pa
     )
     run = begun([words[0], "-c", program, *words[3:]], tmp_path)
     wait_for_parts(tmp_path / "store", 1, run)
-    for line in engines():
+    for line in engines(run):
         if "EngineCore" in line:
             os.kill(int(line.split()[0]), signal.SIGSTOP)
     code = run.wait(60)
     said = "\n".join(line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("("))
-    assert "it has done nothing for 10 s" in error_line(code, said.partition("/resource_tracker.py")[0], 2)
-    wait_for(lambda: not engines(), 10)
+    assert "nothing for 10 s" in error_line(code, said.partition("/resource_tracker.py")[0], 2)
+    wait_for(lambda: not engines(run), 10)
