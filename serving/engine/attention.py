@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from ...moa.nn import masks
@@ -127,6 +127,9 @@ class PartsAttention:
             for window in set(windows)
         }
         self._masks = [by_window[window] for window in windows]
+        self._are_steps = all(size == 1 for size in self._sizes) and all(
+            mask is None for own in by_window.values() for mask in own
+        )
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None, sinks: Tensor | None = None
@@ -142,6 +145,14 @@ class PartsAttention:
             kv = kv[:, :n_kv_heads, :, :width]
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
+        if self._are_steps and is_plain and is_whole and value_width == width:
+            # The heads of a group are queries of one head, and nothing is hidden from them.
+            rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)  # of each part [1, H_kv, G, d]
+            own = [
+                scaled_dot_product_attention(row, keys, values)
+                for row, (keys, values) in zip(rows, self._seen[layer], strict=True)
+            ]
+            return torch.cat(own).flatten(1, 2)[None]
         attended = []
         for (keys, values), own_q, mask in zip(
             self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
