@@ -7,6 +7,7 @@ prompts as token ids, and how long chains and answers are. Written is for each p
 
 import json
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,15 @@ def _speculators(job: dict[str, Any]) -> Answers:
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
     answers: Answers = []
+    last = deque[Any](maxlen=1)  # what enters the final norm; hidden_states ends with what leaves it
+    target.base_model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     for prompt in job["prompts"]:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             text = target.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=job["max_new_tokens"]
             )
-            states = target(text, output_hidden_states=True).hidden_states
+            states = [*target(text, output_hidden_states=True).hidden_states[:-1], last[-1]]
             hidden = torch.cat([states[layer] for layer in model.target_layer_ids], dim=-1)
             rounds = chain(model, text, hidden, len(prompt) + 1, job["n_drafts"])
         answers.append({"tokens": text[0, len(prompt) :].tolist(), "rounds": rounds})
@@ -134,22 +137,27 @@ def _chains_of_blocks(model: Any, text: Any, hidden: Any, first: int, n_drafts: 
     import torch
     from speculators.models.dflash import core
 
-    anchors = torch.arange(first - 1, text.shape[1] - model.block_size)
+    anchors = torch.arange(text.shape[1] - model.block_size)[first - 1 :]
+    if not len(anchors):  # the answer is shorter than a block
+        return []
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     states, logits, *_ = model._backbone_forward(
         hidden, text, torch.ones_like(text), hidden[..., : model.norm.weight.shape[0]], torch.zeros_like(text),
         max_anchors=len(anchors),
     )  # fmt: skip
-    slots = slice(0 if model.config.sample_from_anchor else 1, None)
-    blocks = logits.unflatten(1, (-1, model.block_size))[0, :, slots]  # [N, K, V]
+    first_slot = 0 if model.config.sample_from_anchor else 1
+    blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]  # [N, K, V]
     head: Any = getattr(model, "markov_head", None)
     before = text[0, anchors][:, None].repeat(1, model.block_size)
-    drafts = blocks.argmax(-1)
-    for k in range(blocks.shape[1] if head is not None else 0):
-        bias = head.block_bias(prev_token_ids=before, hidden_states=states.view(*before.shape, -1))
-        drafts[:, k] = (blocks[:, k] + bias[:, slots][:, k]).argmax(-1)
-        before[:, k + 1 : k + 2] = drafts[:, k : k + 1]
-    tokens = drafts if model.d2t is None else drafts + model.d2t[drafts]
+    tokens = torch.empty_like(blocks[..., 0], dtype=text.dtype)
+    for k in range(blocks.shape[1]):
+        scores = blocks[:, k]
+        if head is not None:
+            bias = head.block_bias(prev_token_ids=before, hidden_states=states.view(*before.shape, -1))
+            scores = scores + bias[:, first_slot + k]
+        drafts = scores.argmax(-1)
+        tokens[:, k] = drafts if model.d2t is None else drafts + model.d2t[drafts]
+        before[:, first_slot + k + 1 : first_slot + k + 2] = tokens[:, k : k + 1]
     return [(int(a) + 1, row[:n_drafts]) for a, row in zip(anchors, tokens.tolist(), strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from moa_data.evaluation.conform import ask_engine, compare, pieces_of
-from moa_data.moa.formats.checkpoint import LAYOUTS, write_layout
+from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from moa_data.moa.formats.engines import FORMATS
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.models import random_prompts, write_target
+
+from ..moa.formats.test_speculators import DATA, verifier
 
 PYTHONS = {
     "vllm": os.environ.get("MOA_DATA_VLLM", "none"),
@@ -29,6 +32,7 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("vllm", "independent", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "base 10,000"),
     *(("speculators", kind, {}, "") for kind in ("eagle3", "dflash", "dspark")),
     ("speculators", "dspark", {"aux_hidden_state_layer_ids": [3, 5]}, "counted one too high"),
+    ("speculators", "dspark", {"sample_from_anchor": False}, "sample_from_anchor"),
 ]
 
 
@@ -61,3 +65,26 @@ def test_engine(tmp_path: Path, engine: str, kind: str, config: dict[str, Any], 
     assert found.n_rounds > 20
     assert bool(found.partings) == bool(cause), found
     assert not cause or (found.causes and cause in found.causes[0]), found
+
+
+@pytest.mark.parametrize("name", ["dflash-reduced", "dspark-gated", "dspark-shifted", "eagle3"])
+def test_a_native_folder_of_speculators(tmp_path: Path, name: str) -> None:
+    """With the target's first and last outputs, draft vocabularies, and an answer shorter than a block."""
+    if not Path(PYTHONS["speculators"]).is_file():
+        pytest.skip("MOA_DATA_SPECULATORS names no Python with it")
+    shutil.copytree(DATA / name, tmp_path / "drafter")
+    file = tmp_path / "drafter" / "config.json"
+    config = json.loads(file.read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = str(DATA / "verifier")
+    file.write_text(json.dumps(config))
+    drafter, target = load_drafter(tmp_path / "drafter"), Target(verifier())
+    prompts = [[token % 40 for token in prompt] for prompt in random_prompts(6, 9)]
+    job = {
+        "engine": "speculators", "method": drafter.kind, "model": str(DATA / "verifier"), "prompts": prompts,
+        "drafter": str(tmp_path / "drafter"), "max_new_tokens": 16, "dtype": "float32", "n_drafts": 3,
+    }  # fmt: skip
+    answers = ask_engine(job, PYTHONS["speculators"], tmp_path)
+    assert any(len(answer["tokens"]) < 4 for answer in answers), [len(a["tokens"]) for a in answers]
+    found = compare(drafter, target, prompts, answers, 16)
+    assert found.n_rounds > 10
+    assert not found.partings

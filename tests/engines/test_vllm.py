@@ -57,6 +57,10 @@ def wait_for(is_so: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.1)
 
 
+def wait_for_its_end(run: subprocess.Popen[str]) -> None:
+    wait_for(lambda: not engines(run), 10)
+
+
 def wait_for_parts(store: Path, n_parts: int, run: subprocess.Popen[str]) -> None:
     wait_for(lambda: len(list(store.glob("commits/part-*"))) >= n_parts or run.poll() is not None, 300)
 
@@ -71,7 +75,7 @@ def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(words: li
         wait_for_parts(store, n_parts, run)
         run.send_signal(number)
         assert run.wait(30) == code, (tmp_path / "log").read_text()
-        wait_for(lambda run=run: not engines(run), 10)
+        wait_for_its_end(run)
     if number == signal.SIGINT:
         lines = [line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("(")]
         assert any(line.startswith("Error: Interrupted") for line in lines)
@@ -98,4 +102,4 @@ def test_a_process_of_its_own_that_stops_ends_in_a_line(words: list[str], tmp_pa
     code = run.wait(60)
     said = "\n".join(line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("("))
     assert "nothing for 10 s" in error_line(code, said.partition("/resource_tracker.py")[0], 2)
-    wait_for(lambda: not engines(run), 10)
+    wait_for_its_end(run)
