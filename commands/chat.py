@@ -22,7 +22,7 @@ from ..errors import MoaDataError
 from ..evaluation.config import Dtype
 from ..text import printable
 from .console import out, tell
-from .options import StageCommand, config_options
+from .options import stage_command
 
 if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient, SavedAnswer
@@ -72,7 +72,7 @@ class ChatConfig(Config):
     """Where the drafter runs: cpu, cuda, cuda:1, ..."""
 
 
-@click.command(cls=StageCommand)
+@stage_command(ChatConfig)
 @click.option(
     "--prompt", metavar="TEXT",
     help="Answer this alone, and end; by default prompts are asked for, or read from standard input, one a line.",
@@ -89,7 +89,6 @@ class ChatConfig(Config):
     "--web", type=click.IntRange(0, 65535), metavar="PORT",
     help="Chat on a page at http://127.0.0.1:PORT, which also shows the course of an answer and can cut the network.",
 )  # fmt: skip
-@config_options(ChatConfig)
 def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: Path | None, web: int | None) -> None:
     """Chat with a target on a server; drafts are made here, where they go on without a network.
 
@@ -253,10 +252,8 @@ class TerminalAnswer:
     # Lines are broken here, never by the terminal, so that it is known where each token stands: rows and columns from
     # the beginning of the answer. The cursor moves by differences of these, which scrolling does not change.
 
-    def __init__(
-        self, write: Callable[[str], None] | None = None, size: Callable[[], tuple[int, int]] | None = None
-    ) -> None:
-        self._write, self._size = write or out.write, size or _terminal_size
+    def __init__(self) -> None:
+        self._write, self._size = out.write, _terminal_size
         self._texts: list[str] = []
         self._kinds: list[str] = []
         self._starts: list[tuple[int, int]] = [(0, 0)]  # row and column of each token, and of the end

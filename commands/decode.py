@@ -15,7 +15,7 @@ from ..evaluation.config import DecodingConfig, EvalConfig
 from ..files import disk_full_guard, write_atomic
 from ..serving.detokenizer import Detokenizer
 from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, tell
-from .options import StageCommand, config_options
+from .options import stage_command
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import OnTokens
@@ -40,12 +40,11 @@ class GenerateConfig(DecodingConfig):
         return None if self.tree == "auto" else super().tree_shape()
 
 
-@click.command(cls=StageCommand)
+@stage_command(GenerateConfig)
 @click.option(
     "--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
     help="What the user says; - reads it from standard input. Given several times, the prompts are decoded together.",
 )  # fmt: skip
-@config_options(GenerateConfig)
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     """Answer prompts with target and drafter; drafted and accepted text is green.
 
@@ -67,21 +66,15 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from ..moa.decoding.proposer import DrafterProposer
     from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import TreeShape
-    from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
-    from ..moa.nn.packed import pack
+    from ..moa.formats.checkpoint import ready_drafters
     from ..moa.targets.chat_tokens import prompt_tokens
     from ..moa.targets.live import Target
-    from ..moa.targets.template import ChatTemplate, choose_template_arguments
     from .views import decoding_view
 
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     target.prepare(config.cuda_graphs)
-    drafter = load_drafter(config.drafter, target.model.dtype, target.device)
-    check_drafter_matches(drafter, target)
-    pack(drafter)
-    arguments = choose_template_arguments(config.template_kwargs, {config.drafter: drafter.config.target})
-    template = ChatTemplate(target.tokenizer, arguments, config.model)
-    rows = [prompt_tokens(template, [{"role": "user", "content": text}]) for text in texts]
+    (drafter,) = ready_drafters(target, [config.drafter], config.template_kwargs, config.model).values()
+    rows = [prompt_tokens(target.template, [{"role": "user", "content": text}]) for text in texts]
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer, shape = DrafterProposer(target, drafter, None, sampling), config.tree_shape()
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
@@ -131,8 +124,7 @@ def _print_tokens(text: Detokenizer) -> "OnTokens":
     return on_tokens
 
 
-@click.command("eval", cls=StageCommand)
-@config_options(EvalConfig)
+@stage_command(EvalConfig, name="eval")
 def evaluate(config: EvalConfig) -> None:
     """Measure drafters: acceptance length, target calls and tokens/s beside plain decoding.
 

@@ -7,11 +7,10 @@ import click
 from ..pipeline.exchange.config import ExportConfig, ImportConfig
 from ..trainer.config import DrafterExportConfig
 from .console import ProgressLine, collect_provenance, out
-from .options import StageCommand, config_options
+from .options import stage_command
 
 
-@click.command("export", cls=StageCommand)
-@config_options(ExportConfig, arguments=("store",))
+@stage_command(ExportConfig, arguments=("store",), name="export")
 def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
@@ -33,8 +32,7 @@ def export_command(config: ExportConfig) -> None:
     out.print(report)
 
 
-@click.command("export-drafter", cls=StageCommand)
-@config_options(DrafterExportConfig, arguments=("drafter",))
+@stage_command(DrafterExportConfig, arguments=("drafter",), name="export-drafter")
 def export_drafter_command(config: DrafterExportConfig) -> None:
     """Write a trained drafter for vLLM, SGLang, transformers, speculators, or the code of the authors of EAGLE or MoA.
 
@@ -52,8 +50,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
     out.print(export_drafter(config).describe())
 
 
-@click.command("import", cls=StageCommand)
-@config_options(ImportConfig, arguments=("folder",))
+@stage_command(ImportConfig, arguments=("folder",), name="import")
 def import_command(config: ImportConfig) -> None:
     """Make a store from files of speculators, SpecForge or EAGLE.
 

@@ -9,14 +9,13 @@ import click
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
 from ..text import counted
 from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, collect_provenance, out
-from .options import StageCommand, StoreArgument, config_options
+from .options import StoreArgument, stage_command
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
 
 
-@click.command(cls=StageCommand)
-@config_options(RegenerateConfig)
+@stage_command(RegenerateConfig)
 @click.option("--dry-run", is_flag=True, help="Say what would be asked, and stop.")
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, as chats to extract.
@@ -44,8 +43,7 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     out.print(text)
 
 
-@click.command(cls=StageCommand)
-@config_options(ExtractConfig)
+@stage_command(ExtractConfig)
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop, like `moa-data plan`.")
 def extract(config: ExtractConfig, dry_run: bool) -> None:
     """Run a target over chats and store its activations.
@@ -77,8 +75,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
     out.print(report.describe())
 
 
-@click.command(cls=StageCommand)
-@config_options(ExtractConfig)
+@stage_command(ExtractConfig)
 def plan(config: ExtractConfig) -> None:
     """Say what an extraction would cost: sequences, tokens, bytes, parts, hours.
 
@@ -114,8 +111,7 @@ def _print_plan(config: ExtractConfig) -> None:
         out.print(describe_estimate(extraction_plan, config.scale.workers))
 
 
-@click.command(cls=StageCommand)
-@config_options(AddConfig, arguments=("store",))
+@stage_command(AddConfig, arguments=("store",))
 @click.option("--dry-run", is_flag=True, help="Print what would be added and what it costs, and stop.")
 def add(config: AddConfig, dry_run: bool) -> None:
     """Add activations to a store; what it holds already is kept, byte for byte.

@@ -18,20 +18,16 @@ if TYPE_CHECKING:
 
 
 class StageCommand(click.Command):
-    """A command that makes the settings of a stage from its options."""
+    """A command that makes the settings of a stage, ``config_class``, from its options; see :func:`stage_command`."""
 
-    def __init__(self, *args: Any, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
-        n_settings = len({setting.name for setting in self.config_class.settings()})
+    def __init__(self, name: str, config_class: type[Config], **attributes: Any) -> None:
+        super().__init__(name, **attributes)
+        self.config_class = config_class
+        n_settings = len({setting.name for setting in config_class.settings()})
         text = f"Show all {n_settings} settings, as `moa-data options {self.name}` does."
         self.params.append(
             click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text)
         )
-
-    @property
-    def config_class(self) -> type[Config]:
-        """The settings of the stage."""
-        return self.callback.config_class  # type: ignore[union-attr,no-any-return]  # config_options sets it
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the common options, or with ``--help-all`` all settings by group and the others."""
@@ -87,18 +83,20 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only 
         return open_path(value)
 
 
-def config_options(
+def stage_command(
     config_class: type[Config],
     arguments: Sequence[str] = (),
     presets: Presets | None = None,
     earlier: Earlier | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a click command so that it is called with ``config``, besides its other parameters.
+    name: str | None = None,
+) -> Callable[[Callable[..., Any]], StageCommand]:
+    """Make a command of a function, which is called with ``config`` besides its own parameters.
 
     Args:
         arguments: names of settings that are given by position.
         presets: named sets of values, offered as ``--preset``.
         earlier: finds the settings of an earlier run, which all else wins over.
+        name: of the command; None for the function's.
     """
     # Of settings that several kinds have, the flag shows the first one's.
     settings = {setting.name: setting for setting in reversed(list(config_class.settings()))}
@@ -106,8 +104,8 @@ def config_options(
     def spell(name: str) -> str:
         return name.upper() if name in arguments else option_name(name)
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any) -> Any:
+    def decorate(command: Callable[..., Any]) -> StageCommand:
+        def run(*args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any) -> Any:
             given = {name: kwargs.pop(name) for name in (*settings, *(["preset"] if presets else []))}
             given = {name: value for name, value in given.items() if value is not None}
             try:
@@ -116,18 +114,19 @@ def config_options(
                 raise click.UsageError(str(error)) from error
             return command(*args, config=config, **kwargs)
 
-        wrapped.__doc__, wrapped.__name__ = command.__doc__, command.__name__
-        wrapped.config_class = config_class  # type: ignore[attr-defined]  # StageCommand reads it
         flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
-        parameters: list[click.Parameter] = [
-            click.Argument([name], required=False, metavar=name.upper()) for name in arguments
-        ]
         is_short = any(setting.is_common for setting in flags)
-        parameters += [_option(setting, hidden=is_short and not setting.is_common) for setting in flags]
-        parameters += _sources(presets)
-        own = getattr(command, "__click_params__", [])
-        wrapped.__click_params__ = own + parameters[::-1]  # type: ignore[attr-defined]  # click reverses them
-        return wrapped
+        own = getattr(command, "__click_params__", [])[::-1]  # click's decorators add to it from below
+        parameters: list[click.Parameter] = [
+            *(one for one in own if not one.is_flag),
+            *(click.Argument([name], required=False, metavar=name.upper()) for name in arguments),
+            *(_option(setting, hidden=is_short and not setting.is_common) for setting in flags),
+            *_sources(presets),
+            *(one for one in own if one.is_flag),
+        ]
+        return StageCommand(
+            name or command.__name__, config_class, callback=run, help=command.__doc__, params=parameters
+        )
 
     return decorate
 

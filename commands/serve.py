@@ -4,19 +4,16 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-import click
-
 from ..errors import Interrupted
 from ..serving.config import ServeConfig
 from .console import out, tell
-from .options import StageCommand, config_options
+from .options import stage_command
 
 if TYPE_CHECKING:
     from ..serving.http import Service
 
 
-@click.command(cls=StageCommand)
-@config_options(ServeConfig)
+@stage_command(ServeConfig)
 def serve(config: ServeConfig) -> None:
     """Serve a target over OpenAI's API, and to clients that draft for themselves.
 
@@ -78,21 +75,13 @@ def serve(config: ServeConfig) -> None:
 def _service(config: ServeConfig) -> "Service":
     import torch
 
-    from ..moa.formats.checkpoint import load_drafters
-    from ..moa.nn.packed import pack
+    from ..moa.formats.checkpoint import ready_drafters
     from ..moa.targets.live import Target
-    from ..moa.targets.template import ChatTemplate, choose_template_arguments
     from ..serving.access import BearerTokens, read_tokens
     from ..serving.engine.engine import Engine
     from ..serving.http import Service
 
     tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    drafters = load_drafters(config.drafter, target, target.model.dtype)
-    for drafter in drafters.values():
-        pack(drafter)
-    recorded = {name: drafter.config.target for name, drafter in drafters.items()}
-    arguments = choose_template_arguments(config.template_kwargs, recorded)
-    target.template = ChatTemplate(target.tokenizer, arguments, config.model)
-    engine = Engine(target, drafters, config.engine)
-    return Service(engine, config, tokens)
+    drafters = ready_drafters(target, config.drafter, config.template_kwargs, config.model)
+    return Service(Engine(target, drafters, config.engine), config, tokens)

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import click
-
 from ..demo.config import DemoConfig
 from ..errors import RunWarning
 from ..text import counted
 from ..trainer.config import PRESETS, TrainConfig, earlier_settings
 from .console import ProgressLine, collect_provenance, out, tell
-from .options import StageCommand, config_options
+from .options import stage_command
 
 
 def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *rest: Any) -> None:
@@ -23,8 +21,7 @@ def _show_warning(others: Callable[..., None], message: Warning | str, category:
         others(message, category, *rest)
 
 
-@click.command(cls=StageCommand)
-@config_options(TrainConfig, arguments=("store",), presets=PRESETS, earlier=earlier_settings)
+@stage_command(TrainConfig, arguments=("store",), presets=PRESETS, earlier=earlier_settings)
 def train(config: TrainConfig) -> None:
     """Train a drafter from a store; the target is never loaded.
 
@@ -75,8 +72,7 @@ def train(config: TrainConfig) -> None:
         )
 
 
-@click.command(cls=StageCommand)
-@config_options(DemoConfig)
+@stage_command(DemoConfig)
 def demo(config: DemoConfig) -> None:
     """Show the whole idea on a small machine, without network, in a few minutes.
 

@@ -15,8 +15,7 @@ from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Propo
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.base import Drafter
-from ..moa.formats.checkpoint import load_drafters
-from ..moa.nn.packed import pack
+from ..moa.formats.checkpoint import ready_drafters
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate, choose_template_arguments
@@ -46,17 +45,11 @@ def evaluate(
     out, alone = check_output(config.out), config.disconnection
     scorer = None if alone.scorer is None else load_scorer(alone.scorer)
     file = load_prompts(config.prompts, config.n_prompts)
-    dtype = getattr(torch, config.dtype)
-    target = Target.load(config.model, dtype, config.device, config.revision)
+    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     target.prepare(config.cuda_graphs)
     folders = config.drafter if config.needs_drafters else ()
-    drafters = load_drafters(folders, target, dtype)
-    for drafter in drafters.values():
-        pack(drafter)
+    drafters = ready_drafters(target, folders, config.template_kwargs, config.model)
     facts = [drafter_facts(folder, drafter) for folder, drafter in zip(folders, drafters.values(), strict=True)]
-    recorded = {name: drafter.config.target for name, drafter in drafters.items()}
-    arguments = choose_template_arguments(config.template_kwargs, recorded)
-    target.template = ChatTemplate(target.tokenizer, arguments, config.model)
     disconnection = None
     if alone.disconnect:
         cuts = measure_disconnections(

@@ -36,12 +36,11 @@ from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import SamplingConfig
 from ..moa.decoding.tree import TreeShape
-from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
-from ..moa.nn.packed import pack
+from ..moa.formats.checkpoint import ready_drafters
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens, tokenize_chat
 from ..moa.targets.live import Target
-from ..moa.targets.template import ChatTemplate, choose_template_arguments, parse_template_arguments
+from ..moa.targets.template import parse_template_arguments
 from ..text import Progress, counted, first_line, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
@@ -343,20 +342,15 @@ class LocalTarget:
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         self._proposer: DrafterProposer | None = None
         self._shape: TreeShape | None = None
-        recorded = {}
-        if config.drafter is not None:
-            drafter = load_drafter(config.drafter, self._target.model.dtype, self._target.device)
-            check_drafter_matches(drafter, self._target)
-            pack(drafter)
+        folders = () if config.drafter is None else (config.drafter,)
+        for drafter in ready_drafters(self._target, folders, config.template_kwargs, config.model).values():
             self._proposer, self._shape = DrafterProposer(self._target, drafter, None, self._sampling), config.shape()
             if config.tree is None and self._proposer.max_depth is not None:
                 self._shape = self._shape.cut(self._proposer.max_depth)
-            recorded = {config.drafter: drafter.config.target}
-        arguments = choose_template_arguments(config.template_kwargs, recorded)
-        self._template = ChatTemplate(self._target.tokenizer, arguments, config.model)
+        self._template = self._target.template
         self.facts: dict[str, Any] = {
             "target": dict(self._target.identity),
-            "template_kwargs": arguments,
+            "template_kwargs": self._template.arguments,
             "drafter": config.drafter,
             "tree": None if self._shape is None else str(self._shape),
             "dtype": config.dtype,

@@ -18,8 +18,10 @@ from ..drafters.base import Drafter
 from ..drafters.mixture import MoASizes
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
+from ..nn.packed import pack
 from ..targets.live import Target
 from ..targets.model_files import find_problems, load_pickled_tensors, read_header, read_json, write_tensors
+from ..targets.template import ChatTemplate, choose_template_arguments
 from .block import DFLASH, DSPARK, HF_DFLASH, VLLM_DSPARK
 from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
 from .layout import Layout, Weights
@@ -108,6 +110,21 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
             name += "'"
         loaded[name] = drafter
     return loaded
+
+
+def ready_drafters(
+    target: Target, folders: Sequence[str], template_kwargs: Sequence[str], where: str
+) -> dict[str, Drafter]:
+    """Load drafters to decode with, and give the target the chat template of the chats that they learned from.
+
+    ``template_kwargs`` are arguments of that template, which win over those; ``where`` names the target in messages.
+    """
+    drafters = load_drafters(folders, target, target.model.dtype)
+    for drafter in drafters.values():
+        pack(drafter)
+    arguments = choose_template_arguments(template_kwargs, {name: one.config.target for name, one in drafters.items()})
+    target.template = ChatTemplate(target.tokenizer, arguments, where)
+    return drafters
 
 
 def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "weights") -> Drafter:

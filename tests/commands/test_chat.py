@@ -261,7 +261,9 @@ def body(screen: Screen) -> str:
 
 
 def view_of(screen: Screen) -> TerminalAnswer:
-    return TerminalAnswer(screen.write, lambda: (screen.width, screen.height))
+    view = TerminalAnswer()
+    view._write, view._size = screen.write, lambda: (screen.width, screen.height)
+    return view
 
 
 def tokens(start: int, texts: list[str], kind: str) -> Tokens:

@@ -7,7 +7,7 @@ import click
 from click.testing import CliRunner
 
 from moa_data.cli import main
-from moa_data.commands.options import StageCommand, config_options
+from moa_data.commands.options import stage_command
 from moa_data.config import option_name
 from moa_data.tests.test_config import Stage
 from moa_data.trainer.config import TrainConfig
@@ -18,8 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEN: list[Stage] = []
 
 
-@click.command(cls=StageCommand)
-@config_options(Stage, ("store",), {"small": {"names": ["a"]}})
+@stage_command(Stage, ("store",), {"small": {"names": ["a"]}})
 @click.option("--dry-run", is_flag=True, help="Only look.")
 def command(config: Stage, dry_run: bool) -> None:
     """Runs."""
