@@ -209,9 +209,3 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
 def write_jsonl(rows: list[dict[str, object]], path: Path) -> None:
     """Write rows as JSON lines, atomically."""
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-
-
-def read_jsonl(path: Path) -> list[dict[str, object]]:
-    """Read the rows that `write_jsonl` wrote."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]

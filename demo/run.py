@@ -14,11 +14,12 @@ from typing import Any
 from ..errors import Interrupted, OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
 from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings
+from ..pipeline.dataset import read_jsonl
 from ..storage.read.verify import summarize_store
 from ..text import Progress
 from ..trainer.config import LAST, PRESETS, TrainConfig
 from .config import DemoConfig
-from .corpus import generate_corpus, read_jsonl, write_jsonl
+from .corpus import generate_corpus, write_jsonl
 
 STATE_FILE = "demo.json"
 _OURS = {STATE_FILE + PARTIAL_SUFFIX}  # left by a kill before the first phase
@@ -122,7 +123,7 @@ def _target(config: DemoConfig, folder: Path, progress: Progress, provenance: di
     # The stages are imported where they run: torch and transformers take seconds.
     from .target import train_target
 
-    return train_target(read_jsonl(folder / "corpus" / "train.jsonl"), config, folder / "target", progress)
+    return train_target([*read_jsonl(folder / "corpus" / "train.jsonl")], config, folder / "target", progress)
 
 
 def _extract(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def _serve(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
     from .serving import answer_through_a_cut
 
     # The client needs no more than the store's frozen weights, and the server no more than the target.
-    rows: list[dict[str, Any]] = read_jsonl(_held_out(folder))[: config.n_eval_prompts]
+    rows = [*read_jsonl(_held_out(folder))][: config.n_eval_prompts]
     progress(0, 1, "serve, and cut the network")
     prompts = [row["messages"][:-1] for row in rows]  # without the reference answer
     return answer_through_a_cut(folder, prompts, config.max_new_tokens)

@@ -38,10 +38,9 @@ CHAT_TEMPLATE = (
 MAX_POSITIONS = 512
 PROMPT_WEIGHT = 0.1  # a little, for the embeddings: what answers copy from prompts has to be read well
 WARMUP_STEPS = 40
-IGNORED_LABEL = -100
 
-# Ids of one chat, their next-token labels (both int64) and the labels' weights (float32), [T] each.
-_Example = tuple[Tensor, Tensor, Tensor]
+# Ids of one chat (int64) and the weights of the tokens that follow them (float32), [T] each.
+_Example = tuple[Tensor, Tensor]
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -132,7 +131,7 @@ def train_target(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> list[_Example]:
-    """Tokenise chats; labels of prompt tokens, by the template's own mask, weigh `PROMPT_WEIGHT`."""
+    """Tokenise chats; tokens of prompts, by the template's own mask, weigh `PROMPT_WEIGHT`."""
     examples = []
     for row in rows:
         encoded: Any = tokenizer.apply_chat_template(
@@ -140,16 +139,15 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) ->
         )
         ids = torch.tensor(encoded["input_ids"][:MAX_POSITIONS])
         is_answer = torch.tensor(encoded["assistant_masks"][1:MAX_POSITIONS], dtype=torch.bool)
-        labels = torch.cat([ids[1:], torch.tensor([IGNORED_LABEL])])
         weights = torch.where(torch.cat([is_answer, torch.tensor([False])]), 1.0, PROMPT_WEIGHT)
         weights[-1] = 0.0
-        examples.append((ids, labels, weights))
+        examples.append((ids, weights))
     return examples
 
 
 def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Return index batches of like length whose padded size stays within `batch_tokens`, in random order."""
-    lengths = np.array([len(ids) for ids, _, _ in examples])
+    lengths = np.array([len(ids) for ids, _ in examples])
     # Jittered by up to 16 tokens, so that epochs form other batches.
     order = np.argsort(lengths + rng.uniform(0, 16, len(lengths)))
     batches: list[np.ndarray] = []
@@ -186,22 +184,17 @@ def _fit(model: Any, train: list[_Example], config: DemoConfig, progress: Progre
     for step in range(1, n_steps + 1):
         pending = pending or _batches(train, config.target_batch_tokens, rng)
         columns = zip(*(train[i] for i in pending.pop()), strict=True)
-        # Padding on the right, which causality alone hides, has no label and no weight.
-        ids, labels, weights = (
-            pad_sequence(list(column), batch_first=True, padding_value=value)
-            for column, value in zip(columns, (0, IGNORED_LABEL, 0.0), strict=True)
-        )
+        # Padding on the right, which causality alone hides, has no weight, nor has what follows the last token.
+        ids, weights = (pad_sequence(list(column), batch_first=True) for column in columns)
         logits = model(input_ids=ids, use_cache=False).logits  # [B, T, V]
-        losses = functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-        )
+        losses = functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="none")
         loss = (losses * weights.flatten()).sum() / weights.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        n_tokens += int((labels != IGNORED_LABEL).sum())
+        n_tokens += int((weights > 0).sum())
         if progress is not None and (step % 10 == 0 or step == n_steps):
             speed = n_tokens / (time.perf_counter() - started)
             progress(step, n_steps, f"target, loss {loss.item():.3f}, {speed:,.0f} tok/s")
