@@ -1,7 +1,5 @@
 """Local files: written whole and synced, locked, read within limits; and foreign JSON parsed without surprises."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -3,8 +3,6 @@
 Standard library only, so that each room may import it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 Standard library only, so that each room may import it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable

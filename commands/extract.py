@@ -1,7 +1,5 @@
 """Commands that run the target, or write a store: regenerate, plan, extract, add, recode, repair, audit."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import click
@@ -154,7 +152,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
     help="Folder of a drafter that was trained from STORE. Bits of keys and values go to the errors that change its "
     "drafts; needs a transform codec.",
 )
-def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None) -> None:
+def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
     Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
@@ -188,7 +186,7 @@ def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None)
 @click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
 @click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
 @click.option("--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them.")
-def repair(store: StorePath, model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
+def repair(store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
     Without --model and --drop it verifies the store, lists what is damaged or missing and changes nothing; exit code 1
@@ -207,7 +205,7 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         _repair(store, model, dataset, device, drop)  # of the parts, which could not be checked before
 
 
-def _repair(store: StorePath, model: str | None, dataset: str | None, device: str | None, drop: bool) -> bool:
+def _repair(store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool) -> bool:
     """Repair what can be found; returns whether there may be more behind it."""
     from ..storage.write.repair import drop_damage, plan_repair
 
@@ -252,7 +250,7 @@ def _repair(store: StorePath, model: str | None, dataset: str | None, device: st
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-def audit(store: StorePath, model: str, samples: int, seed: int, device: str) -> None:
+def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
     """Run random sequences on the live target and compare with the store.
 
     Compares tokens, masks, keys and values, hidden states and the teacher's logits. Exit code 1 if anything is out of

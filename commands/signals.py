@@ -12,8 +12,6 @@ signal, and at a second SIGINT. Code that installs handlers of its own (training
 the time it needs, until a second SIGINT.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -126,7 +124,7 @@ def _raise(signum: int, frame: FrameType | None) -> None:
     raise SignalReceived(_State.signum)
 
 
-def _drop(unraisable: UnraisableHookArgs) -> None:
+def _drop(unraisable: "UnraisableHookArgs") -> None:
     # Raised in a destructor, which drops it: the watching thread ends the process.
     if not isinstance(unraisable.exc_value, SignalReceived):
         sys.__unraisablehook__(unraisable)

@@ -1,7 +1,5 @@
 """Commands that read a store: inspect, verify."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("store", type=StoreArgument())
 @click.option("--sample", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
-def inspect(store: StorePath, sample: int | None) -> None:
+def inspect(store: "StorePath", sample: int | None) -> None:
     """Show what a store holds: identities, conventions, activations, sizes, lengths.
 
     \b
@@ -58,7 +56,7 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 @click.command()
 @click.argument("store", type=StoreArgument())
 @click.option("--checksums-only", is_flag=True, help="Compare all bytes, decode no values: as fast as the disk reads.")
-def verify(store: StorePath, checksums_only: bool) -> None:
+def verify(store: "StorePath", checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
     Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could not be checked, which

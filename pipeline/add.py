@@ -1,7 +1,5 @@
 """Add activations to a store: an extraction with another list of fields, over the sequences that the store holds."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Mapping

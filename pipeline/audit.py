@@ -1,7 +1,5 @@
 """Run random sequences on the live target again and compare with what the store holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

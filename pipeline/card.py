@@ -3,8 +3,6 @@
 It has no times and no machines: equal inputs give equal bytes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -115,7 +113,7 @@ class CardOrigin:
     dataset_license: str | None = None
 
     @classmethod
-    def of(cls, config: ExtractConfig) -> CardOrigin:
+    def of(cls, config: ExtractConfig) -> "CardOrigin":
         """Return the origin of a store that was extracted with these settings."""
         licences = config.storage.target_license, config.storage.dataset_license
         return cls(public_name(config.model), public_name(config.dataset), "moa-data extract", *licences)

@@ -1,7 +1,5 @@
 """Settings of `extract`, `add` and `regenerate`, and the names of activations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -259,7 +257,7 @@ class RegenerateConfig(Config):
             return [f"server is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
         return []
 
-    def shape(self) -> TreeShape:
+    def shape(self) -> "TreeShape":
         """Return the shape of the drafts, which is fixed: that of ``auto`` follows the machine's timing."""
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape

@@ -8,8 +8,6 @@ Files are read here and not by `datasets`, which refuses a whole file for one li
 that lack a key of another row, and copies everything into its cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -378,7 +376,7 @@ class Columns:
     renamed: tuple[tuple[str, str], ...] = ()  # messages, tools or system -> the column that holds it
 
     @classmethod
-    def parse(cls, texts: Sequence[str]) -> Columns:
+    def parse(cls, texts: Sequence[str]) -> "Columns":
         """Read ``role=column[+column]`` texts, or the name of a format; nothing for rows that are chats."""
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}

@@ -4,8 +4,6 @@ For the hours three batches of the plan run through a target with the real one's
 only its config.json has to be there, and the loop of the extraction writes to a temporary store on the output's disk.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil

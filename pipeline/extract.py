@@ -16,8 +16,6 @@ What becomes of one chat::
 Which parts are still to be done, in this process or in several, is decided in workers.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

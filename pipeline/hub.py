@@ -1,7 +1,5 @@
 """Stores and drafters to and from the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

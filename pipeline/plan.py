@@ -9,8 +9,6 @@
     }
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

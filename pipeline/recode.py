@@ -1,7 +1,5 @@
 """Make a store with another codec from a lossless one, without the target."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

@@ -9,8 +9,6 @@ new answers before it::
 Beside OUT is OUT.regeneration.json, the record of who answers what and how, and of how far.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import hashlib
@@ -78,7 +76,7 @@ class Row:
     prompt: list[Message] = field(default_factory=list)  # the messages of the turn that is being asked
 
     @classmethod
-    def read(cls, row: int, content: Any, columns: Columns) -> Row:
+    def read(cls, row: int, content: Any, columns: Columns) -> "Row":
         """Read the questions of a row; the last turn is asked whether the row has an answer to it or not."""
         chosen = columns.apply(content)
         chat = chosen if isinstance(chosen, Rejection) else parse_prompt(chosen)
@@ -179,7 +177,7 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> tu
     return n_rows, {"name": source.describe()} | dataset, text
 
 
-def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> Answers:
+def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "Answers":
     """Have the questions of a dataset answered; returns the file of the answers, closed.
 
     Raises:
@@ -239,7 +237,7 @@ def _rows(config: RegenerateConfig, source: ChatSource) -> Iterator[Row]:
 
 
 @contextmanager
-def open_answers(path: Path, settings: Mapping[str, Any], n_rows: int) -> Iterator[Answers]:
+def open_answers(path: Path, settings: Mapping[str, Any], n_rows: int) -> "Iterator[Answers]":
     """Lock a file of answered chats, made if missing; one that was begun with other settings is refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:

@@ -1,7 +1,5 @@
 """What a command that writes a store did: times and tokens of its run, its progress, and the report of the store."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -53,7 +51,7 @@ class Timings:
         self.n_late += not was_first
         self.n_tokens += n_tokens * was_first
 
-    def __add__(self, other: Timings) -> Timings:
+    def __add__(self, other: "Timings") -> "Timings":
         """Return the sums of two workers; the seconds of ``extract_s`` and ``wall_s`` are those of the longer one."""
         one, two = asdict(self), asdict(other)
         longest = {name: max(one[name], two[name]) for name in ("extract_s", "wall_s")}
@@ -88,7 +86,7 @@ class WriteReport:
     restored: str = ""  # what this run wrote beside parts, of a store whose parts were all there
 
     @classmethod
-    def of(cls, writer: StoreWriter, timings: Timings) -> WriteReport:
+    def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
         """Count what the commits of a store list."""
         commits = [read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()]
         return cls(

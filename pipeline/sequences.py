@@ -5,8 +5,6 @@ into memory. Its metadata holds the origin of the tokens, the counts, and a sha2
 origin, or a damaged one, is made again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -58,8 +56,8 @@ class Sequences:
 
     # Sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
     ids: dict[str, int] = field(default_factory=dict)
-    source_rows: array[int] = field(default_factory=lambda: array("q"))  # row in the dataset of each sequence
-    offsets: array[int] = field(default_factory=lambda: array("q", [0]))  # n_sequences + 1 positions on the flat axis
+    source_rows: "array[int]" = field(default_factory=lambda: array("q"))  # row in the dataset of each sequence
+    offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))  # n_sequences + 1 positions on the flat axis
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0  # sequences that were cut
@@ -136,7 +134,7 @@ class Sequences:
         return pa.table(columns).replace_schema_metadata({_COUNTS_KEY: json.dumps(counts)})
 
     @classmethod
-    def from_arrow(cls, table: pa.Table) -> Sequences:
+    def from_arrow(cls, table: pa.Table) -> "Sequences":
         """Undo :meth:`to_arrow`; tokens and masks are views of the table, whose columns have one chunk each."""
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
         tokens, mask = table["tokens"].chunk(0), table["response_mask"].chunk(0)

@@ -7,8 +7,6 @@ that write to the same store are workers like any other. Workers are processes o
 of a Ray cluster that share a disk or a bucket.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -87,7 +85,7 @@ class WorkOrder:
     index: int = 0  # number of this worker among ``n_workers``, which decides the parts it begins with
     n_workers: int = 1
 
-    def numbered(self, index: int, n_workers: int) -> WorkOrder:
+    def numbered(self, index: int, n_workers: int) -> "WorkOrder":
         """Return the order for one of several workers; ``attempt`` is then the command's own."""
         attempt = f"{self.attempt}-{index}-{secrets.token_hex(2)}"
         return replace(self, attempt=attempt, index=index, n_workers=n_workers)

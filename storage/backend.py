@@ -4,8 +4,6 @@ Each function does for a folder what an ``object_store.ObjectStore`` does for a 
 a file that is not there; StorageUnavailable, or another OSError, where that cannot be told.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -255,7 +253,7 @@ class _Descriptor:
         close(self.fd)
 
 
-_opened: deque[weakref.ref[LocalFile]] = deque()
+_opened: "deque[weakref.ref[LocalFile]]" = deque()
 """Files in the order in which they were opened: beyond MAX_OPEN_FILES the first one closes. A deque needs no lock."""
 
 

@@ -17,8 +17,6 @@ Where blosc makes a frame, it is one block too: its default of many small ones c
 three times the time to decode.
 """
 
-from __future__ import annotations
-
 import struct
 import threading
 import time
@@ -232,7 +230,7 @@ class EncodePool:
             self.busy_s += time.thread_time() - began_s
         return encoded
 
-    def __enter__(self) -> EncodePool:
+    def __enter__(self) -> "EncodePool":
         return self
 
     def __exit__(self, *_: object) -> None:

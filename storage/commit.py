@@ -5,8 +5,6 @@
 Stores without the last one are read unchecked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -19,8 +19,6 @@ A shard spans all layers. It is large because each costs a file, a sync and, on 
 since a reader of one chunk reads the shard's whole index: 128 KiB for those 2 GiB.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

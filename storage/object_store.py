@@ -10,8 +10,6 @@ read returns what the file holds, an upload writes the same bytes, and of a crea
 the file itself tells the outcome.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -68,7 +66,7 @@ class ObjectStore:
         self.url = url.rstrip("/")
         self._connected: Connection | None = None
 
-    def __reduce__(self) -> tuple[type[ObjectStore], tuple[str]]:
+    def __reduce__(self) -> "tuple[type[ObjectStore], tuple[str]]":
         return (ObjectStore, (self.url,))
 
     @property

@@ -1,7 +1,5 @@
 """The paths of stores: in a folder (``Path``) or below a prefix of an object store (:class:`RemotePath`)."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -72,7 +70,7 @@ class RemotePath:
     def __init__(self, backend: Backend, key: str = "") -> None:
         self.backend, self.key = backend, key
 
-    def __truediv__(self, name: str | PurePosixPath) -> RemotePath:
+    def __truediv__(self, name: str | PurePosixPath) -> "RemotePath":
         return RemotePath(self.backend, f"{self.key}/{name}".strip("/"))
 
     def __str__(self) -> str:
@@ -92,7 +90,7 @@ class RemotePath:
         return str(self).rpartition("/")[2]
 
     @property
-    def parent(self) -> RemotePath:
+    def parent(self) -> "RemotePath":
         """The folder around it; of the store itself, the store."""
         return RemotePath(self.backend, self.key.rpartition("/")[0])
 

@@ -4,8 +4,6 @@ Parts are filled in source order, so that the first parts of a store are an unbi
 part the sequences are sorted by length, so that batches of neighbours hold little padding.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

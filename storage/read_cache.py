@@ -11,8 +11,6 @@ crash has torn is not used. When the folder is full the blocks that were used lo
 process counts the others' blocks each time it has written a twentieth of the folder, which may exceed its size by that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct
@@ -45,7 +43,7 @@ class RemoteFile:
 
     max_read_bytes = REQUEST_BYTES
 
-    def __init__(self, path: RemotePath, record: FileRecord, cache: ReadCache | None = None) -> None:
+    def __init__(self, path: RemotePath, record: FileRecord, cache: "ReadCache | None" = None) -> None:
         self.path, self.n_bytes, self.cache = path, record.bytes, cache
         identity = f"{path} {record.bytes} {record.crc32:08x} {record.bytes}"
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -84,7 +82,7 @@ class ReadCache:
         self._counting = threading.Lock()
         self._n_used, self._n_written = 0, max_bytes  # as if a count were due
 
-    def __reduce__(self) -> tuple[type[ReadCache], tuple[Path, int]]:
+    def __reduce__(self) -> "tuple[type[ReadCache], tuple[Path, int]]":
         return (ReadCache, (self.folder, self.max_bytes))
 
     def read(self, ranges: Ranges) -> list[memoryview]:

@@ -27,8 +27,6 @@ A part whose commit is missing does not exist for a reader. ``runs/`` and ``stor
 bytes in every file. ``docs/format.md`` explains the format to other programs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -318,7 +316,7 @@ class StoreManifest:
         return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str | bytes, source: str = "store.json") -> StoreManifest:
+    def from_json(cls, text: str | bytes, source: str = "store.json") -> "StoreManifest":
         """Read the text of store.json; raises SchemaVersionError or StoreDamaged."""
         try:
             document = parse_object(text)

@@ -1,7 +1,5 @@
 """docs/format.md suffices to read a store with plain Zarr libraries, and docs/protocol.md has the bytes of the code."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -31,8 +31,6 @@ Anchors are positions whose token and whose next token are of the response. The 
 the response continues, so that no block reaches into another answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -151,7 +149,7 @@ class Rounds:
     pass_index: Tensor  # [Q] int64; queries of different passes do not see each other
 
     @classmethod
-    def packed(cls, draws: Draws, response_mask: Tensor) -> Rounds:
+    def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
         """Pack the drafted positions of each pass over response masks [B, T] to the left."""
         parts: list[dict[str, Tensor]] = []
         for index, (weight, drafted, context) in enumerate(draws.passes(response_mask)):
@@ -280,7 +278,7 @@ class LossWeights:
     divergence: losses.Divergence = losses.KL  # in the term of the forward KL
 
     @classmethod
-    def of(cls, settings: Any) -> LossWeights:
+    def of(cls, settings: Any) -> "LossWeights":
         """Make the weights of the settings of a drafter in training."""
         names = [one.name for one in fields(cls) if hasattr(settings, f"{one.name}_weight")]
         weights = {name: getattr(settings, f"{name}_weight") for name in names}

@@ -1,7 +1,5 @@
 """Turns rows of a dataset into chats (messages, and the tools that they may call), or rejects them with a reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

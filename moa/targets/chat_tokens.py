@@ -11,8 +11,6 @@ characters are found in the rendered text, and the tokenizer's offsets map those
 The end-of-turn token belongs to the response, the white space after it does not.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ ask for is fixed, functions that give random values are refused, and loops over 
 it are bounded. Nested loops over the characters of a text are not: a malicious folder can keep the process busy.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

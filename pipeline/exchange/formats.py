@@ -15,8 +15,6 @@ with its ids, and activations keep the store's dtype. Sources, read in stored co
   and ``eagle/train/main.py`` (feeds it to the LM head as it is; takes any file at all).
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

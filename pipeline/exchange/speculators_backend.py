@@ -11,8 +11,6 @@ backends are read when it is imported, so that this module has to be there befor
 Shapes: S tokens of a sequence, K chosen layers, E width.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: n tokens of one sequence, B sequences of a batch, T tokens of its longest one.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 

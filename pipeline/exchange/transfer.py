@@ -1,7 +1,5 @@
 """Write a store in the file format of another project or as a Parquet index, and make a store from such files."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

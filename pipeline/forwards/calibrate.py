@@ -1,7 +1,5 @@
 """Lets codecs learn from a sample of the sequences, and the target's rotation, embeddings and LM head."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing

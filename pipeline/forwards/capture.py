@@ -15,8 +15,6 @@ A slot belongs to its batch until the writer has encoded all of it. Handing it o
 write a later batch over values that are still being read.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,7 +107,7 @@ class Capture:
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     slot: HostSlot | None = None  # the host memory that the values are copied to; None where no copy is under way
 
-    def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
+    def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
         """Encode, on the device, the fields that the store keeps encoded; errors call the sequences by ``names``."""
         codecs = codec.only(name for name in self.fields if not codec.fields[name].is_identity)
         if not codecs.fields:
@@ -132,7 +130,7 @@ class Capture:
         plain = {name: values for name, values in self.fields.items() if name not in codecs.fields}
         return replace(self, fields=plain, codes=codes)
 
-    def to_host(self, slots: HostSlots | None = None) -> Capture:
+    def to_host(self, slots: HostSlots | None = None) -> "Capture":
         """Copy to host memory: at once, or to a free slot without waiting (`wait`); IndexError if none is free."""
         if slots is None:
             return self._mapped(Tensor.cpu)
@@ -141,7 +139,7 @@ class Capture:
         slot.start()
         return replace(copies, slot=slot)
 
-    def _mapped(self, move: Callable[[Tensor], Tensor]) -> Capture:
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> "Capture":
         return replace(
             self,
             finite={name: move(flags) for name, flags in self.finite.items()},

@@ -10,8 +10,6 @@
 A stage that is slower than those before it makes them wait: at most ``_BATCHES_AHEAD`` batches wait for the writer.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -15,8 +15,6 @@ are the chosen hidden states (content: the width). On a CPU a head's part of a b
 then [block_size, head_dim] of values. The interface is experimental, so that two releases are taken.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

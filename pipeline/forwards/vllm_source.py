@@ -5,8 +5,6 @@ their last bits, and from run to run; ``audit`` allows for that. What the store 
 final norm, still come from transformers, on the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import multiprocessing

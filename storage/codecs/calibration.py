@@ -8,8 +8,6 @@ of layers that share one basis. The sample waits on disk, one part of one group 
     [n_tokens, *token_shape] -> float32 [n_tokens, width] each      -> a file without a name   ->  rows of all sequences
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -23,8 +23,6 @@ A piece that holds the end of one run and the start of the next costs more than 
 has many pieces, up to 10 % of the bytes where it has few.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -87,7 +85,7 @@ class CodeColumns:
         return np.stack(list(vars(self).values()), axis=1).astype(np.float32)
 
     @classmethod
-    def from_table(cls, table: np.ndarray) -> CodeColumns:
+    def from_table(cls, table: np.ndarray) -> "CodeColumns":
         """Undo :meth:`table`."""
         integers = ("part", "component", "array", "levels")
         names = (column.name for column in fields(cls))

@@ -1,7 +1,5 @@
 """The contract of field codecs, which turn a field's values into rows of stored arrays and back; and lossless."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +34,7 @@ class FieldCodec:
     # Whether the one stored array is the field itself, bit for bit; such a field is read and written in its storage
     # dtype without ``encode`` and ``decode``, at any positions.
     is_identity = False
-    sources: Sequence[FieldCodec] = ()  # the codecs that it is predicted from, in the order of their features
+    sources: "Sequence[FieldCodec]" = ()  # the codecs that it is predicted from, in the order of their features
 
     def __init__(self, spec: FieldSpec, expected_bits: float, arrays: Sequence[StoredArray] = ()) -> None:
         self.spec, self.arrays = spec, tuple(arrays)  # what is stored, in the order in which it is written
@@ -91,7 +89,7 @@ class FieldCodec:
         of_sources = (array for source in self.sources for array in source.arrays_read())
         return tuple(dict.fromkeys([*self.arrays_of(layers), *of_sources]))
 
-    def with_sources(self) -> list[FieldCodec]:
+    def with_sources(self) -> "list[FieldCodec]":
         """List the codecs that decoding the field takes: those of all that it is predicted from, then itself."""
         return list(dict.fromkeys([*(one for source in self.sources for one in source.with_sources()), self]))
 

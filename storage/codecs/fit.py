@@ -14,8 +14,6 @@ The sample's sequences are split in two: the basis comes from the first, the cos
 that it holds for sequences that the basis never saw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -66,7 +64,7 @@ class Quantisers:
     bits: np.ndarray  # float64, per token after packing and Huffman coding
     error: np.ndarray  # float64, mean square times the component's weight
 
-    def chosen(self, index: np.ndarray) -> Quantisers:
+    def chosen(self, index: np.ndarray) -> "Quantisers":
         """Take option ``index[c]`` of component ``c``: arrays [n_components, n_options] -> [n_components]."""
         return Quantisers(*(np.take_along_axis(own, index[:, None], axis=1)[:, 0] for own in vars(self).values()))
 

@@ -16,8 +16,6 @@ for the codes.
 NumPy and torch share one definition, with operations that round alike everywhere, so that codes are bit-equal.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device

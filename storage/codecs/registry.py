@@ -1,7 +1,5 @@
 """Codecs by name: the field codec of each field of a store, what it has learned, and its record in ``store.json``."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,7 +58,7 @@ class StoreCodec:
                 )
 
     @classmethod
-    def open(cls, manifest: StoreManifest, store: StorePath) -> StoreCodec:
+    def open(cls, manifest: StoreManifest, store: StorePath) -> "StoreCodec":
         """Return the codec of a store, with what it has learned."""
         try:
             codec = cls(str(manifest.codec.get("name")), manifest.fields, _recorded_sources(manifest))
@@ -70,7 +68,7 @@ class StoreCodec:
             codec._load(store / CODEC_NAME, str(manifest.codec.get("basis_sha256")))
         return codec
 
-    def only(self, names: Iterable[str]) -> StoreCodec:
+    def only(self, names: Iterable[str]) -> "StoreCodec":
         """Return the codec of some of the fields; what they have learned is shared."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}

@@ -23,8 +23,6 @@ from the one stored below it, the last one from the highest layer that is stored
 field also reads the codes of what it is predicted from.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -82,7 +80,7 @@ class TransformSettings:
     is_joint: bool = False  # hidden states are predicted from each other
 
     @classmethod
-    def parse(cls, name: str) -> TransformSettings:
+    def parse(cls, name: str) -> "TransformSettings":
         """Read a name of :data:`TRANSFORM_GRAMMAR`; bits are 0.05 to 10."""
         match = _NAME.fullmatch(name)
         if match is None:
@@ -187,7 +185,7 @@ class TransformCodec(FieldCodec):
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
     """
 
-    sources: Sequence[TransformCodec]
+    sources: "Sequence[TransformCodec]"
 
     def __init__(self, spec: FieldSpec, settings: TransformSettings, rope: Rope | None = None) -> None:
         self.is_kv = spec.axes[1:] == KV_AXES

@@ -7,8 +7,6 @@ queue, check the checksum of each chunk and decode it, straight into the caller'
 there contiguously. Reading and decoding run outside Python's interpreter lock.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reading a store: sequences, fields, layers and token slices as NumPy arrays. Needs neither torch nor the target."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -117,7 +115,7 @@ class ActivationStore:
         self._shards = PartShards(self.path, self.manifest, self.commits, self.cache)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 
-    def __reduce__(self) -> tuple[Callable[[StorePath], ActivationStore], tuple[StorePath]]:
+    def __reduce__(self) -> "tuple[Callable[[StorePath], ActivationStore], tuple[StorePath]]":
         return (partial(ActivationStore, parts=self._selected, cache=self.cache), (self.path,))
 
     def __len__(self) -> int:
@@ -134,7 +132,7 @@ class ActivationStore:
             f"{len(self.commits)} of {self.manifest.n_parts} parts; {'; '.join(shapes)})"
         )
 
-    def __enter__(self) -> ActivationStore:
+    def __enter__(self) -> "ActivationStore":
         return self
 
     def __exit__(self, *_: object) -> None:

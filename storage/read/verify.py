@@ -4,8 +4,6 @@ A check walks over the parts once: the values of each are decoded while its file
 made of manifest, plan and commits alone; it opens no shard.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

@@ -9,8 +9,6 @@ At every moment readers see the whole old store or the whole new one:
 At the end every file has the bytes that one extraction of all fields would have given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

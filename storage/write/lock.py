@@ -7,8 +7,6 @@ commit. Another byte is locked while a part is computed, so that others begin wi
 is told by commits alone.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

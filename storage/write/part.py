@@ -20,8 +20,6 @@ An index entry of 2**64 - 1 twice means "no chunk", which only positions beyond 
 of zeros is written like any other, so that a lost chunk never reads as zeros.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections import deque
@@ -383,7 +381,7 @@ class PartWriter:
         finally:
             self._on_close(is_committed)
 
-    def __enter__(self) -> PartWriter:
+    def __enter__(self) -> "PartWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

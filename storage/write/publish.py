@@ -22,8 +22,6 @@ afterwards another record comes to nothing. Uploads that no record names are del
 ``LEFTOVER_S``: a writer gives up a part that it could not publish within ``COMMIT_WITHIN_S`` of its first upload.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -75,7 +73,7 @@ class Publication:
     new: bytes  # content of the commit
 
     @classmethod
-    def read(cls, commit: StorePath) -> Publication | None:
+    def read(cls, commit: StorePath) -> "Publication | None":
         """Read the record beside a commit; None where there is none, or nothing that one could be."""
         try:
             content = parse_object(backend.read_file(publication_path(commit)))
@@ -145,7 +143,7 @@ class PartFiles:
     Shards of a part in a bucket are encoded to a temporary folder and uploaded while the next one is encoded.
     """
 
-    def __init__(self, store: StoreFiles, part: int, existing: Mapping[str, FileRecord]) -> None:
+    def __init__(self, store: "StoreFiles", part: int, existing: Mapping[str, FileRecord]) -> None:
         self._store, self._part, self.existing = store, part, existing
         self.commit_path = commit_path(store.path, part)
         self._folder = store.scratch_path / PARTS_NAME

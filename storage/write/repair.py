@@ -1,7 +1,5 @@
 """Plans what of a damaged store must go, and deletes it; ``pipeline.extract`` makes it again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -24,8 +24,6 @@ In a bucket the order is the same, without 1 and without renames, and nothing is
 created once, by the first writer, and all others compare it with their own (``publish``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -118,7 +116,7 @@ class StoreWriter(StoreFiles):
         plan: pa.Table,
         codec_files: Mapping[str, bytes] | None = None,
         shares: bool = False,
-    ) -> StoreWriter:
+    ) -> "StoreWriter":
         """Start a store, or continue one that was made from the same inputs.
 
         Args:
@@ -152,7 +150,7 @@ class StoreWriter(StoreFiles):
         return writer
 
     @classmethod
-    def join(cls, path: str | os.PathLike[str] | StorePath, attempt: str | None = None) -> StoreWriter:
+    def join(cls, path: str | os.PathLike[str] | StorePath, attempt: str | None = None) -> "StoreWriter":
         """Write parts of a store beside the process that opened it, from what the store itself says."""
         store = backend.open_path(path)
         with backend.check_guard(store):
@@ -327,7 +325,7 @@ class StoreWriter(StoreFiles):
             pass  # another machine's run ended in the same microsecond
         return path
 
-    def __enter__(self) -> StoreWriter:
+    def __enter__(self) -> "StoreWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Wrong choices that are put into a drafter are named; engines that draft as we do conform."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

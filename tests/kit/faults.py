@@ -1,7 +1,5 @@
 """A proxy in front of an S3 server that fails as networks and servers do, by the numbers of a seeded generator."""
 
-from __future__ import annotations
-
 import http.client
 import random
 import socket

@@ -1,7 +1,5 @@
 """Tiny stores with known content, made without a target: equal recipes give equal bytes. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,7 +96,7 @@ class Recipe:
                     (folder / "config.json").write_text("{}" * 100)
         return path
 
-    def with_manifest(self, **changes: Any) -> Recipe:
+    def with_manifest(self, **changes: Any) -> "Recipe":
         """Return a recipe with another manifest."""
         return replace(self, manifest=replace(self.manifest, **changes))
 

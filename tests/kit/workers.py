@@ -1,7 +1,5 @@
 """Worker processes without a target: forks that write the parts of a recipe's store, to watch and to kill."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

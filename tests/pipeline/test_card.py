@@ -1,7 +1,5 @@
 """The card is what the Hub expects, equal for equal stores, and its snippets run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Workers that are lost or added meanwhile, and other commands on the same store, change nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

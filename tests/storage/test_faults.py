@@ -3,8 +3,6 @@
 What is written through it equals the store on a disk, byte for byte; what is read through it equals what was written.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -4,8 +4,6 @@ The model is what committed parts must hold: the recipe's values. Whatever happe
 parts, damage is named, and a repair followed by a plain run gives the bytes of a store that nothing ever happened to.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from functools import cache

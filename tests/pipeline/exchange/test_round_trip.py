@@ -1,7 +1,5 @@
 """Exported files hold what transformers calls the same states, and come back as the same store whatever happens."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

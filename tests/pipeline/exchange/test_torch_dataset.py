@@ -1,7 +1,5 @@
 """The torch datasets give what the store holds, in any process, each sequence once, in an order that all agree on."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

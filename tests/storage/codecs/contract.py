@@ -8,8 +8,6 @@
         unknown = ("int7", "int8:4")
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing

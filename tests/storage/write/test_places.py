@@ -1,7 +1,5 @@
 """The contract of places that stores are written to: a folder, and a prefix of a bucket."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
