@@ -114,6 +114,11 @@ def read_only(path: object, error: OSError) -> StorageUnavailable:
     )
 
 
+def nearest_folder(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
 def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE) -> None:
     """Refuse a folder, which may be missing, that cannot be written or whose disk has less room.
 
@@ -121,9 +126,7 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
     """
     if not isinstance(folder, Path):
         return
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
+    there = nearest_folder(folder)
     if not os.access(there, os.W_OK):  # root, too, is refused where the file system is read-only
         status = os.statvfs(there)
         raise read_only(folder, OSError(errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES, ""))

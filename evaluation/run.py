@@ -108,7 +108,7 @@ def build_methods(
         elif method == "prompt-lookup":
             add(method, PromptLookupProposer(target.device), chain)
         for name, drafter in drafters.items() if method in DRAFTING else ():
-            proposer = DrafterProposer(target, drafter, None, sampling)
+            proposer = DrafterProposer(target, drafter, sampling)
             shape: TreeShape | ShapePolicy | None = config.tree_shape() if method == "tree" else chain
             if method == "auto":
                 shape = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
@@ -179,7 +179,7 @@ def generate(
     if messages:
         arguments = choose_template_arguments((), {"drafter": drafter.config.target})
         tokens = prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)
-    proposer = DrafterProposer(target, drafter, None, sampling)
+    proposer = DrafterProposer(target, drafter, sampling)
     return generate_batch(
         target, [tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling, seed=seed,
         tree=tree or AutoPolicy(sampling.temperature > 0, proposer.max_depth), on_tokens=on_tokens,

@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from ..errors import NotEnoughMemory, TargetError
-from ..files import check_room
+from ..files import check_room, nearest_folder
 from ..machine import free_memory
 from ..moa.targets import families
 from ..moa.targets.live import Target
@@ -247,8 +247,7 @@ def existing_parent(path: StorePath) -> Path:
     """Return the path, or the nearest folder above it that exists; where it is remote, the one for temporary files."""
     if isinstance(path, RemotePath):
         return Path(tempfile.gettempdir())
-    path = path.expanduser().absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    return nearest_folder(path.expanduser())
 
 
 def estimate(plan: WritePlan) -> Timings:

@@ -342,7 +342,7 @@ class LocalTarget:
         self._shape: TreeShape | None = None
         folders = () if config.drafter is None else (config.drafter,)
         for drafter in ready_drafters(self._target, folders, config.template_kwargs, config.model).values():
-            self._proposer, self._shape = DrafterProposer(self._target, drafter, None, self._sampling), config.shape()
+            self._proposer, self._shape = DrafterProposer(self._target, drafter, self._sampling), config.shape()
             if config.tree is None and self._proposer.max_depth is not None:
                 self._shape = self._shape.cut(self._proposer.max_depth)
         self._template = self._target.template

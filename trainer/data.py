@@ -142,19 +142,13 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return item
 
 
-class SideCopies:
-    """Copies batches to a CUDA device on a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def start(self, batch: Batch) -> Batch:
-        """Start copying a batch from pinned memory; call :func:`await_copy` before using it."""
-        # torch gives pinned memory to others only once the copies from it are done.
-        with torch.cuda.stream(self._stream):
-            moved, done = batch.to(self._device, non_blocking=True), torch.cuda.Event()
-            done.record(self._stream)
-        return replace(moved, copied=done)
+def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
+    """Start copying a batch from pinned memory to a stream's device; call :func:`await_copy` before using it."""
+    # torch gives pinned memory to others only once the copies from it are done.
+    with torch.cuda.stream(stream):
+        moved, done = batch.to(stream.device, non_blocking=True), torch.cuda.Event()
+        done.record(stream)
+    return replace(moved, copied=done)
 
 
 def await_copy(batch: Batch) -> Batch:
@@ -254,13 +248,13 @@ class BatchReader:
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_own))
         # On the CPU the thread that reads also decodes; another device decodes for itself, so that only codes travel.
         self._decodes = device.type == "cpu"
-        self._copies = SideCopies(device) if device.type == "cuda" else None
+        # A GPU copies page-locked memory at full speed and, on a stream of its own, beside other work.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
         read = _kv_read(store, _reads(store, config.drafter))
         self._kv_places = {name: [place for place, _ in layers] for name, layers in read.items()}
         self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         self._token_bytes = sequence_bytes(store, config, 1)
-        self._pins = device.type == "cuda"  # page-locked, so that a GPU copies it at full speed and beside other work
 
     def read(
         self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
@@ -276,7 +270,7 @@ class BatchReader:
         for array, indices in shared_arrays(codecs).items():
             dtype = _TORCH_DTYPES[array.logical_dtype] if array.name in plain else getattr(torch, array.dtype)
             shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
-            buffer = buffers[array.name] = torch.empty(shape, dtype=dtype, pin_memory=self._pins)
+            buffer = buffers[array.name] = torch.empty(shape, dtype=dtype, pin_memory=self._copies is not None)
             # numpy has no bfloat16; the store keeps its bits as uint16.
             out[array.name] = (buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer).numpy()
         # The masks of a whole step are read before its first micro-batch, for the divisor of the loss.
@@ -323,7 +317,7 @@ class BatchReader:
         batch = Batch(inputs, draws, n_tokens=int(lengths.sum()), encoded=encoded, **facts)
         if self._decodes:
             return batch.decode()
-        return batch if self._copies is None else self._copies.start(batch)
+        return batch if self._copies is None else start_copy(batch, self._copies)
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
         """Read the response masks of sequences, padded with False: bool [B, T]."""

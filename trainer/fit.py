@@ -34,7 +34,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, TrainingError
-from ..files import PARTIAL_SUFFIX, LockHeld, check_room, disk_full_guard, lock_file, write_atomic
+from ..files import PARTIAL_SUFFIX, LockHeld, check_room, disk_full_guard, lock_file, nearest_folder, write_atomic
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.registry import drafter_class
 from ..moa.targets.bundle import FrozenTarget
@@ -366,9 +366,6 @@ def plan_run(config: TrainConfig) -> RunPlan:
         module = build_module(store, data.config, data)
         weights = list(module.drafter.parameters())
         n_tokens = int(data.lengths[data.train_sequences].sum())
-        there = Path(config.out).absolute()
-        while not there.exists():
-            there = there.parent
         return RunPlan(
             n_steps=data.max_steps,
             steps_per_epoch=data.steps_per_epoch,
@@ -377,7 +374,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
             read_bytes_per_epoch=sequence_bytes(store, data.config, n_tokens),
             n_parameters=sum(weight.numel() for weight in weights),
             disk_bytes=_WEIGHT_COPIES_ON_DISK * sum(weight.nbytes for weight in weights),
-            free_disk_bytes=shutil.disk_usage(there).free,
+            free_disk_bytes=shutil.disk_usage(nearest_folder(Path(config.out))).free,
         )
 
 

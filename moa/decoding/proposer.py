@@ -102,22 +102,15 @@ class Chain:
 
 
 class DrafterProposer(Proposer):
-    """Drafts with a trained drafter, and the target's weights that it needs; None takes them from the live target.
+    """Drafts with a trained drafter, and the weights that it needs of its target, which is live or frozen.
 
     With a temperature above 0, chains are sampled from the drafter's distribution under it.
     """
 
-    def __init__(
-        self,
-        target: Target | None,
-        drafter: Drafter,
-        frozen: FrozenTarget | None = None,
-        sampling: SamplingConfig = GREEDY,
-    ) -> None:
-        if frozen is None:
-            if target is None:
-                raise DrafterError("drafting needs weights of the target: give `target` or `frozen`.")
-            frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+    def __init__(self, target: Target | FrozenTarget, drafter: Drafter, sampling: SamplingConfig = GREEDY) -> None:
+        frozen = target
+        if isinstance(frozen, Target):
+            frozen = FrozenTarget.from_model(frozen.model, drafter.config.target_layer_inference)
         weight = frozen.lm_head_weight
         if drafter.dtype != weight.dtype:
             raise DrafterError(

@@ -339,7 +339,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def _text_context(self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype) -> list[KeysValues]:
         """Make keys and values of the context for each layer, of all positions of texts: each [B, H_kv, T, d]."""
         if self.config.context == "hidden":
-            made = self.project(inputs.joined_outputs(self.observed_layers).to(dtype))
+            made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
         elif self.config.context == "kv":
             n_heads = self.config.self_attention_kv_heads
             packed = inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2)

@@ -204,7 +204,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        return inputs.joined_outputs(self.config.fused_layers)  # [B, T, K * E]
+        return torch.cat(inputs.layer_outputs, dim=-1)  # [B, T, K * E]
 
     @override
     def true_features(self, states: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import DecoderBlock
@@ -198,9 +197,7 @@ class MoADrafter(KVEncoder, Drafter):
         kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights)
         before, feature_term = None, feature
         if n_layers:
-            if inputs.entering_hidden is None:
-                layer = self.config.n_layers - n_layers - 1
-                raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
+            assert inputs.entering_hidden is not None  # ``reads`` names it
             goal = at_queries(inputs.entering_hidden, rounds.queries)[at]
             before = (losses.feature_loss(entering[at], goal) * weights).sum() * scale
             # Features are taught after and before the last N layers alike.

@@ -31,7 +31,7 @@ Anchors are positions whose token and whose next token are of the response. The 
 the response continues, so that no block reaches into another answer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -78,13 +78,6 @@ class TrainingInputs:
         if self.kv is None:
             raise DrafterError("this drafter needs the target's keys and values, which the batch lacks.")
         return self.kv
-
-    def joined_outputs(self, layers: Sequence[int]) -> Tensor:
-        """Concatenate the outputs of the layers that the drafter reads: [B, T, K * E]."""
-        if len(self.layer_outputs) != len(layers):
-            names = ", ".join(map(str, layers))
-            raise DrafterError(f"this drafter needs the outputs of the target's layers {names}, which the batch lacks.")
-        return torch.cat(self.layer_outputs, dim=-1)
 
 
 # What a step draws

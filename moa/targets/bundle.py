@@ -120,11 +120,7 @@ def save_target_bundle(
     """Write the bundle of a loaded target, with its last N decoder layers, into a new folder; a dtype converts it."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    text_config = model.config.get_text_config(decoder=True)
-    n_layers = text_config.num_hidden_layers
-    if not 0 <= n_layers_kept <= n_layers:
-        raise TargetError(f"cannot keep the last {n_layers_kept} layers of a target with {n_layers}.")
-    config = copy.copy(text_config)
+    config = copy.copy(model.config.get_text_config(decoder=True))
     vars(config).pop("auto_map", None)  # names code that does not travel along
     config.dtype = dtype or model.dtype
     config.save_pretrained(path)

@@ -202,11 +202,6 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
             self._free.setdefault(tuple(self._whole.shape), []).append(self._whole)
         self._whole, self._buffer, self._layers = None, None, []
 
-    def _take(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return a buffer with any contents, a new one if none is free."""
-        free = self._free.get(tuple(shape)) if self._free else None
-        return free.pop() if free else like.new_empty(shape)
-
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
         if self._is_static:
@@ -228,7 +223,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
 
     @override
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return self._take(shape, like).zero_()
+        free = self._free.get(tuple(shape)) if self._free else None
+        return free.pop().zero_() if free else like.new_zeros(shape)
 
     @override
     def _place(self, buffer: Tensor) -> None:

@@ -218,13 +218,8 @@ class Target:
         prefill become graphs, if the layers are Llama's.
         """
         fuse(self.model)
-        if uses_graphs:
-            self.use_graphs()
-
-    def use_graphs(self) -> None:
-        """Run the calls after a prefill as CUDA graphs, if the device has them and the layers are Llama's."""
         # Experts, for one, choose what to compute by values that the host reads.
-        if self.device.type == "cuda" and self.is_llama and self.has_uniform_kv:
+        if uses_graphs and self.device.type == "cuda" and self.is_llama and self.has_uniform_kv:
             self.use_static_calls(_GRAPH_SLOTS)
 
     def use_static_calls(self, n_slots: int) -> None:

@@ -74,7 +74,7 @@ def answers_of(drafter: Any, target: Target, prompts: list[list[int]], n_drafts:
             said.append((drafts.on_host[0][0], 1 + len(accepted[0])))
 
         depth = min(n_drafts, drafter.config.max_depth or n_drafts)
-        proposer = DrafterProposer(target, drafter, kit.frozen_for(drafter, target.model))
+        proposer = DrafterProposer(kit.frozen_for(drafter, target.model), drafter)
         (answer,) = generate_batch(
             target, [prompt], max_new_tokens=N_NEW, proposer=proposer, tree=TreeShape(depth), on_round=on_round
         )

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from moa_data.tests.kit.runs import run
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import data
 from moa_data.trainer.config import PRESETS, TrainConfig
-from moa_data.trainer.data import Batch, BatchReader, SideCopies, TrainingStream, draw
+from moa_data.trainer.data import Batch, BatchReader, TrainingStream, draw, start_copy
 
 
 def config(**changes: Any) -> Any:
@@ -227,7 +228,6 @@ class Event:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A device without memory, so that nothing of what is moved refers to the host."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"side stream of {device}")
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return torch.device("meta")
@@ -248,7 +248,8 @@ def test_the_stream_of_the_step_waits_for_the_copy(device: torch.device, monkeyp
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.shape))
-    moved = SideCopies(device).start(small_batch())
+    side: Any = SimpleNamespace(device=device)
+    moved = start_copy(small_batch(), side)
     arrived = data.await_copy(moved)
     assert waited == [moved.copied]
     assert arrived.copied is None

@@ -26,7 +26,7 @@ def first_round(target: Target, drafter: Drafter, prompts: list[list[int]], shap
     hidden = target.forward(torch.tensor(prompts), cache)
     kept = [range(len(prompts[0]))] * len(prompts)
     cache.commit(kept)
-    proposer = DrafterProposer(target, drafter, FrozenTarget.from_model(target.model, 0))
+    proposer = DrafterProposer(FrozenTarget.from_model(target.model, 0), drafter)
     proposer.begin(cache)
     proposer.observe(hidden, kept)
     roots = target.logits(hidden[:, -1]).argmax(dim=-1).tolist()

@@ -182,7 +182,7 @@ def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
     drafter = build_drafter(target.model)
     config, n_runs, prompt = SamplingConfig(1.0, top_k=3, presence_penalty=1.0), 3000, [7, 8, 9]
     runs = generate_batch(
-        target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, None, config),
+        target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, config),
         tree=tree, sampling=config, seed=11,
     )  # fmt: skip
     counts, exact = Counter(tuple(run.tokens) for run in runs), exact_answers(target, prompt, config, 3)

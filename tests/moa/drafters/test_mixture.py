@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moa_data.errors import DrafterError
 from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import Draws, Rounds, TrainingInputs, TrainingStep
@@ -189,11 +188,3 @@ def test_keys_and_values_that_are_no_numbers_do_not_stay_in_the_targets_cache(be
         for row, length in enumerate(before):
             assert not written[row, :, length].any()
             assert written[row, :, :length].all()
-
-
-def test_target_layers_need_what_enters_them() -> None:
-    model = build_model()
-    drafter = build_drafter(model, 1)
-    inputs = dataclasses.replace(inputs_for(drafter, model), entering_hidden=None)
-    with pytest.raises(DrafterError):
-        drafter.objective(frozen_for(drafter, model), TrainingStep(inputs, DRAWS["bounded"]))

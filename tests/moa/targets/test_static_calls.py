@@ -112,5 +112,5 @@ def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
 def test_only_layers_of_llama_on_a_gpu_become_graphs(device: Counts) -> None:
     for family, where, is_static in (("llama", "cuda", True), ("llama", "cpu", False), ("qwen3_moe", "cuda", False)):
         target = Target(build_family(family).to(where))
-        target.use_graphs()
+        target.prepare()
         assert (target._static is not None) == is_static, (family, where)

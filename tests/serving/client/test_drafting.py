@@ -64,7 +64,7 @@ class Beside:
     def chain(self, text: list[int], depth: int) -> list[int]:
         """The drafts behind a text whose last token is the root."""
         cache = self.target.new_cache()
-        proposer = DrafterProposer(self.target, self.drafter, self.frozen)
+        proposer = DrafterProposer(self.frozen, self.drafter)
         proposer.begin(cache)
         hidden = self.target.forward(torch.tensor([text[:-1]]), cache)
         cache.commit([range(len(text) - 1)])
