@@ -279,8 +279,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise OptionInvalid(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict | None):
         raise OptionInvalid(f"--config {path} holds a {type(loaded).__name__}, expected 'key: value' lines")
-    settings: dict[str, Any] = _with_underscores(loaded or {})
-    return settings
+    return dict(_with_underscores(loaded or {}))
 
 
 def _with_underscores(values: Any) -> Any:

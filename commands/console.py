@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 import click
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -29,6 +29,7 @@ from .signals import end_command, interruption_code
 FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
 """Exit codes: something wrong was found, the input can't be used, parts are still to be written, the code is wrong."""
 LOG_LINE_EVERY_S = 10.0
+Report = TypeVar("Report")
 
 # What libraries say where memory is short, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
@@ -223,7 +224,7 @@ PHASE_UNITS = {
 _LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
 
 
-class ProgressLine:
+class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
     """Shows on standard error how far a task is: a bar on a terminal, elsewhere a line every ten seconds.
 
     A new phase ends the bar before it: another total, a smaller count, or a message that begins with another word of
@@ -262,11 +263,19 @@ class ProgressLine:
             with contextlib.suppress(OSError):
                 bar.close()
 
-    def __enter__(self) -> "ProgressLine":
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+T = TypeVar("T")
+
+
+def run_stage(unit: str, run: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
+    """Run a stage under a line of progress and print what its report says; returns the report."""
+    with ProgressLine(unit) as progress:
+        report = run(*arguments, progress=progress, **options)
+    out.print(report if isinstance(report, str) else cast(Any, report).describe())
+    return report
 
 
 class _Log:

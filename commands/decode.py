@@ -14,7 +14,7 @@ from ..errors import ReportUnwritten
 from ..evaluation.config import DecodingConfig, EvalConfig
 from ..files import disk_full_guard, write_atomic
 from ..serving.detokenizer import Detokenizer
-from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, tell
+from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage, tell
 from .options import stage_command
 
 if TYPE_CHECKING:
@@ -194,9 +194,7 @@ def conform(drafter: str, model: str, engine: str, report: str | None, draft_len
     """
     from ..evaluation.conform import conform as run_conform
 
-    with ProgressLine("choice") as progress:
-        found = run_conform(drafter, model, engine, n_drafts=draft_length, progress=progress, **options)
-    out.print(found.describe())
+    found = run_stage("choice", run_conform, drafter, model, engine, n_drafts=draft_length, **options)
     if report is not None:
         with disk_full_guard(report):
             write_atomic(Path(report), (json.dumps(asdict(found), indent=2) + "\n").encode())

@@ -6,7 +6,7 @@ import click
 
 from ..pipeline.exchange.config import ExportConfig, ImportConfig
 from ..trainer.config import DrafterExportConfig
-from .console import ProgressLine, collect_provenance, out
+from .console import ProgressLine, collect_provenance, out, run_stage
 from .options import stage_command
 
 
@@ -27,9 +27,7 @@ def export_command(config: ExportConfig) -> None:
     """
     from ..pipeline.exchange.transfer import export_store
 
-    with ProgressLine("sequence") as progress:
-        report = export_store(config, progress=progress)
-    out.print(report)
+    run_stage("sequence", export_store, config)
 
 
 @stage_command(DrafterExportConfig, arguments=("drafter",), name="export-drafter")
@@ -62,9 +60,7 @@ def import_command(config: ImportConfig) -> None:
     """
     from ..pipeline.exchange.transfer import import_folder
 
-    with ProgressLine("sequence") as progress:
-        report = import_folder(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe())
+    run_stage("sequence", import_folder, config, provenance=collect_provenance())
 
 
 @click.command()

@@ -6,7 +6,7 @@ import click
 
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
 from ..text import counted
-from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, collect_provenance, out
+from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, collect_provenance, out, run_stage
 from .options import StoreArgument, stage_command
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
         return
     from ..pipeline.extract import extract as run_extract
 
-    with ProgressLine("token") as progress:
-        report = run_extract(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe())
+    run_stage("token", run_extract, config, provenance=collect_provenance())
 
 
 @stage_command(ExtractConfig)
@@ -133,9 +131,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
         if plan.n_tokens and plan.forward.spec.fields:
             out.print(describe_estimate(plan))
         return
-    with ProgressLine("token") as progress:
-        report = run_add(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe())
+    run_stage("token", run_add, config, provenance=collect_provenance())
 
 
 @click.command()
@@ -234,9 +230,7 @@ def _repair(store: "StorePath", model: str | None, dataset: str | None, device: 
         )
     from ..pipeline.extract import repair as run_repair
 
-    with ProgressLine("token") as progress:
-        report = run_repair(damage, model, dataset, device, progress, collect_provenance())
-    out.print(report.describe())
+    run_stage("token", run_repair, damage, model, dataset, device, provenance=collect_provenance())
     return damage.hides_parts
 
 
@@ -262,8 +256,5 @@ def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) 
     """
     from ..pipeline.audit import audit as run_audit
 
-    with ProgressLine("sequence") as progress:
-        report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
-    out.print(report.describe())
-    if not report.ok:
+    if not run_stage("sequence", run_audit, store, model, samples=samples, seed=seed, device=device).ok:
         raise StageFailure(f"{store} differs from {model} beyond the tolerance.", FOUND)

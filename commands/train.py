@@ -9,7 +9,7 @@ from ..demo.config import DemoConfig
 from ..errors import RunWarning
 from ..text import counted
 from ..trainer.config import PRESETS, TrainConfig, earlier_settings
-from .console import ProgressLine, collect_provenance, out, tell
+from .console import ProgressLine, collect_provenance, out, run_stage, tell
 from .options import stage_command
 
 
@@ -86,6 +86,4 @@ def demo(config: DemoConfig) -> None:
     """
     from ..demo.run import run_demo
 
-    with ProgressLine("") as progress:
-        report = run_demo(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe())
+    run_stage("", run_demo, config, provenance=collect_provenance())

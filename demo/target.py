@@ -117,8 +117,7 @@ def train_target(
         n_parameters, n_tokens (seen in training, prompts included), and train_loss of the last step (nats per token).
     """
     if (folder / MARKER).is_file():
-        facts: dict[str, Any] = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        return facts
+        return dict(json.loads((folder / MARKER).read_text(encoding="utf-8")))
     tokenizer = train_tokenizer([m["content"] for row in train for m in row["messages"]], config.vocab_size)
     model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)

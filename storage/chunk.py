@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numcodecs.blosc
@@ -193,7 +194,7 @@ _AHEAD_PER_THREAD = 4
 """Tasks that wait for each thread: with fewer, threads wait where tasks take unequal time; more only hold memory."""
 
 
-class EncodePool:
+class EncodePool(AbstractContextManager["EncodePool"]):
     """Encodes chunks on threads.
 
     ``n_threads``: threads that encode; with 0 the caller's own thread encodes at once.
@@ -229,9 +230,6 @@ class EncodePool:
         with self._counting:
             self.busy_s += time.thread_time() - began_s
         return encoded
-
-    def __enter__(self) -> "EncodePool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -277,9 +277,7 @@ class StopGuard(L.Callback):
                     signal.signal(signum, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._let_signals_in()
         for signum, handler in self._before.items():
             signal.signal(signum, handler)

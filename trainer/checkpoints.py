@@ -56,8 +56,7 @@ class CheckpointFiles(CheckpointIO):
     ) -> dict[str, Any]:
         """Read a checkpoint, with its tensors in memory of their own."""
         # Those that are read lie in the mapped file, which the next checkpoint replaces.
-        copied: dict[str, Any] = map_tensors(read_checkpoint(Path(path)), Tensor.clone)
-        return copied
+        return dict(map_tensors(read_checkpoint(Path(path)), Tensor.clone))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Refuse to: in this package a checkpoint is only replaced by the next one."""

@@ -263,8 +263,7 @@ class BlockDrafter(KVEncoder, Drafter):
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
             own = self.fc.weight[:, : self.config.hidden_size]
             projected = projected + F.linear(frozen.embed(tokens), own)
-        context: Tensor = self.hidden_norm(projected)
-        return context
+        return self.hidden_norm(projected)
 
     def project(self, states: Tensor) -> Tensor:
         """Apply ``fc`` to the outputs of the layers that are read, [..., m * E] without the embedding: [..., E]."""
@@ -283,8 +282,7 @@ class BlockDrafter(KVEncoder, Drafter):
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):
             x = block.attend_cached(x, rotation, append, mask)
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return self.norm(x)
 
     def drafting(self, hidden: Tensor) -> Tensor:
         """Pick the slots that draft of blocks [..., N * G, E]: [..., N, K, E]."""
@@ -532,8 +530,7 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def _append_sent(self, state: BlockState, sent: Tensor, counts: Sequence[int]) -> None:
         """Add the next n positions of each row to the context, from their encoded KV [B, n, W] as it is sent."""
-        context: Tensor = self.hidden_norm(self.encoded_of(sent))
-        self._append_context(state, context, counts)
+        self._append_context(state, self.hidden_norm(self.encoded_of(sent)), counts)
 
     @override
     def draft_level(self, state: BlockState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:

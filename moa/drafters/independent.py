@@ -87,8 +87,7 @@ class IndependentDrafter(Drafter):
 
     def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
         """Run the model over tokens [B, T]: normed features [B, Q, W] of queries [B, Q]."""
-        features: Tensor = self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
-        return features
+        return self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -130,11 +129,9 @@ class IndependentDrafter(Drafter):
     ) -> Tensor:
         tokens, _, counts = state.take_round(committed, self.embed_tokens.weight.device)
         x, _ = state.feed_committed(self.blocks, self.rotary, self.embed_tokens(tokens), counts)
-        features: Tensor = self.norm(x)
-        return features
+        return self.norm(x)
 
     @override
     def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level)
-        features: Tensor = self.norm(x)
-        return features
+        return self.norm(x)

@@ -242,5 +242,4 @@ class KVEncoder(nn.Module):
 
     def encoded_of(self, sent: Tensor) -> Tensor:
         """Turn what was sent, [..., ``sent_width``], into encoded KV [..., E]."""
-        encoded: Tensor = self.kv_to_hidden(sent) if self._sends_means else sent
-        return encoded
+        return self.kv_to_hidden(sent) if self._sends_means else sent

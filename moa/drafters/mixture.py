@@ -296,8 +296,7 @@ class MoADrafter(KVEncoder, Drafter):
         for layer, block, window in zip(layers, frozen.blocks, frozen.windows, strict=True):
             append = partial(write_after, cache.layer_view(layer, n_slots), fed.before, state.n_fed)
             x = block.attend_cached(x, rotation, append, by_window[window])
-        features: Tensor = frozen.norm(x)
-        return features
+        return frozen.norm(x)
 
 
 def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:

@@ -106,8 +106,7 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
     own = config.pop("dflash_config")
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # theirs are of a vocabulary of their own
     del config["sliding_window"]
-    found: dict[str, Any] = config | own
-    return found
+    return {**config, **own}
 
 
 HF_DFLASH = replace(

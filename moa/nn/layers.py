@@ -141,6 +141,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm; on CPU, where torch composes it of many passes over memory, with a gradient of its own."""
 
+    __call__: Callable[..., Tensor]
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., E] over E: [..., E]."""
         trains = torch.is_grad_enabled() and x.device.type == "cpu"
@@ -262,8 +264,7 @@ class DecoderBlock(nn.Module):
 
     def normed(self, x: Tensor) -> Tensor:
         """Normalise the input of the projections to queries, keys and values: [..., E] -> [..., E]."""
-        normed: Tensor = self.input_layernorm(x)
-        return normed
+        return self.input_layernorm(x)
 
     def residual(self, x: Tensor) -> Tensor:
         """Select what the attention's output is added to: [..., E] -> [..., E]."""

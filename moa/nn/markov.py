@@ -33,8 +33,7 @@ class MarkovHead(nn.Module):
 
     def begin(self, tokens: Tensor) -> Tensor:
         """Make the memory of first slots from their anchors [...]: [..., M]."""
-        embedded: Tensor = self.markov_w1(tokens)
-        return nn.functional.pad(embedded, (0, self.n_states * self.rank))
+        return nn.functional.pad(self.markov_w1(tokens), (0, self.n_states * self.rank))
 
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Make the memory of the next slots, from memory [..., M], hidden [..., E] and drafts [...] of those before."""

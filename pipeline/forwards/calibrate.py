@@ -32,8 +32,7 @@ METRIC_TOKENS = 4_096
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
     """Choose sequences of about so many tokens, spread evenly over the plan: ascending rows."""
     n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
-    rows: list[int] = np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist()
-    return rows
+    return list(np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist())
 
 
 def learned_before(codec: StoreCodec, store: StorePath) -> StoreCodec | None:
@@ -67,8 +66,7 @@ class _Float32Rows:
 
     def __getitem__(self, ids: slice | np.ndarray) -> np.ndarray:
         chosen = ids if isinstance(ids, slice) else torch.from_numpy(ids.astype(np.int64)).to(self._tensor.device)
-        rows: np.ndarray = self._tensor[chosen].float().cpu().numpy()
-        return rows
+        return np.asarray(self._tensor[chosen].float().cpu())
 
 
 def calibrate(

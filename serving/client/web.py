@@ -12,8 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -86,7 +87,7 @@ class EventLog:
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
-class ChatPage:
+class ChatPage(AbstractContextManager["ChatPage"]):
     """Serves the page at http://127.0.0.1:``port`` from a thread of its own, within a ``with`` statement.
 
     ``answer`` answers a prompt, one at a time and each in a new thread, and reports events; its errors are shown.
@@ -112,9 +113,6 @@ class ChatPage:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="page", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         # An answer that is being made continues in its thread.

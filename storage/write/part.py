@@ -25,6 +25,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -236,7 +237,7 @@ class ArrayWriter:
             self._files.path_of(self._shard_name(number)).unlink(missing_ok=True)
 
 
-class PartWriter:
+class PartWriter(AbstractContextManager["PartWriter"]):
     """Writes a part, or more fields of one. Leaving the ``with`` block without :meth:`commit` discards it.
 
     Not safe for several threads at once; different parts of one store may be written by different threads.
@@ -380,9 +381,6 @@ class PartWriter:
             is_committed = self._files.withdraw()
         finally:
             self._on_close(is_committed)
-
-    def __enter__(self) -> "PartWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.discard()

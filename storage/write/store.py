@@ -29,7 +29,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ from .publish import PartFiles, StoreFiles, changed_meanwhile, refuse_links
 _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
 
-class StoreWriter(StoreFiles):
+class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     """A process that writes to a store. Make it with :meth:`create_or_resume` or :meth:`join`, for ``with``."""
 
     codec: StoreCodec
@@ -324,9 +324,6 @@ class StoreWriter(StoreFiles):
         while not backend.put_if_absent(path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content):
             pass  # another machine's run ended in the same microsecond
         return path
-
-    def __enter__(self) -> "StoreWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
