@@ -22,13 +22,12 @@ from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
 from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.plan import recorded_config
+from moa_data.storage import backend
 from moa_data.storage import chunk as chunk_module
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path
 from moa_data.storage.write import part as part_writer
-from moa_data.storage.write import publish
-from moa_data.storage.write import store as store_writer
 from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.kills import kill_at_points, run_apart
@@ -208,11 +207,12 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: Extrac
 
 
 KILLS: dict[str, tuple[Any, ...]] = {
-    "manifest": (store_writer, "put_if_absent", 2),
+    "manifest": (backend, "put_if_absent", 2),
     "bundle": (forwards_module, "save_target_bundle", 1, True),
     "mid_part": (part_writer.ArrayWriter, "write", 40),
-    "before_commit": (publish, "put_if_absent", 2),
-    "after_commit": (publish, "put_if_absent", 3, True),
+    # After plan, manifest and seven folders' own files come the commits: of the target, then of the parts.
+    "before_commit": (backend, "put_if_absent", 11),
+    "after_commit": (backend, "put_if_absent", 12, True),
 }
 
 
