@@ -31,6 +31,7 @@ from moa_data.demo.target import MAX_POSITIONS, train_target
 SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 192, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "qwen3": {},  # Llama with norms of queries and keys
     # The experts of a layer have as many weights as Llama's MLP; a token uses a quarter of them.
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},  # five layers slide, the sixth sees all
