@@ -34,6 +34,8 @@ _FOREIGN = ["consolidated*", "original/*"]  # the same weights in the layouts of
 _CHUNK_TOKENS = 1024
 # Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# Values of a linear layer whose products of some rows gain by several threads.
+_FEWEST_SHARED = 1 << 21
 # Tokens of a text for which the first graphs are recorded; one that gets longer costs others for twice as many.
 _GRAPH_SLOTS = 1024
 
@@ -214,10 +216,16 @@ class Target:
     def prepare(self, uses_graphs: bool = True) -> None:
         """Decode as fast as the device can, with weights that don't change any more.
 
-        On a CPU they are laid out for it (:func:`.fused.fuse`); on a CUDA device the calls after a
-        prefill become graphs, if the layers are Llama's.
+        On a CPU they are laid out for it (:func:`.fused.fuse`), and for a small target PyTorch computes with one thread
+        from then on: threads meet after every product. On a CUDA device the calls after a prefill become graphs, if the
+        layers are Llama's.
         """
         fuse(self.model)
+        largest = max(
+            (layer.weight.numel() for layer in self.model.modules() if isinstance(layer, nn.Linear)), default=0
+        )
+        if self.device.type == "cpu" and largest < _FEWEST_SHARED:
+            torch.set_num_threads(1)
         # Experts, for one, choose what to compute by values that the host reads.
         if uses_graphs and self.device.type == "cuda" and self.is_llama and self.has_uniform_kv:
             self.use_static_calls(_GRAPH_SLOTS)

@@ -132,3 +132,13 @@ def test_a_batch_that_shrinks_keeps_one_buffer() -> None:
         static.select_rows(range(n_rows))
     static.release()
     assert [len(free) for free in shared.values()] == [1]
+
+
+def test_small_targets_decode_with_one_thread() -> None:
+    n_before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Target(build_model()).prepare()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(n_before)
