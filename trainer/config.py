@@ -35,9 +35,9 @@ class DrafterSettings(Config):
 
     forward_kl_weight: NonNegative = 0.1
     """Weight of the forward KL to the target's next-token distribution."""
-    divergence: Literal["kl", "lk", "lk-hybrid"] = "kl"
-    """Distillation loss: kl; lk, the negative logarithm of the acceptance of samples; or lk-hybrid, which moves from
-    the KL to the share of rejected drafts as drafts get better."""
+    divergence: Literal["kl", "lk", "lk-hybrid", "tv"] = "kl"
+    """Distillation loss: kl; lk, the negative logarithm of the acceptance of samples; lk-hybrid, which moves from the
+    KL to the share of rejected drafts as drafts get better; or tv, a tenth of the KL and nine of that share."""
     lk_decay: NonNegative = 3.0
     """Decay rate of the KL weight in lk-hybrid: exp(-this * acceptance)."""
 
@@ -47,6 +47,17 @@ class FeatureLossSettings(DrafterSettings):
 
     feature_weight: NonNegative = 1.0
     """Weight of the smooth-L1 loss on hidden states."""
+
+
+class PositionSettings(Config):
+    """How drafts of a round or block weigh in the loss."""
+
+    position_weights: Literal["decay", "d-pace"] = "decay"
+    """How the drafts of a round or block weigh: as published (blocks by position_decay, EAGLE-3 0.8 a step, Mixture of
+    Attentions alike), or by D-PACE: what each adds to the expected acceptance length as the drafter is now."""
+    d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """How D-PACE softens a draft's probability q: (1 - this) * q + this; the less, the less later drafts weigh while
+    earlier ones are unsure."""
 
 
 class LayerSettings(Config):
@@ -107,7 +118,7 @@ class MemorySettings(Config):
     """MLP width of layer self-attention; default: 1.5 times the KV width."""
 
 
-class MoASettings(RoundSettings, MemorySettings, FeatureLossSettings):
+class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
     """Mixture of Attentions; preset paper has the paper's settings where the defaults differ."""
 
     kind: Literal["moa"] = "moa"
@@ -140,7 +151,7 @@ class EagleSettings(LayerSettings, FeatureLossSettings):
     """EAGLE's first layer has a norm before its attention; without it vLLM and SGLang run the drafter as it is."""
 
 
-class Eagle3Settings(LayerSettings, DrafterSettings):
+class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
     """EAGLE-3's drafter: one layer that reads outputs of three layers of the target."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -158,7 +169,7 @@ class Eagle3Settings(LayerSettings, DrafterSettings):
     draft steps."""
 
 
-class BlockSettings(LayerSettings, MemorySettings, DrafterSettings):
+class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSettings):
     """Settings of block-parallel drafters: their context, the blocks that are trained, and their losses."""
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
@@ -180,12 +191,6 @@ class BlockSettings(LayerSettings, MemorySettings, DrafterSettings):
     position_decay: NonNegative | None = None
     """Draft k of a block, from 0, weighs exp(-k / this) in the loss; 0 for 1 each; default: 4 for blocks up to 8 slots,
     5 up to 12, 7 for longer ones."""
-    position_weights: Literal["decay", "d-pace"] = "decay"
-    """How drafts of a block weigh: by position_decay, or by D-PACE: what each adds to the expected acceptance length as
-    the drafter is now."""
-    d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """How D-PACE softens a draft's probability q: (1 - this) * q + this; the less, the less later drafts weigh while
-    earlier ones are unsure."""
     fused_layers: tuple[int, ...] | None = None
     """Decoder layers of the target, from 0, that are read; hidden may begin with -1, the embedding; kv takes a multiple
     of block_layers. Default: five, with kv block_layers, 1 to L - 3; none with memory."""

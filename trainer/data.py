@@ -390,9 +390,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
     if not isinstance(drafter, BlockSettings):
         return BlockDraws()
     n_drafts = drafter.block_size if drafter.sample_from_anchor else drafter.block_size - 1
-    if drafter.position_weights == "d-pace":
-        return BlockDraws(n_drafts, drafter.anchors, d_pace=drafter.d_pace_smoothing)
-    return BlockDraws(n_drafts, drafter.anchors, drafter.decay())
+    return BlockDraws(n_drafts, drafter.anchors, drafter.decay() if drafter.position_weights == "decay" else 0.0)
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:

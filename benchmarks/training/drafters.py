@@ -9,7 +9,7 @@ lengths, a chain that stops where a draft is unsure, and a tree. ::
     python -m benchmarks.training.drafters STORE MODEL TEST_CHATS OUT --target NAME --steps 340 --seeds 0 1
         [--only eagle ...]                           also parts of Mixture of Attentions, see ABLATIONS; those through
                                                      target layers need a store with --target-layers 3
-        [--set anchors=72]                           other settings, in an OUT of their own
+        [--set divergence=lk]                        other settings, in an OUT of their own
 
 Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and running it again goes on from there;
 several processes may share OUT, each with drafters of its own. OUT/drafters.json holds all rows that are there;
@@ -20,6 +20,8 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.kit.harness import parsed, parser_of
 from benchmarks.kit.records import provenance
@@ -104,9 +106,9 @@ def train_config(options: argparse.Namespace, name: str, rate: float, seed: int)
     )
 
 
-def settings_given(changes: list[str]) -> dict[str, int]:
-    """The settings ``NAME=NUMBER`` by their names."""
-    return {name: int(value) for name, value in (one.split("=") for one in changes)}
+def settings_given(changes: list[str]) -> dict[str, Any]:
+    """The settings ``NAME=VALUE`` by their names."""
+    return {name: yaml.safe_load(value) for name, value in (one.split("=") for one in changes)}
 
 
 def chosen_rate(options: argparse.Namespace, name: str) -> tuple[float, dict[float, float]]:
@@ -135,7 +137,7 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
 def main() -> None:
     """Train and measure what is not there yet, and write all rows that are."""
     only = {"nargs": "+", "choices": [*DRAFTERS, *ABLATIONS], "default": list(DRAFTERS), "metavar": "DRAFTER"}
-    changes = {"nargs": "+", "default": [], "metavar": "SETTING=NUMBER"}
+    changes = {"nargs": "+", "default": [], "metavar": "SETTING=VALUE"}
     own = {"steps": 340, "seeds": [0, 1], "rates": [0.5, 1.0], "only": only, "set": changes}
     words = ("store", "model", "prompts", "out")
     options = parsed(parser_of(__name__, *words, validation_sequences=150, **own, **DECODING))

@@ -376,12 +376,12 @@ class BlockDrafter(KVEncoder, Drafter):
         labels = inputs.tokens[rows, positions + 1]
         n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
         scale = step.scale(share.sum())
-        if chosen.d_pace is not None:
+        if weights.d_pace is not None:
             wrong = torch.zeros_like(shares)
             wrong[at] = losses.chunked_cross_entropy(
                 own_hidden, labels, frozen.lm_head_weight, code, matrix, frozen.logit_cap
             )
-            share = share * losses.d_pace_weights(wrong, shares > 0, chosen.d_pace)[at]
+            share = share * losses.d_pace_weights(wrong, shares > 0, weights.d_pace)[at]
         of_terms = [share * scale * weight for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)]
         total, terms = losses.chunked_losses(
             own_hidden[:, None],

@@ -240,12 +240,17 @@ class Eagle3Drafter(FeatureDrafter):
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         at, n_steps = places(valid), features.shape[0]
         n_positions = len(at[0])
-        decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
+        own = self.normed(features.transpose(0, 1).transpose(1, 2)[at])  # [P, J, E]
+        if step.weights.d_pace is None:
+            decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
+            weights = reached * decay[:, None, None]
+        else:
+            weights = self.paced(inputs.tokens, queries, at, own, reached, step.weights.d_pace)
         total, by_step = losses.chunked_losses(
-            self.normed(features.transpose(0, 1).transpose(1, 2)[at]),  # [P, J, E]
+            own,
             at_queries(inputs.hidden, queries)[at],  # [P, E]
             frozen.lm_head_weight,
-            (reached * decay[:, None, None]).permute(1, 2, 0)[at][..., None],  # [P, J, 1]
+            weights.permute(1, 2, 0)[at][..., None],  # [P, J, 1]
             own_head=self.lm_head.weight,
             tokens=self.draft_tokens,
             divergence=step.weights.divergence,
@@ -254,6 +259,26 @@ class Eagle3Drafter(FeatureDrafter):
         scale = step.scale(n_positions)
         # The first step, unweighted, is what other drafters report.
         return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions)
+
+    def paced(
+        self, tokens: Tensor, queries: Tensor, at: tuple[Tensor, ...], own: Tensor, reached: Tensor, smoothing: float
+    ) -> Tensor:
+        """Weigh steps by D-PACE, each round a block: of tokens [B, T] and features ``own`` [P, J, E], [J, B, Q]."""
+        labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
+        if self.draft_tokens is not None:  # a token that cannot be drafted has no probability
+            order = labels.new_full((self.config.vocab_size,), -1)
+            order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
+            labels = order[labels]
+        every = labels.clamp(min=0).repeat_interleave(own.shape[1])
+        wrong = losses.chunked_cross_entropy(own.detach().flatten(0, 1), every, self.lm_head.weight)
+        wrong = wrong.view(own.shape[:2]).masked_fill((labels < 0)[:, None], torch.inf)
+        grid = wrong.new_zeros(*queries.shape, own.shape[1])
+        grid[at] = wrong
+        # Step j of the round that begins at a query stands j queries further (see below).
+        by_round = [x.roll(-step, dims=1) for step, x in enumerate(grid.unbind(dim=-1))]
+        seen = [x.roll(-step, dims=1) for step, x in enumerate(reached)]
+        paced = losses.d_pace_weights(torch.stack(by_round, dim=-1), torch.stack(seen, dim=-1), smoothing)
+        return torch.stack([x.roll(step, dims=1) for step, x in enumerate(paced.unbind(dim=-1))])
 
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor

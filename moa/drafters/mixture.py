@@ -194,6 +194,10 @@ class MoADrafter(KVEncoder, Drafter):
         scale = step.scale(weights.sum())
         features = features[at]  # [P, E]
         hidden = at_queries(inputs.hidden, rounds.queries)[at]  # [P, E]
+        if step.weights.d_pace is not None:
+            labels = inputs.tokens[at[0], (rounds.queries[at] + 1).clamp(max=inputs.tokens.shape[1] - 1)]
+            wrong = losses.chunked_cross_entropy(features, labels, frozen.lm_head_weight, cap=frozen.logit_cap)
+            weights = weights * rounds.d_pace(wrong, at, step.weights.d_pace)
         kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights)
         before, feature_term = None, feature
         if n_layers:

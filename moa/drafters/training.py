@@ -91,7 +91,6 @@ class BlockDraws:
     max_anchors: int | None = None  # blocks of a sequence at most, drawn at random; None for all
     position_decay: float = 0.0  # draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each
     anchors: Tensor | None = None  # [B, N] int64, given anchors in place of drawn ones; -1 for none
-    d_pace: float | None = None  # smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`
 
 
 @dataclass
@@ -160,6 +159,20 @@ class Rounds:
                 }
             )
         return cls(**{name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]})
+
+    def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
+        """Weigh the positions [P] at ``at`` by D-PACE (:func:`..nn.losses.d_pace_weights`), each round as a block: [P].
+
+        Those of a second, teacher-forced pass keep the weight 1.
+        """
+        place = torch.where(self.drafted, self.queries - self.context - 1, 0)
+        index = ((place == 0) & self.drafted).cumsum(dim=1) - 1  # of the round, in its row
+        cell = (at[0], index[at], place[at])
+        grid = cross_entropy.new_zeros(*place.shape, int(place.max()) + 1)
+        supervised = torch.zeros_like(grid, dtype=torch.bool)
+        grid[cell], supervised[cell] = cross_entropy, True
+        paced = losses.d_pace_weights(grid, supervised, smoothing)[cell]
+        return torch.where(self.pass_index[at[1]] == 0, paced, 1.0)
 
 
 def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,13 +282,16 @@ class LossWeights:
     l1: float = 0.9  # the L1 distance of drafter's and target's distributions
     confidence: float = 1.0  # the binary cross-entropy of the confidence head
     divergence: losses.Divergence = losses.KL  # in the term of the forward KL
+    d_pace: float | None = None  # smoothing of D-PACE, see :func:`..nn.losses.d_pace_weights`; None for fixed weights
 
     @classmethod
     def of(cls, settings: Any) -> "LossWeights":
         """Make the weights of the settings of a drafter in training."""
         names = [one.name for one in fields(cls) if hasattr(settings, f"{one.name}_weight")]
         weights = {name: getattr(settings, f"{name}_weight") for name in names}
-        return cls(**weights, divergence=losses.Divergence(settings.divergence, settings.lk_decay))
+        is_paced = getattr(settings, "position_weights", None) == "d-pace"
+        pace = settings.d_pace_smoothing if is_paced else None
+        return cls(**weights, divergence=losses.Divergence(settings.divergence, settings.lk_decay), d_pace=pace)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class Divergence:
         kl           the forward KL
         lk           -log a
         lk-hybrid    s * KL + (1 - s) * (1 - a), where s = exp(-decay * a) has no gradient
+        tv           0.1 * KL + 0.9 * (1 - a), where 1 - a is the total variation
 
     The KL is the cross-entropy to the target's soft labels at temperature 1, without their entropy (official
     ``train/moa_spec.py``, lines 253-262). The further a draft is from being accepted, the more the hybrid is the KL.
@@ -45,7 +46,7 @@ class Divergence:
         accepted = (0.5 * (1 + mass - l1)).clamp(min=_LEAST_ACCEPTED)
         if self.kind == "lk":
             return -accepted.log(), torch.zeros_like(kl), 0.5 / accepted
-        share = torch.exp(-self.decay * accepted)
+        share = torch.full_like(kl, 0.1) if self.kind == "tv" else torch.exp(-self.decay * accepted)
         return share * kl + (1 - share) * (1 - accepted), share, 0.5 * (1 - share)
 
 

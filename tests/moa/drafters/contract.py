@@ -206,7 +206,7 @@ def check_batch(
 def weights_times(factor: float) -> LossWeights:
     """The default weights of all terms, times a factor."""
     usual = vars(LossWeights())
-    scaled: dict[str, Any] = {name: factor * usual[name] for name in usual if name != "divergence"}
+    scaled: dict[str, Any] = {name: factor * usual[name] for name in usual if isinstance(usual[name], float)}
     return LossWeights(**scaled)
 
 
@@ -499,9 +499,10 @@ class DrafterContract:
         torch.testing.assert_close(case.terms(weights=weights_times(2.0)).total, 2 * terms.total)
 
     def test_an_lk_loss_takes_the_place_of_the_forward_kl(self, case: Case) -> None:
-        weights = [LossWeights(1.0, 0.0, 0.0, 0.0, 0.0, losses.Divergence(kind)) for kind in ("kl", "lk", "lk-hybrid")]
+        kinds = map(losses.Divergence, ("kl", "lk", "lk-hybrid", "tv"))
+        weights = [LossWeights(1.0, 0.0, 0.0, 0.0, 0.0, kind) for kind in kinds]
         found = {case.terms(weights=one).total.item() for one in weights}
-        assert len(found) == 3
+        assert len(found) == 4
         assert min(found) > 0
 
     def test_rows_and_padding_do_not_mix(self, case: Case) -> None:

@@ -117,13 +117,13 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str, sizes: dict[str, An
     drafter = build(kind, model, **sizes)
     frozen = frozen_for(drafter, model)
     inputs, n_drafts = batch_of(drafter, model, 24), drafter.config.n_drafts
-    chosen = BlockDraws(n_drafts, max_anchors=5, position_decay=2.5, d_pace=d_pace)
+    chosen = BlockDraws(n_drafts, max_anchors=5, position_decay=2.5)
     draws = Draws(None, torch.zeros(2, dtype=torch.bool), seeds=(3, 4), blocks=chosen)
     anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
     assert valid.sum(dim=1).tolist() == [5, 5]
     padded = torch.nn.functional.pad(inputs.response_mask, (0, 9))
     assert torch.equal(anchors, blocks.draw_anchors(padded, draws)[0]), "whatever follows a row"
-    weights = LossWeights(forward_kl=0.5, cross_entropy=0.25, l1=0.125, confidence=0.75)
+    weights = LossWeights(forward_kl=0.5, cross_entropy=0.25, l1=0.125, confidence=0.75, d_pace=d_pace)
     both = drafter.objective(frozen, TrainingStep(inputs, draws, weights, denominator=2.0))
     alone, n_weight = 0.0, 0.0
     for row in range(2):
@@ -149,8 +149,8 @@ def test_d_pace_weighs_drafts_by_what_the_drafter_says_of_them() -> None:
     frozen, inputs, n_drafts = frozen_for(drafter, model), batch_of(drafter, model, 24), drafter.config.n_drafts
     anchors = torch.tensor([[13, 17], [4, -1]])
 
-    draws = Draws(None, torch.zeros(2, dtype=torch.bool), blocks=BlockDraws(n_drafts, anchors=anchors, d_pace=0.5))
-    weights = LossWeights(forward_kl=0.0, cross_entropy=1.0, l1=0.0, confidence=0.0)
+    draws = Draws(None, torch.zeros(2, dtype=torch.bool), blocks=BlockDraws(n_drafts, anchors=anchors))
+    weights = LossWeights(forward_kl=0.0, cross_entropy=1.0, l1=0.0, confidence=0.0, d_pace=0.5)
     got = drafter.objective(frozen, TrainingStep(inputs, draws, weights, denominator=1.0)).total.item()
     valid = anchors >= 0
     hidden = drafter.text_hidden(frozen, inputs, anchors.clamp(min=0), valid)

@@ -14,6 +14,7 @@ from moa_data.moa.drafters import eagle3
 from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
+from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, assert_loss, build_eagle3, forward_kl, stored, token_counts
@@ -62,7 +63,10 @@ def unrolled(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: in
 
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 @pytest.mark.parametrize("draft_vocabulary", [None, 20])
-def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabulary: int | None) -> None:
+@pytest.mark.parametrize("d_pace", [None, 0.3])
+def test_training_time_test_equals_rounds_one_by_one(
+    family: str, draft_vocabulary: int | None, d_pace: float | None
+) -> None:
     """In value, which decoding has too, and in gradients; rounds end with the response they are in."""
     model = build_model(family, num_hidden_layers=2)
     frozen, n_steps = FrozenTarget.from_model(model), 4
@@ -85,10 +89,15 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
                 stepped = Rows(drafter, Target(model)).chain(inputs.tokens[row].tolist(), root, n_alive - 1)
                 torch.testing.assert_close(stepped, features.detach(), rtol=0, atol=CLOSE)
             goal = frozen.logits(inputs.hidden[row, root : root + n_alive])
-            kl = forward_kl(drafter.draft_logits(frozen, features), goal)
-            total = total + (kl * STEP_DECAY ** torch.arange(n_alive)).sum()
+            logits = drafter.draft_logits(frozen, features)
+            kl, weights = forward_kl(logits, goal), STEP_DECAY ** torch.arange(n_alive)
+            if d_pace is not None:
+                labels = inputs.tokens[row, (root + 1 + torch.arange(n_alive)).clamp(max=21)]
+                wrong = -logits.log_softmax(dim=-1)[torch.arange(n_alive), labels]
+                weights = d_pace_weights(wrong, torch.ones(n_alive, dtype=torch.bool), d_pace)
+            total = total + (kl * weights).sum()
             first = first + kl[0].detach()
-    step = TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=0.5), 3.0)
+    step = TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=0.5, d_pace=d_pace), 3.0)
     terms = assert_loss(drafter, frozen, step, 0.5 * total / 3.0)
     assert n_rounds == terms.n_positions == int(drafter.loss_positions(inputs.response_mask, NO_DRAWS).sum()) > 20
     assert terms.feature is None

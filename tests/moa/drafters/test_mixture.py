@@ -9,11 +9,12 @@ from torch import Tensor
 
 from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.training import Draws, Rounds, TrainingInputs, TrainingStep
+from moa_data.moa.drafters.training import Draws, LossWeights, Rounds, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
+from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import PAPER, build_drafter, frozen_for, stored
+from moa_data.tests.kit.drafters import PAPER, build_drafter, forward_kl, frozen_for, stored
 from moa_data.tests.kit.models import build_model
 
 from .contract import CLOSE, DrafterContract, Rows, check_contexts
@@ -125,6 +126,34 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers
     torch.testing.assert_close(total, share * policy + (1 - share) * forced)
     for got, a, b in zip(gradients, policy_gradients, forced_gradients, strict=True):
         torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
+
+
+def test_d_pace_weighs_each_round_by_itself() -> None:
+    """The loss is that with the weights of each round as computed apart; a teacher-forced pass keeps its own."""
+    model = build_model()
+    drafter = build_drafter(model, 0)
+    inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
+    inputs.response_mask[1, :12] = inputs.response_mask[1, 15] = False
+    draws = Draws(torch.tensor([5, 6]), torch.zeros(2, dtype=torch.bool), torch.tensor([2, 1]), (), 0.0, 1.0, 0.5)
+    rounds = Rounds.packed(draws, inputs.response_mask)
+    features = drafter(frozen, inputs.tokens, inputs.required_kv(), rounds)[1]
+    expected = torch.zeros(())
+    for row in range(2):
+        blocks: dict[tuple[int, int], list[int]] = {}
+        for query in range(rounds.queries.shape[1]):
+            if rounds.drafted[row, query]:
+                blocks.setdefault((int(rounds.pass_index[query]), int(rounds.context[row, query])), []).append(query)
+        assert max(map(len, blocks.values())) >= 3
+        for (number, _), queries in blocks.items():
+            positions = rounds.queries[row, queries]
+            logits = frozen.logits(features[row, queries])
+            kl = forward_kl(logits, frozen.logits(inputs.hidden[row, positions]))
+            labels = inputs.tokens[row, (positions + 1).clamp(max=N_TOKENS - 1)]
+            wrong = -logits.log_softmax(dim=-1)[torch.arange(len(queries)), labels]
+            paced = d_pace_weights(wrong, torch.ones(len(queries), dtype=torch.bool), 0.25)
+            expected = expected + (kl * (paced if number == 0 else 0.5)).sum()
+    step = TrainingStep(inputs, draws, LossWeights(1.0, 0.0, d_pace=0.25), 7.0)
+    torch.testing.assert_close(drafter.objective(frozen, step).total, expected / 7.0, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("stride", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [0, 3]), (4, [3])])

@@ -32,7 +32,9 @@ def plain_terms(logits: Tensor, target: Tensor, divergence: Divergence, labels: 
     log_draft = logits.log_softmax(dim=-1)
     accepted, kl = torch.minimum(target, log_draft.exp()).sum(dim=-1), -(target * log_draft).sum(dim=-1)
     share = torch.exp(-divergence.decay * accepted).detach()
-    found = [{"kl": kl, "lk": -accepted.log(), "lk-hybrid": share * kl + (1 - share) * (1 - accepted)}[divergence.kind]]
+    tv = 0.1 * kl + 0.9 * (1 - accepted)
+    kinds = {"kl": kl, "lk": -accepted.log(), "lk-hybrid": share * kl + (1 - share) * (1 - accepted), "tv": tv}
+    found = [kinds[divergence.kind]]
     if labels is not None:
         found += [(log_draft.exp() - target).abs().sum(dim=-1), -log_draft.gather(-1, labels[..., None])[..., 0]]
     return torch.stack(found, dim=-1)
@@ -40,7 +42,7 @@ def plain_terms(logits: Tensor, target: Tensor, divergence: Divergence, labels: 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 31 * 3, 1 << 26])
 @pytest.mark.parametrize("form", ["frozen head", "own head", "draft vocabulary", "labels", "correction"])
-@pytest.mark.parametrize("kind", ["kl", "lk", "lk-hybrid"])
+@pytest.mark.parametrize("kind", ["kl", "lk", "lk-hybrid", "tv"])
 def test_chunked_losses_equal_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch, kind: str, form: str, chunk_bytes: int
 ) -> None:
