@@ -36,6 +36,7 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
+    from ..machine import keep_freed_memory
     from ..serving.grpc import Identities
     from ..serving.metrics import JsonLines
     from ..serving.run import ServerRun, check_tls, raise_file_limit
@@ -56,6 +57,7 @@ def serve(config: ServeConfig) -> None:
     logging.getLogger().handlers[:] = [handler]
     logging.getLogger("moa_data").setLevel(logging.INFO)
     raise_file_limit()
+    keep_freed_memory()
 
     def on_ready(http: str, grpc: str | None) -> None:
         names = ", ".join(drafters) or "none"

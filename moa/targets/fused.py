@@ -7,6 +7,7 @@ done in float32 alone: elsewhere results would be rounded in other places than t
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim, D = (H + 2 * H_kv) * d.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AttentionInterface
 from typing_extensions import override
 
 from ..nn.packed import OPERATIONS, PackedLinear, laid_out, pack, state_of
-from .families import decoder_layers
+from .families import decoder_layers, text_model
 
 # Of the largest value: float32 rounds by some 1e-6 in another order, a layer of another form is wrong by about 1.
 _MAX_ERROR = 1e-4
@@ -78,6 +79,44 @@ def fuse(model: nn.Module) -> None:
         vars(layer)["joined"] = joined
         for name in _JOINED:
             vars(layer.get_submodule(name)).pop("packed", None)
+
+
+class FusedBody:
+    """The text model of a target whose layers are all fused, without what transformers does around them.
+
+    It makes no masks: which tokens see which is up to the attention function and what that is given.
+    """
+
+    def __init__(self, model: Any) -> None:
+        body: Any = text_model(model)
+        self._embed, self._rotary, self._norm = body.get_input_embeddings(), body.rotary_emb, body.norm
+        self._layers = [(layer, vars(layer)["joined"]) for layer in decoder_layers(model)]
+
+    @classmethod
+    def of(cls, model: Any) -> "FusedBody | None":
+        """Make it of a model, if it gives for a few tokens what the model itself gives; None for others."""
+        tokens = positions = torch.arange(3)[None]
+        try:
+            own = cls(model)
+            with torch.inference_mode():
+                given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+                expected, (found, _) = text_model(model)(**given).last_hidden_state, own(tokens, positions)
+            is_right = torch.allclose(found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max()))
+        except Exception:  # noqa: BLE001 - a model of another form may fail in any way, each of which means no
+            return None
+        return own if is_right else None
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, watched_layers: Sequence[int] = (), **kwargs: Any
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run tokens [B, n] at positions [B, n]: hidden states [B, n, E], and the outputs of watched layers."""
+        x, outputs = self._embed(tokens), {}
+        rotation = self._rotary(x, position_ids=positions)
+        for index, (layer, joined) in enumerate(self._layers):
+            x = _forward(layer, joined, x, rotation, **kwargs)
+            if index in watched_layers:
+                outputs[index] = x
+        return F.rms_norm(x, x.shape[-1:], self._norm.weight, self._norm.variance_epsilon), outputs
 
 
 @torch.inference_mode()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...moa.nn.masks import to_device
 from ...moa.targets.families import family_of, layer_windows, text_model
-from ...moa.targets.fused import fuse
+from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
 
@@ -53,6 +53,7 @@ class Runner:
         weights = {id(tensor): tensor for tensor in itertools.chain(target.model.parameters(), target.model.buffers())}
         self._model = copy.deepcopy(target.model, weights)
         fuse(self._model)
+        self._fused = FusedBody.of(self._model)
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
@@ -85,13 +86,7 @@ class Runner:
         else:
             attention = PartsAttention(parts, self._windows, self._device)
         tokens = to_device([list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device)
-        with layer_outputs(self._model, watched_layers) as outputs:
-            hidden = self._body(
-                input_ids=tokens,
-                position_ids=attention.positions[None],
-                use_cache=False,
-                parts_attention=attention,
-            ).last_hidden_state[0]  # [T, E]
+        hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
         sizes = [len(part.tokens) for part in parts]
         by_part = hidden.split(sizes)
         # Rows of the hidden states that logits are wanted of, and how many of each part.
@@ -109,3 +104,16 @@ class Runner:
         if self._min_s:
             time.sleep(max(0.0, self._min_s - (time.perf_counter() - began)))
         return results
+
+    def _forward(
+        self, tokens: Tensor, attention: PartsAttention | JoinedAttention, watched_layers: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run tokens [1, T]: hidden states [T, E], and the outputs of watched layers [1, T, E]."""
+        positions = attention.positions[None]
+        if self._fused is not None:
+            hidden, outputs = self._fused(tokens, positions, watched_layers, parts_attention=attention)
+            return hidden[0], outputs
+        with layer_outputs(self._model, watched_layers) as outputs:
+            own = {"use_cache": False, "parts_attention": attention}
+            hidden = self._body(input_ids=tokens, position_ids=positions, **own).last_hidden_state
+        return hidden[0], outputs

@@ -10,7 +10,7 @@ from torch import nn
 
 from moa_data.moa.nn import packed
 from moa_data.moa.targets import fused
-from moa_data.moa.targets.families import decoder_layers
+from moa_data.moa.targets.families import decoder_layers, text_model
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.families import FEATURES, OTHERS, SOME_FAMILIES, build_family
 from moa_data.tests.kit.models import FAMILIES, build_model
@@ -49,6 +49,27 @@ def test_layers_compute_what_the_models_own_do(family: str, changes: dict[str, A
     assert joined(model) == [family != "qwen3"] * len(decoder_layers(model))  # whose heads have norms
     for own, other in zip(hidden_of(model), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
+    """Within any window; there is none where a layer has another form, or the model does more than it says."""
+    model, tokens = build_model(family), TOKENS[:1, :3]
+    with torch.inference_mode():
+        expected = text_model(model)(input_ids=tokens, output_hidden_states=True, use_cache=False)
+    assert fused.FusedBody.of(model) is None
+    fused.fuse(model)
+    body = fused.FusedBody.of(model)
+    assert (body is None) == (family == "qwen3")
+    if body is not None:
+        with torch.inference_mode():
+            hidden, outputs = body(tokens, torch.arange(3)[None], (0, 2))
+        torch.testing.assert_close(hidden, expected.last_hidden_state, rtol=1e-4, atol=1e-5)
+        assert list(outputs) == [0, 2]
+        for layer, output in outputs.items():
+            torch.testing.assert_close(output, expected.hidden_states[layer + 1], rtol=1e-4, atol=1e-5)
+        text_model(model).norm.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        assert fused.FusedBody.of(model) is None
 
 
 @pytest.mark.parametrize("family", [*SOME_FAMILIES, *quick(OTHERS, ("gpt_neox",)), "granite", "cohere2", "smollm3"])
