@@ -71,7 +71,7 @@ TOPICS = {
     "networks": "Serving over emulated networks",
 }
 """Page of docs/results -> its heading."""
-IMAGE = {"drafters": "![Tokens committed per target call by seconds of training](../images/drafters.png)\n"}
+IMAGE = {"drafters": "![Tokens committed per target call by tokens of training](../images/drafters.png)\n"}
 INDEX = "results/index"
 PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}
 PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD, "interop": ""}

@@ -86,6 +86,8 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "both passes, drafts in sight of cross-attention",
         PAPER | BOTH_PASSES | {"cross_attention_drafts": True, "self_attention_mlp_width": 278},
     ),
+    "one-pass": ("one pass", MOA | {"teacher_forced_weight": 0.0}),
+    "half-layers": ("every second layer", MOA | {"layer_stride": 2}),
     "target-layers-1": ("the paper's, through 1 target layer", PAPER | {"target_layer_inference": 1}),
     "target-layers-3": ("the paper's, through 3 target layers", PAPER | {"target_layer_inference": 3}),
 }

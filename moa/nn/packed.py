@@ -35,7 +35,7 @@ class PackedLinear(nn.Linear):
         weight, packed = self.weight, vars(self).get("packed")
         if packed is None or x.dtype != weight.dtype or self.packed_state != state_of(weight):
             return F.linear(x, weight, self.bias)
-        return _product(x, packed, self.bias)
+        return product(x, packed, self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the copy out, which cannot be pickled, nor copied with its layer."""
@@ -77,9 +77,10 @@ def laid_out(weight: Tensor) -> Tensor:
     return packed
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = OPERATIONS._linear_pointwise(x, packed, bias, "none", [], "")
-    return product
+def product(x: Tensor, packed: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
+    """Multiply by a laid out weight, and apply a function by its name in oneDNN."""
+    found: Tensor = OPERATIONS._linear_pointwise(x, packed, bias, then, [], "")
+    return found
 
 
 @functools.cache
@@ -94,7 +95,7 @@ def _works(dtype: torch.dtype) -> bool:
     x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
     try:
         with torch.inference_mode():
-            own = _product(x, laid_out(weight), bias)
+            own = product(x, laid_out(weight), bias)
             return torch.allclose(own, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
     except (RuntimeError, AttributeError, TypeError):
         return False

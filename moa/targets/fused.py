@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from typing_extensions import override
 
-from ..nn.packed import OPERATIONS, PackedLinear, laid_out, pack, state_of
+from ..nn.packed import OPERATIONS, PackedLinear, laid_out, pack, product, state_of
 from .families import decoder_layers, text_model
 
 # Of the largest value: float32 rounds by some 1e-6 in another order, a layer of another form is wrong by about 1.
@@ -169,7 +169,7 @@ def _forward(
     attention, mlp, width = layer.self_attn, layer.mlp, x.shape[-1:]
     first, second, head_dim = layer.input_layernorm, layer.post_attention_layernorm, attention.head_dim
     normed = F.rms_norm(x, width, first.weight, first.variance_epsilon)
-    heads = _product(normed, joined.packed, joined.bias).unflatten(-1, (-1, head_dim))  # [B, n, H + 2 * H_kv, d]
+    heads = product(normed, joined.packed, joined.bias).unflatten(-1, (-1, head_dim))  # [B, n, H + 2 * H_kv, d]
     n_kv_heads = attention.k_proj.out_features // head_dim
     rotated, v = heads[:, :, :-n_kv_heads], heads[:, :, -n_kv_heads:].transpose(1, 2)
     cosines, sines = (each.unsqueeze(2) for each in position_embeddings)
@@ -183,13 +183,8 @@ def _forward(
     attended = attended.reshape(*x.shape[:-1], -1)
     x = _with(attended, attention.o_proj, x, "add")
     normed = F.rms_norm(x, width, second.weight, second.variance_epsilon)
-    gate = _product(normed, mlp.gate_proj.packed, mlp.gate_proj.bias, "swish")
+    gate = product(normed, mlp.gate_proj.packed, mlp.gate_proj.bias, "swish")
     return _with(_with(normed, mlp.up_proj, gate, "mul"), mlp.down_proj, x, "add")
-
-
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
-    product: Tensor = OPERATIONS._linear_pointwise(x, packed, bias, then, [], "")
-    return product
 
 
 def _with(x: Tensor, layer: Any, other: Tensor, operation: str) -> Tensor:

@@ -15,7 +15,7 @@ from moa_data.moa.nn.packed import PackedLinear, pack
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each product by the layout; small weights take it too."""
     found: list[int] = []
-    real = packed._product
+    real = packed.product
 
     def counted(x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         found.append(x.shape[:-1].numel())
@@ -24,7 +24,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     if not (packed._works(torch.float32) and packed._works(torch.bfloat16)):
         pytest.skip("this machine gains nothing by the layout")
-    monkeypatch.setattr(packed, "_product", counted)
+    monkeypatch.setattr(packed, "product", counted)
     return found
 
 
