@@ -26,10 +26,10 @@ CUTS = {
 SHOWN_TOKENS = 24
 ACCENT = "#c2410c"
 COMPARED = {
-    "Mixture of Attentions": (ACCENT, 0),
-    "Mixture of Attentions of every second layer, one pass": ("#ea580c", -4),
-    "EAGLE-3": ("#0f766e", -7),
-    "EAGLE-2": ("#475569", 1),
+    "Mixture of Attentions": (ACCENT, 4),
+    "Mixture of Attentions of every second layer, one pass": ("#ea580c", 2),
+    "EAGLE-3": ("#0f766e", 0),
+    "EAGLE-2": ("#475569", -2),
     "DSpark": ("#1d4ed8", 2),
     "DSpark on keys and values": ("#7c3aed", -7),
     "DFlash": ("#64748b", -3),
@@ -83,7 +83,7 @@ def drafters_by_tokens() -> Any:
         for tokens, lengths in by_tokens.items():
             axes.plot([tokens] * len(lengths), lengths, "o", color=color, markersize=4)
         axes.annotate(
-            name.replace(" of every", "\nof every"), (max(by_tokens), means[-1]), (8, above - 3),
+            name.replace("Mixture of Attentions of", "of"), (max(by_tokens), means[-1]), (8, above - 3),
             textcoords="offset points", color=color, weight="bold" if color == ACCENT else "normal",
         )  # fmt: skip
     axes.set(xscale="log", xlim=(0.5, 32), ylim=(1.8, 5.5))
