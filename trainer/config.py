@@ -136,6 +136,9 @@ class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSe
     cross_attention_drafts: bool = True
     """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
     so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005)."""
+    draft_vocabulary: Count | None = None
+    """Tokens that are drafted, the most frequent ones of the store's responses; default: all. Training is the same;
+    a draft reads so many rows of the LM head, which are most of what it reads where the vocabulary is large."""
 
 
 class EagleSettings(LayerSettings, FeatureLossSettings):

@@ -24,8 +24,8 @@ With ``cross_attention_drafts``, which is not the paper's, the cross-attention a
 paper a draft knows those before it only as embeddings, and agrees the less with the target the later it is.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -69,16 +69,22 @@ class MoASizes(KVEncoderSizes):
     target_layer_inference: int = 0  # N, how many of the target's last layers the drafted features pass through
     cross_attention_drafts: bool = True
     """Whether cross-attention sees the drafts of its round too; in the paper it sees only encoded KV."""
+    draft_vocabulary: int = 0  # V_d, how many tokens are drafted; 0 for all
+    draft_tokens: tuple[int, ...] = ()  # they, ascending, once they are chosen
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        n_last = self.target_layer_inference
+        n_last, n_tokens = self.target_layer_inference, self.vocab_size
         self.check_fit(
             *self.kv_head_problems("self_attention_kv_heads", "cross_attention_kv_heads"),
             *self.encoder_problems(),
             (
                 n_last > self.n_layers,
                 f"target_layer_inference ({n_last}) must be between 0 and the target's {self.n_layers} layers",
+            ),
+            (
+                max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > n_tokens,
+                f"draft_vocabulary and draft_tokens must be within the target's {n_tokens} tokens",
             ),
         )
 
@@ -129,6 +135,27 @@ class MoADrafter(KVEncoder, Drafter):
         self.self_attention, self.cross_attention = DecoderBlock(own), DecoderBlock(cross)
         self.rotary = config.rotary()
         self.build_encoder()
+        self._draft_head: tuple[Tensor, Tensor, Tensor] | None = None  # the head, tokens, and the head's rows of these
+
+    @override
+    def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
+        """Choose the tokens that are drafted, the most frequent ones; of equally frequent ones the lower."""
+        n_tokens = self.config.draft_vocabulary
+        if 0 < n_tokens < self.config.vocab_size:
+            order = torch.argsort(count_tokens(), descending=True, stable=True)
+            self.config = replace(self.config, draft_tokens=tuple(order[:n_tokens].sort().values.tolist()))
+
+    @override
+    def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
+        if not self.config.draft_tokens:
+            return super().draft_logits(frozen, features)
+        head = frozen.lm_head_weight
+        if self._draft_head is None or self._draft_head[0] is not head:
+            tokens = torch.tensor(self.config.draft_tokens, device=head.device)
+            self._draft_head = head, tokens, head[tokens]
+        _, tokens, rows = self._draft_head
+        logits = losses.capped(losses.logits_of(features, rows), frozen.logit_cap)
+        return logits.new_full((*logits.shape[:-1], len(head)), -torch.inf).index_copy(-1, tokens, logits)
 
     @classmethod
     @override

@@ -1,20 +1,23 @@
 """Mixture of Attentions keeps the contract in all its forms; passes, encoded KV and losses are as defined."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from moa_data.errors import DrafterError
 from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import Draws, LossWeights, Rounds, TrainingInputs, TrainingStep
+from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import PAPER, build_drafter, forward_kl, frozen_for, stored
+from moa_data.tests.kit.drafters import PAPER, build_drafter, forward_kl, frozen_for, stored, token_counts
 from moa_data.tests.kit.models import build_model
 
 from .contract import CLOSE, DrafterContract, Rows, check_contexts
@@ -53,6 +56,32 @@ class TestLastLayerAlone(DrafterContract):
 class TestEverySecondLayer(DrafterContract):
     kind = "moa"
     sizes = {"layer_stride": 2, "layer_groups": 1, "target_layer_inference": 1}
+
+
+@pytest.mark.slow
+class TestSmallVocabulary(DrafterContract):
+    """Thirty tokens that are drafted, the others are sampled and decoded all the same."""
+
+    kind = "moa"
+    sizes = {"draft_vocabulary": 30}
+
+
+def test_the_most_frequent_tokens_are_drafted(tmp_path: Path) -> None:
+    """Their logits are those of the target's head, also after the drafter was stored; others are never drafted."""
+    model = build_model()
+    drafter = build_drafter(model, 0, draft_vocabulary=30)
+    counts, frozen, features = token_counts(), frozen_for(drafter, model), torch.randn(2, 3, 48)
+    chosen = torch.zeros(len(counts), dtype=torch.bool)
+    chosen[list(drafter.config.draft_tokens)] = True
+    assert int(chosen.sum()) == 30
+    assert counts[chosen].min() >= counts[~chosen].max()
+    save_drafter(drafter, tmp_path)
+    for one in (drafter, load_drafter(tmp_path)):
+        logits = one.draft_logits(frozen, features)
+        torch.testing.assert_close(logits[..., chosen], frozen.logits(features)[..., chosen])
+        assert bool(torch.isneginf(logits[..., ~chosen]).all())
+    with pytest.raises(DrafterError):
+        dataclasses.replace(drafter.config, draft_tokens=(len(counts),))
 
 
 N_TOKENS, PROMPT = 22, 9
