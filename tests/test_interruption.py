@@ -275,6 +275,7 @@ LOCAL = EVERY_COMMAND | {
 }
 
 
+@pytest.mark.slow
 def test_no_command_imports_pandas(full_room: Path, tmp_path: Path) -> None:
     """Which takes as long as many a command; only datasets of the Hub are read by a library that does."""
     work = Path(shutil.copytree(full_room, tmp_path / "room"))
