@@ -163,7 +163,8 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
     needed = []
     for name in type(settings).model_fields:
         value = getattr(other.config, name, None)
-        if name != "kind" and hasattr(fresh.config, name) and value != getattr(fresh.config, name):
+        is_free = name in ("kind", *fresh.config.without_weights)
+        if not is_free and hasattr(fresh.config, name) and value != getattr(fresh.config, name):
             text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
             needed.append(f"--set drafter.{name}={text.lower()}")
     if needed:

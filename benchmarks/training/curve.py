@@ -23,8 +23,6 @@ from moa_data.trainer.config import REPORT_FILE
 
 POWERS = np.geomspace(0.05, 4, 400)
 """Values of c that are tried."""
-LEAST_GAIN = 0.01
-"""Of the length, by which twice the data must lengthen it to pay."""
 
 Numbers = NDArray[np.float64]
 
@@ -57,9 +55,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     columns = zip(tokens.tolist(), n_runs, lengths.tolist(), fitted.tolist(), predicted.tolist(), strict=True)
     names = ("tokens_m", "n_runs", "length", "is_fitted", "predicted")
     rows = [dict(zip(names, one, strict=True)) for one in columns]
-    doubled = np.geomspace(tokens[0], 1000, 2000)
-    gain = (a - b * (2 * doubled) ** -c) / (a - b * doubled**-c) - 1
-    return {"a": a, "b": b, "c": c, "rows": rows, "enough_tokens_m": float(doubled[gain < LEAST_GAIN][0])}
+    return {"a": a, "b": b, "c": c, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ class MoASizes(KVEncoderSizes):
     """The sizes of a Mixture of Attentions, and the identity of its target."""
 
     kind: ClassVar[str] = "moa"
+    without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
 
     self_attention_kv_heads: int  # KV heads of the causal self-attention
     self_attention_mlp_width: int  # MLP width of the causal self-attention

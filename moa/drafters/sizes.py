@@ -19,6 +19,7 @@ class DrafterSizes:
     """The sizes of the target that every drafter records; drafters add their own."""
 
     kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
+    without_weights: ClassVar[tuple[str, ...]] = ()  # what no weight depends on
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)  # whole numbers, besides those whose default is 0
 
     hidden_size: int  # E, width of the target

@@ -50,7 +50,8 @@ def test_the_readme_quotes_the_figures() -> None:
 
     def cell(names: set[str], tokens: str) -> str:
         found = [row["chain7"][0] for row in rows if row["drafter"] in names and row["tokens"] == tokens]
-        return f"{fmean(found):.2f}{'' if len(found) > 1 else '*'}"
+        is_later = not any(row["drafter"] == name for row in rows if row["tokens"] == tokens)
+        return f"{fmean(found):.2f}{'' if len(found) > 1 else '*'}{'†' if is_later else ''}"
 
     table = (ROOT / "README.md").read_text(encoding="utf-8").split("| drafter |")[1].split("\n\n")[0]
     for line in table.splitlines()[2:]:

@@ -302,6 +302,8 @@ def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path
         run(store_path, tmp_path / "other", **other)
     with pytest.raises(DrafterError, match="does not exist"):
         run(store_path, tmp_path / "other", max_steps=1, init_from=str(tmp_path / "nope"))
+    run(store_path, tmp_path / "few", max_steps=1, init_from=first, draft_vocabulary=20)
+    assert len(load_drafter(tmp_path / "few").config.draft_tokens) == 20
     assert not (tmp_path / "other").exists()
 
 
