@@ -518,7 +518,10 @@ def plot_curves(run: Path, out: Path) -> None:
         ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
         ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
         ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),
-        ("Expected acceptance length", {"val/expected_acceptance_length": "tokens per target call, bonus included"}),
+        (
+            "Expected acceptance length, bonus included",
+            {"val/expected_acceptance_length": "greedy", "val/expected_sampled_length": "samples at temperature 1"},
+        ),
         ("Throughput", {"train/tokens_per_s": "tokens/s"}),
     ]
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), constrained_layout=True)

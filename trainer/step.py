@@ -323,51 +323,58 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
     """Draft every round of a batch on the dataset's text, and compare the drafts with the stored activations.
 
     Its step bound is ``draft_length + 1``. Returns sums that :func:`validation_metrics` reduces: KL in nats,
-    agreements, drafted positions, tokens that the rounds would commit (bonus included), rounds.
+    agreements, drafted positions, tokens that the rounds would commit (bonus included) greedily and by sampling at
+    temperature 1, rounds.
     """
     inputs, draws = batch.inputs, batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
     outputs = drafter.drafted_features(frozen, inputs, draws)
     queries, valid = outputs.queries, outputs.valid
     hidden = at_queries(inputs.hidden, queries)[valid].to(outputs.features.dtype)
-    chunk, kl, agree = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0])), [], []
+    chunk, kl, agree, shared = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0])), [], [], []
     for part, goal in zip(outputs.features[valid].split(chunk), hidden.split(chunk), strict=True):
         draft, target = drafter.draft_logits(frozen, part).float(), frozen.logits(goal).float()
-        log_target = target.log_softmax(dim=-1)
-        pointwise = log_target.exp() * (log_target - draft.log_softmax(dim=-1))
+        log_target, log_draft = target.log_softmax(dim=-1), draft.log_softmax(dim=-1)
         # 0 * inf, where a logit is -inf, counts as 0.
-        kl.append(pointwise.nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
+        kl.append((log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
         agree.append(draft.argmax(dim=-1) == target.argmax(dim=-1))
-    agree_at, kls = torch.zeros_like(drafted), torch.cat(kl)
+        shared.append(torch.minimum(log_target, log_draft).exp().sum(dim=-1))
+    accepted, kls = drafted.new_zeros(2, *drafted.shape, dtype=torch.float64), torch.cat(kl)
     rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
-    agree_at[rows[valid], queries[valid]] = torch.cat(agree)
-    # A round commits 1 + the leading drafts at which drafter and target have the same argmax. The drafts follow the
-    # dataset's text, not the target's own answers, so this is an estimate of decoding.
-    runs = agreement_runs(agree_at, drafted, draft_length)
-    return [float(kls.sum()), int(agree_at.sum()), len(kls), int((runs + 1).sum()), len(runs)]
+    accepted[:, rows[valid], queries[valid]] = torch.stack([torch.cat(agree).double(), torch.cat(shared).double()])
+    # A round commits 1 + the leading drafts at which drafter and target have the same argmax; of samples each is
+    # accepted with the probability that both distributions share. The drafts follow the dataset's text, not the
+    # target's own answers, so these are estimates of decoding.
+    greedy, sampled = (accepted_runs(one, drafted, draft_length) for one in accepted)
+    committed = [float((runs + 1).sum()) for runs in (greedy, sampled)]
+    return [float(kls.sum()), float(accepted[0].sum()), len(kls), *committed, len(greedy)]
 
 
-def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
-    """Measure the leading run of agreements in every complete round: int64 [n_rounds], each 0..draft_length.
+def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
+    """Compute the expected leading run of accepted drafts in every complete round: [n_rounds], each 0..draft_length.
 
     A round is a context position followed by ``draft_length`` drafted ones.
+
+    Args:
+        accepted: [B, T], the probability that a draft is accepted where those before it are.
+        drafted: bool [B, T].
     """
     if drafted.shape[1] <= draft_length:
-        return torch.zeros(0, dtype=torch.int64)
+        return accepted.new_zeros(0)
     windows = drafted.unfold(1, draft_length + 1, 1)  # [B, T - g, g + 1]
     is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
-    agreements = agree.unfold(1, draft_length + 1, 1)[..., 1:][is_round]  # [n_rounds, g]
-    return agreements.long().cumprod(dim=-1).sum(dim=-1)
+    return accepted.unfold(1, draft_length + 1, 1)[..., 1:][is_round].cumprod(dim=-1).sum(dim=-1)
 
 
 def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
     """Reduce the number of each batch and its sums, of a batch once or several times; NaN where nothing was counted."""
-    batches, totals = {int(number): sums for number, *sums in rows}, [0.0] * 5
+    batches, totals = {int(number): sums for number, *sums in rows}, [0.0] * 6
     for number in sorted(batches):  # each once and in this order, so that the sum does not depend on the devices
         totals = [total + value for total, value in zip(totals, batches[number], strict=True)]
-    kl, agreements, positions, committed, rounds = totals
+    kl, agreements, positions, committed, sampled, rounds = totals
     return {
         "kl": kl / positions if positions else float("nan"),
         "top1_agreement": agreements / positions if positions else float("nan"),
         "expected_acceptance_length": committed / rounds if rounds else float("nan"),
+        "expected_sampled_length": sampled / rounds if rounds else float("nan"),
     }

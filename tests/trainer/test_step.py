@@ -164,22 +164,29 @@ def test_compiled_training_equals_eager(
 
 def test_runs_of_agreement_per_complete_round() -> None:
     drafted = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 0, 1]]).bool()
-    agree = torch.tensor([[0, 0, 1, 0, 0, 1, 1, 0, 1]]).bool()
-    assert step_module.agreement_runs(agree, drafted, 2).tolist() == [1, 2], (
+    agree = torch.tensor([[0, 0, 1, 0, 0, 1, 1, 0, 1.0]])
+    assert step_module.accepted_runs(agree, drafted, 2).tolist() == [1, 2], (
         "the cut-off round at the end does not count"
     )
-    agree = torch.tensor([[0, 0, 0, 1, 0, 1, 1, 0, 1]]).bool()
-    assert step_module.agreement_runs(agree, drafted, 2).tolist() == [0, 2], "a later agreement does not undo a miss"
-    assert step_module.agreement_runs(agree[:, :2], drafted[:, :2], 2).tolist() == []
+    agree = torch.tensor([[0, 0, 0, 1, 0, 1, 1, 0, 1.0]])
+    assert step_module.accepted_runs(agree, drafted, 2).tolist() == [0, 2], "a later agreement does not undo a miss"
+    assert step_module.accepted_runs(agree[:, :2], drafted[:, :2], 2).tolist() == []
+
+
+def test_samples_are_accepted_with_the_probability_that_both_distributions_share() -> None:
+    drafted = torch.tensor([[0, 1, 1, 0]]).bool()
+    shared = torch.tensor([[0, 0.5, 0.25, 0.0]])
+    assert step_module.accepted_runs(shared, drafted, 2).tolist() == [0.5 + 0.5 * 0.25]
 
 
 def test_each_batch_counts_once_in_the_order_of_a_single_device() -> None:
     kls = [0.1, 0.2, 0.3, 0.7, 1e9]
-    whole = step_module.validation_metrics([number, kl, 1, 2, 3, 1] for number, kl in enumerate(kls))
+    whole = step_module.validation_metrics([number, kl, 1, 2, 3, 2.5, 1] for number, kl in enumerate(kls))
     dealt = [3, 1, 0, 4, 2, 4, 4]
-    assert step_module.validation_metrics([number, kls[number], 1, 2, 3, 1] for number in dealt) == whole
+    assert step_module.validation_metrics([number, kls[number], 1, 2, 3, 2.5, 1] for number in dealt) == whole
     total = (((0.1 + 0.2) + 0.3) + 0.7) + 1e9  # to the last bit
-    assert whole == {"kl": total / 10, "top1_agreement": 0.5, "expected_acceptance_length": 3.0}
+    lengths = {"expected_acceptance_length": 3.0, "expected_sampled_length": 2.5}
+    assert whole == {"kl": total / 10, "top1_agreement": 0.5} | lengths
     assert all(map(math.isnan, step_module.validation_metrics([]).values()))
 
 
