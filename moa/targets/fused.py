@@ -37,6 +37,11 @@ class _Joined:
     bias: Tensor | None  # [D]
     weights: list[Tensor]  # of the whole layer
     states: list[tuple[int, int]]  # of the weights, when they were joined
+    # What else the layer computes with, since asking modules for it takes as long as a small operation.
+    attention: Any
+    n_kv_heads: int
+    norms: list[tuple[tuple[int, ...], Tensor, float]]  # width, weight and epsilon, of _NORMS
+    products: list[tuple[Tensor, Tensor | None]]  # laid out weight and bias, of _PRODUCTS
 
     def is_current(self) -> bool:
         """Whether the weights are what they were."""
@@ -51,7 +56,8 @@ class _FusedLayer(nn.Module):
         joined: _Joined | None = vars(self).get("joined")
         if joined is None or args or torch.is_grad_enabled() or not joined.is_current():
             return super().forward(hidden_states, *args, **kwargs)
-        return _forward(self, joined, hidden_states, **kwargs)
+        kwargs["position_embeddings"] = _rotation(*kwargs["position_embeddings"])
+        return _forward(joined, hidden_states, **kwargs)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -90,7 +96,7 @@ class FusedBody:
     def __init__(self, model: Any) -> None:
         body: Any = text_model(model)
         self._embed, self._rotary, self._norm = body.get_input_embeddings(), body.rotary_emb, body.norm
-        self._layers = [(layer, vars(layer)["joined"]) for layer in decoder_layers(model)]
+        self._layers: list[_Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
@@ -111,9 +117,9 @@ class FusedBody:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run tokens [B, n] at positions [B, n]: hidden states [B, n, E], and the outputs of watched layers."""
         x, outputs = self._embed(tokens), {}
-        rotation = self._rotary(x, position_ids=positions)
-        for index, (layer, joined) in enumerate(self._layers):
-            x = _forward(layer, joined, x, rotation, **kwargs)
+        rotation = _rotation(*self._rotary(x, position_ids=positions))
+        for index, joined in enumerate(self._layers):
+            x = _forward(joined, x, rotation, **kwargs)
             if index in watched_layers:
                 outputs[index] = x
         return F.rms_norm(x, x.shape[-1:], self._norm.weight, self._norm.variance_epsilon), outputs
@@ -125,19 +131,21 @@ def _join(layer: Any) -> _Joined | None:
     try:
         products = [layer.get_submodule(name) for name in _PRODUCTS]
         joined = [layer.get_submodule(name) for name in _JOINED]
-        norms = [layer.get_submodule(name).weight for name in _NORMS]
+        norms = [(one.weight.shape, one.weight, one.variance_epsilon) for one in map(layer.get_submodule, _NORMS)]
+        n_kv_heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
     except AttributeError:
         return None
     if any(type(one) is not PackedLinear or one.weight.dtype != torch.float32 for one in products):
         return None
-    if any(type(one) not in (PackedLinear, nn.Linear) for one in joined) or norms[0].dtype != torch.float32:
+    if any(type(one) not in (PackedLinear, nn.Linear) for one in joined) or norms[0][1].dtype != torch.float32:
         return None
     biases = [one.bias for one in joined]
     if len({bias is None for bias in biases}) > 1:
         return None
     bias = None if biases[0] is None else torch.cat(biases)
     weights = [one.weight for one in (*joined, *products)]
-    return _Joined(laid_out(torch.cat(weights[:3])), bias, weights, [state_of(weight) for weight in weights])
+    states, others = [state_of(weight) for weight in weights], [(one.packed, one.bias) for one in products]
+    return _Joined(laid_out(torch.cat(weights[:3])), bias, weights, states, layer.self_attn, n_kv_heads, norms, others)
 
 
 @torch.inference_mode()
@@ -146,48 +154,50 @@ def _is_right(layer: Any, joined: _Joined) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, width, generator=generator)
     angles = torch.randn(1, 3, head_dim, generator=generator)
-    given: dict[str, Any] = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
-    given |= {"past_key_values": None, "position_ids": torch.arange(3)[None] + _FAR}
+    rotation = angles.cos(), angles.sin()
+    given: dict[str, Any] = {"attention_mask": None, "past_key_values": None}
+    given["position_ids"] = torch.arange(3)[None] + _FAR
     try:
-        expected, found = layer(x, **given), _forward(layer, joined, x, **given)
+        expected = layer(x, position_embeddings=rotation, **given)
+        found = _forward(joined, x, _rotation(*rotation), **given)
         return torch.allclose(found, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max()))
     except Exception:  # noqa: BLE001 - a layer of another form may fail in any way, each of which means no
         return False
 
 
+def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    """Prepare cosines and sines [B or 1, n, d] for heads whose halves are swapped: each [B or 1, n, 1, d]."""
+    left, right = sines.chunk(2, dim=-1)
+    return cosines.unsqueeze(2), torch.cat((-left, right), dim=-1).unsqueeze(2)
+
+
 def _forward(
-    layer: Any,
     joined: _Joined,
     x: Tensor,  # [B, n, E]
-    position_embeddings: tuple[Tensor, Tensor],  # cosines and sines [B or 1, n, d]
+    position_embeddings: tuple[Tensor, Tensor],  # of _rotation
     attention_mask: Any = None,
     past_key_values: Any = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    attention, mlp, width = layer.self_attn, layer.mlp, x.shape[-1:]
-    first, second, head_dim = layer.input_layernorm, layer.post_attention_layernorm, attention.head_dim
-    normed = F.rms_norm(x, width, first.weight, first.variance_epsilon)
-    heads = product(normed, joined.packed, joined.bias).unflatten(-1, (-1, head_dim))  # [B, n, H + 2 * H_kv, d]
-    n_kv_heads = attention.k_proj.out_features // head_dim
+    attention, n_kv_heads, (first, second) = joined.attention, joined.n_kv_heads, joined.norms
+    o, gate, up, down = joined.products
+    head_dim, (cosines, sines) = attention.head_dim, position_embeddings
+    heads = product(F.rms_norm(x, *first), joined.packed, joined.bias).unflatten(-1, (-1, head_dim))
     rotated, v = heads[:, :, :-n_kv_heads], heads[:, :, -n_kv_heads:].transpose(1, 2)
-    cosines, sines = (each.unsqueeze(2) for each in position_embeddings)
-    left, right = rotated.chunk(2, dim=-1)
-    rotated = torch.addcmul(rotated * cosines, torch.cat((-right, left), dim=-1), sines)
-    q, k = rotated[:, :, :-n_kv_heads].transpose(1, 2), rotated[:, :, -n_kv_heads:].transpose(1, 2)
+    rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(1, 2)
+    q, k = rotated[:, :-n_kv_heads], rotated[:, -n_kv_heads:]
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     attend = _ATTENTION[attention.config._attn_implementation]
     attended, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
-    attended = attended.reshape(*x.shape[:-1], -1)
-    x = _with(attended, attention.o_proj, x, "add")
-    normed = F.rms_norm(x, width, second.weight, second.variance_epsilon)
-    gate = product(normed, mlp.gate_proj.packed, mlp.gate_proj.bias, "swish")
-    return _with(_with(normed, mlp.up_proj, gate, "mul"), mlp.down_proj, x, "add")
+    x = _binary(attended.reshape(*x.shape[:-1], -1), x, *o, "add")
+    normed = F.rms_norm(x, *second)
+    return _binary(_binary(normed, product(normed, *gate, "swish"), *up, "mul"), x, *down, "add")
 
 
-def _with(x: Tensor, layer: Any, other: Tensor, operation: str) -> Tensor:
-    """Multiply by a layer's weight, and add the result to another tensor or multiply it by that."""
-    result: Tensor = OPERATIONS._linear_pointwise.binary(x, other, layer.packed, layer.bias, operation)
+def _binary(x: Tensor, other: Tensor, packed: Tensor, bias: Tensor | None, operation: str) -> Tensor:
+    """Multiply by a laid out weight, and add the result to another tensor or multiply it by that."""
+    result: Tensor = OPERATIONS._linear_pointwise.binary(x, other, packed, bias, operation)
     return result

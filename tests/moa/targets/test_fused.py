@@ -93,7 +93,7 @@ def test_weights_that_change_and_gradients_take_the_models_own_path(monkeypatch:
     real = fused._forward
 
     def counted(layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        ran.append(layer.self_attn.layer_idx)
+        ran.append(layer.attention.layer_idx)
         return real(layer, *args, **kwargs)
 
     monkeypatch.setattr(fused, "_forward", counted)
