@@ -4,6 +4,7 @@
 |---|---|
 | CUDA, half precision, chains | one call of FlashAttention for rows of any lengths, which reads the KV as it lies |
 | CUDA, else | one padded call over all parts, and a second one for long ones, such as chunks of prompts |
+| CPU, single tokens, few heads a group | two calls over all parts, which read the KV as it lies |
 | else | part by part, to views of the KV |
 
 On a GPU each kernel costs the time of its launch, on a CPU only what it computes.
@@ -41,6 +42,11 @@ ATTENTION = "moa_data_parts"
 # A kernel works on blocks of some queries, so that padding short parts to so many tokens costs nothing. Long ones are
 # padded apart: a step beside a chunk of a prompt must not become as long as that.
 _MAX_SHORT = 16
+_CPU = torch.device("cpu")
+# Heads of a group from which on one product of a group takes less time than products of vectors.
+_MANY_HEADS = 5
+# Slots of a row of scores are a multiple of this, so that a row's sum is the same whatever rows it shares a call with.
+_ROW_SLOTS = 16
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,8 @@ class PartsAttention:
         positions = [part.positions() for part in parts]
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)  # [T] int64
         self._pending = _pending_slots(parts, device)
-        # Of each layer, what each part sees: keys and values, [1, H_kv, S, d].
-        self._seen = list(zip(*(zip(*part.seen_kv(), strict=True) for part in parts), strict=True))
+        self._parts: Sequence[Part] = parts
+        self._steps: list[_Steps] = []
         by_window = {
             window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
             for window in set(windows)
@@ -130,6 +136,11 @@ class PartsAttention:
         self._are_steps = all(size == 1 for size in self._sizes) and all(
             mask is None for own in by_window.values() for mask in own
         )
+
+    @functools.cached_property
+    def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
+        """Of each layer, what each part sees: keys and values, [1, H_kv, S, d]."""
+        return list(zip(*(zip(*part.seen_kv(), strict=True) for part in self._parts), strict=True))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None, sinks: Tensor | None = None
@@ -146,6 +157,11 @@ class PartsAttention:
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
         if self._are_steps and is_plain and is_whole and value_width == width:
+            if _takes_steps(self._parts, q):
+                self._steps = self._steps or _Steps.of(self._parts, q.shape[1])
+                rows = q[0].transpose(0, 1).split([one.n_parts for one in self._steps])
+                own = [one.attend(row, kv) for one, row in zip(self._steps, rows, strict=True)]
+                return torch.cat(own)[None] if len(own) > 1 else own[0][None]
             # The heads of a group are queries of one head, and nothing is hidden from them.
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)  # of each part [1, H_kv, G, d]
             own = [
@@ -166,6 +182,77 @@ class PartsAttention:
         together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         together = together if value_width == width else together[..., :value_width]
         return together.transpose(1, 2).contiguous()
+
+
+class _Steps:
+    """Parts of one token that sees everything, as rows of a sparse matrix of scores: of each, one a query head.
+
+    PyTorch's attention multiplies matrices, which take most of their time to lay out keys and values for a few queries.
+    Here the keys are multiplied where they lie, and an embedding bag adds up the values.
+    """
+
+    def __init__(self, parts: Sequence[Part], n_heads: int) -> None:
+        self.n_parts, (n_kv_heads, n_slots) = len(parts), parts[0].kv.pool.buffer.shape[2:4]
+        lasts = np.array([part.start for part in parts])[:, None]
+        columns = np.arange(-(-(int(lasts.max()) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
+        slots = np.array([[part.kv.first_slot] for part in parts]) + np.minimum(columns, lasts)  # [T, S]
+        planes = np.arange(n_kv_heads).repeat(n_heads // n_kv_heads)[:, None] * n_slots
+        added = np.where(columns > lasts, -np.inf, 0.0).astype(np.float32)  # of what only fills the row
+        self._places = torch.from_numpy((slots[:, None] + planes).ravel())  # [T * H * S] int64, rows of [H_kv * slots]
+        self._stops = torch.arange(0, len(self._places) + 1, len(columns))
+        size = len(parts) * n_heads, n_kv_heads * n_slots
+        values = torch.from_numpy(added.repeat(n_heads, axis=0).ravel())
+        self._scores = torch.sparse_csr_tensor(self._stops, self._places, values, size, check_invariants=False)
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], n_heads: int) -> "list[_Steps]":
+        """Make them of all parts together, or of each where rows of a length would be mostly filling."""
+        n_seen = [part.start + 1 for part in parts]
+        are_alike = len(parts) * max(n_seen) <= 2 * sum(n_seen)
+        return [cls(parts, n_heads)] if are_alike else [cls([part], n_heads) for part in parts]
+
+    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Attend with q [T, H, d] to a layer's kv [2, H_kv, slots, d] -> [T, H, d]."""
+        keys, values = kv.flatten(1, 2)
+        scores = torch.sparse.sampled_addmm(self._scores, q.flatten(0, 1), keys.t(), alpha=q.shape[2] ** -0.5).values()
+        probability = scores.view(len(self._stops) - 1, -1).softmax(dim=1).flatten()
+        attended = torch.embedding_bag(
+            values, self._places, self._stops, per_sample_weights=probability, include_last_offset=True
+        )[0]
+        return attended.view(q.shape)
+
+
+def _takes_steps(parts: Sequence[Part], q: Tensor) -> bool:
+    buffer = parts[0].kv.pool.buffer
+    are_few = q.shape[1] < _MANY_HEADS * buffer.shape[2]
+    return are_few and buffer.device.type == "cpu" and buffer.dtype == q.dtype == torch.float32 and _steps_work()
+
+
+@functools.cache
+def _steps_work() -> bool:
+    """Whether this build of PyTorch has the products at single places, and they are right."""
+    # Sparse tensors may change with versions, of which PyTorch warns once a process, so they are tried.
+    pool, parts = Pool(3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU), []
+    pool.buffer.fill_(torch.nan)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for length in (21, 3):
+            pool.reserve(kv := PooledKV(pool), 1)
+            kv.view(0, length + 1).normal_(generator=generator)
+            kv.length = length
+            parts.append(Part(kv, [0]))
+        q = torch.randn(1, 6, 2, 4, generator=generator)
+        keys_values = (part.seen_kv() for part in parts)
+        one = [
+            attend(own, keys[0], values[0], None)
+            for own, (keys, values) in zip(q.split(1, dim=2), keys_values, strict=True)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _Steps(parts, 6).attend(q[0].transpose(0, 1), pool.buffer[:, 0])
+        return torch.allclose(found, torch.cat(one, dim=2)[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+    except (RuntimeError, AttributeError, TypeError):
+        return False
 
 
 class JoinedAttention:
