@@ -113,13 +113,22 @@ class FusedBody:
         return own if is_right else None
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, watched_layers: Sequence[int] = (), **kwargs: Any
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        watched_layers: Sequence[int] = (),
+        wanted: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [B, n] at positions [B, n]: hidden states [B, n, E], and the outputs of watched layers."""
+        """Run tokens [B, n] at positions [B, n]: hidden states [B, n, E], and the outputs of watched layers.
+
+        ``wanted``, [m] int64: tokens of which alone hidden states [B, m, E] are given; the last layer must be no
+        watched one.
+        """
         x, outputs = self._embed(tokens), {}
         rotation = _rotation(*self._rotary(x, position_ids=positions))
         for index, joined in enumerate(self._layers):
-            x = _forward(joined, x, rotation, **kwargs)
+            x = _forward(joined, x, rotation, wanted=wanted if index == len(self._layers) - 1 else None, **kwargs)
             if index in watched_layers:
                 outputs[index] = x
         return F.rms_norm(x, x.shape[-1:], self._norm.weight, self._norm.variance_epsilon), outputs
@@ -179,6 +188,7 @@ def _forward(
     past_key_values: Any = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
+    wanted: Tensor | None = None,  # [m] int64, tokens whose output is needed; of others keys and values alone are
     **kwargs: Any,
 ) -> Tensor:
     attention, n_kv_heads, (first, second) = joined.attention, joined.n_kv_heads, joined.norms
@@ -192,7 +202,10 @@ def _forward(
         k, v = past_key_values.update(k, v, attention.layer_idx)
     attend = _ATTENTION[attention.config._attn_implementation]
     attended, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
-    x = _binary(attended.reshape(*x.shape[:-1], -1), x, *o, "add")
+    attended = attended.reshape(*x.shape[:-1], -1)
+    if wanted is not None:
+        attended, x = attended.index_select(1, wanted), x.index_select(1, wanted)
+    x = _binary(attended, x, *o, "add")
     normed = F.rms_norm(x, *second)
     return _binary(_binary(normed, product(normed, *gate, "swish"), *up, "mul"), x, *down, "add")
 

@@ -343,7 +343,7 @@ class Engine:
         names = {one.sequence.request.drafter for one in scheduled} - {None}
         watched = sorted({layer for name in names if name for layer in self.drafters[name].observed_layers})
         try:
-            outputs = self._runner.run(parts, watched)
+            outputs = self._runner.run(parts, watched, needs_hidden=bool(names))
         except Exception as error:  # noqa: BLE001 - whatever it is, other texts must continue
             if len(scheduled) == 1:
                 self._fail(scheduled[0].sequence, error)

@@ -39,7 +39,7 @@ _FEWEST_PRODUCTS = 1 << 23
 class Output:
     """What a call gave for one part."""
 
-    hidden: Tensor  # [n, E], after the final norm
+    hidden: Tensor  # [n, E], after the final norm; empty where it was not asked for
     logits: Tensor | None  # [1 + drafts, V]; None where the part is not read
     best: list[int]  # the argmax of each row of the logits
     layers: dict[int, Tensor]  # watched layer -> its outputs [n, E]
@@ -77,7 +77,7 @@ class Runner:
         finally:
             torch.set_num_threads(n_before)
 
-    def run(self, parts: Sequence[Part], watched_layers: Sequence[int] = ()) -> list[Output]:
+    def run(self, parts: Sequence[Part], watched_layers: Sequence[int] = (), needs_hidden: bool = True) -> list[Output]:
         """Run the tokens of all parts; their KV stays pending until it is committed."""
         began = time.perf_counter()
         attention: PartsAttention | JoinedAttention
@@ -86,15 +86,22 @@ class Runner:
         else:
             attention = PartsAttention(parts, self._windows, self._device)
         tokens = to_device([list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device)
-        hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
         sizes = [len(part.tokens) for part in parts]
-        by_part = hidden.split(sizes)
-        # Rows of the hidden states that logits are wanted of, and how many of each part.
-        wanted = [
-            own[part.n_known - 1 :] if part.is_read else own[:0] for own, part in zip(by_part, parts, strict=True)
-        ]
-        together = self._logits(self._head, torch.cat(wanted))
-        logits = together.split([len(rows) for rows in wanted])
+        # Tokens that logits are wanted of, and how many of each part.
+        n_wanted = [1 + len(part.parents) if part.is_read else 0 for part in parts]
+        stops = itertools.accumulate(sizes)
+        wanted = [index for n, stop in zip(n_wanted, stops, strict=True) for index in range(stop - n, stop)]
+        if self._fused is not None and not needs_hidden and not watched_layers and len(wanted) < sum(sizes):
+            # Of most tokens of a prompt the last layer gives keys and values alone. No product takes no rows.
+            positions, rows = attention.positions[None], to_device(wanted or [0], self._device)
+            hidden, outputs = self._fused(tokens, positions, wanted=rows, parts_attention=attention)
+            together, by_part = hidden[0, : len(wanted)], (hidden[0, :0],) * len(parts)
+        else:
+            hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
+            by_part = hidden.split(sizes)
+            together = torch.cat([own[len(own) - n :] for own, n in zip(by_part, n_wanted, strict=True)])
+        together = self._logits(self._head, together)
+        logits = together.split(n_wanted)
         best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
         results = []

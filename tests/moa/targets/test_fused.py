@@ -68,6 +68,9 @@ def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
         assert list(outputs) == [0, 2]
         for layer, output in outputs.items():
             torch.testing.assert_close(output, expected.hidden_states[layer + 1], rtol=1e-4, atol=1e-5)
+        with torch.inference_mode():
+            some, _ = body(tokens, torch.arange(3)[None], wanted=torch.tensor([0, 2]))
+        torch.testing.assert_close(some, hidden[:, [0, 2]], rtol=1e-4, atol=1e-5)
         text_model(model).norm.register_forward_hook(lambda _module, _inputs, output: 2 * output)
         assert fused.FusedBody.of(model) is None
 

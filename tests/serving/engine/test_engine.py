@@ -136,9 +136,9 @@ def test_small_calls_take_one_thread(target: Target, monkeypatch: pytest.MonkeyP
     engine._runner._n_values = 1000
     real = engine._runner.run
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
         found.append(torch.get_num_threads())
-        return real(*args)
+        return real(*args, **kwargs)
 
     n_before = torch.get_num_threads()
     torch.set_num_threads(2)
