@@ -4,15 +4,15 @@ Trains a target of each family, of equal widths and as many weights, extracts th
 from the stores with equal settings, and decodes the same test prompts. ::
 
     python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ... [--families llama qwen3_moe]
-        [--drafters moa eagle3]
+        [--target-steps 250 450 700 1100] [--drafters moa eagle3] [--set fc_norm=true] [--no-decode]
 
 Everything is kept in OUT, and running it again goes on from there. The record has the loss of each target on held-out
-chats (nats a token of answers), the acceptance length of each drafter, also as a ratio to that of Llama's, and the one
-that training expects on held-out texts of the dataset: what a target writes itself repeats more or less, they don't.
+chats, the entropy of its distributions there (nats a token of answers), the acceptance length of each drafter, and the
+one that training expects on chats that neither target nor drafter saw, also as a ratio to what a Llama of equal loss
+has, between those that are there: what a target writes itself repeats more or less, chats don't.
 """
 
 import argparse
-import csv
 import itertools
 import json
 import subprocess
@@ -20,14 +20,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.kit.harness import run
+from benchmarks.training.drafters import train_config
+from benchmarks.training.runs import FLAG, trained
 from benchmarks.training.target import chats, lay_out
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import MAX_POSITIONS, train_target
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 192, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -56,25 +60,39 @@ def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
 
 
 @torch.inference_mode()
-def held_out_loss(folder: Path, rows: list[dict[str, Any]]) -> float:
-    """The mean loss of a target on the answers of chats, in nats a token."""
+def on_held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean loss of a target on the answers of chats and the entropy of what it expects, in nats a token."""
     from moa_data.moa.targets.live import Target
 
-    target, total, n = Target.load(str(folder), device="cpu"), 0.0, 0
+    target, loss, entropy, n = Target.load(str(folder), device=DEVICE), 0.0, 0.0, 0
     for row in rows:
         encoded = target.tokenizer.apply_chat_template(
             row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, mask = (torch.tensor(encoded[name][:MAX_POSITIONS]) for name in ("input_ids", "assistant_masks"))
         model: Any = target.model
-        losses = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
-        total, n = total + float((losses * mask[1:]).sum()), n + int(mask[1:].sum())
-    return total / n
+        log_p = model(ids[None].to(DEVICE)).logits[0, :-1].cpu().log_softmax(dim=-1)[mask[1:].bool()]
+        loss -= float(log_p.gather(1, ids[1:][mask[1:].bool()][:, None]).sum())
+        entropy -= float((log_p.exp() * log_p).sum())
+        n += len(log_p)
+    return {"held_out_loss": loss / n, "entropy": entropy / n}
 
 
 def called(*words: object) -> None:
     """Run a command of Python, and end where it fails."""
     subprocess.run([sys.executable, "-m", *map(str, words)], check=True)
+
+
+def expected(options: argparse.Namespace, own: Path, drafter: str, seed: int, rate: float) -> float:
+    """Train a drafter that is not there yet; returns the length that it is expected to have on chats nobody saw."""
+    given = argparse.Namespace(
+        store=str(own / "store"), out=own / "drafters", set=options.set, steps=options.steps, validation_sequences=150
+    )
+    trained(config := train_config(given, drafter, rate, seed))
+    # One step that moves nothing, and then the validation on nine tenths of another store.
+    given.store, given.out, given.steps, given.validation_sequences = str(own / "unseen"), own / "on-unseen", 1, 300
+    given.set = [*options.set, f"init_from={config.out}", "validation_fraction=0.9"]
+    return float(trained(train_config(given, drafter, 1e-30, seed))["best_expected_acceptance_length"])
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -84,42 +102,48 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     options_of_chats = argparse.Namespace(**{**vars(options), "out": folder})
     train = lay_out(options_of_chats)
     rows: list[dict[str, Any]] = []
-    for family in options.families:
-        own = folder / family
+    for family, steps, seed in itertools.product(options.families, options.target_steps, options.seeds):
+        own = folder / f"{family}-{steps}-{seed}"
         config = DemoConfig(
-            out=str(own), seed=options.seed, **SIZES, target_steps=options.target_steps, target_batch_tokens=4096,
+            out=str(own), seed=seed, **SIZES, target_steps=steps, target_batch_tokens=4096,
             target_matrix_learning_rate=0.02, target_learning_rate=3e-3,
         )  # fmt: skip
-        found = train_target(train, config, own / "target", build=lambda *given, name=family: build(name, *given))
-        loss = held_out_loss(own / "target", chats(folder / "held_out.jsonl")[:100])
+        with torch.device(DEVICE):
+            found = train_target(train, config, own / "target", build=lambda *given, name=family: build(name, *given))
+        found |= on_held_out(own / "target", chats(folder / "held_out.jsonl")[:150])
         fields = "kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6"
-        called(
-            "moa_data", "extract", "--model", own / "target", "--dataset", folder / "train.jsonl", "--out",
-            own / "store", "--activations", fields, "--max-sequences", options.sequences,
-        )  # fmt: skip
-        called(
-            "benchmarks.training.drafters", own / "store", own / "target", folder / "test.jsonl", own / "drafters",
-            "--target", family, "--only", *options.drafters, "--steps", options.steps, "--seeds", *options.seeds,
-            "--rates", *options.rates,
-        )  # fmt: skip
-        for drafter, seed in itertools.product(options.drafters, options.seeds):
-            row = json.loads((own / "drafters" / f"row-{drafter}-{seed}.json").read_text())
-            kept = {key: row[key] for key in ("drafter", "title", "seed", "rate", "n_parameters", "lengths")}
-            with (own / "drafters" / f"run-{drafter}-{row['rate']:g}-{seed}" / "metrics.csv").open() as file:
-                expected = [line["val/expected_acceptance_length"] for line in csv.DictReader(file)]
-            kept["expected_length"] = float([value for value in expected if value][-1])
-            rows.append({"family": family, "held_out_loss": loss, "target": found} | kept)
-    llama = {(row["drafter"], row["seed"]): row for row in rows if row["family"] == "llama"}
+        for name, file, n_chats in (("store", "train.jsonl", options.sequences), ("unseen", "held_out.jsonl", 225)):
+            called(
+                "moa_data", "extract", "--model", own / "target", "--dataset", folder / file, "--out", own / name,
+                "--activations", fields, "--max-length", MAX_POSITIONS, "--max-sequences", n_chats,
+            )  # fmt: skip
+        for drafter in options.drafters:
+            row = {"family": family, "target_steps": steps, "seed": seed, "target": found, "drafter": drafter}
+            row["expected_length"] = expected(options, own, drafter, seed, options.rate)
+            if options.decode:
+                called(
+                    "benchmarks.training.drafters", own / "store", own / "target", folder / "test.jsonl",
+                    own / "drafters", "--target", family, "--only", drafter, "--steps", options.steps, "--seeds", seed,
+                    "--rates", options.rate, *(("--set", *options.set) if options.set else ()),
+                )  # fmt: skip
+                row["lengths"] = json.loads((own / "drafters" / f"row-{drafter}-{seed}.json").read_text())["lengths"]
+            rows.append(row)
     for row in rows:
-        if (other := llama.get((row["drafter"], row["seed"]))) is not None:
-            row["to_llama"] = {key: value[0] / other["lengths"][key][0] for key, value in row["lengths"].items()}
-            row["to_llama"]["expected"] = row["expected_length"] / other["expected_length"]
+        # Of a Llama that has the same loss, between those of the same seed.
+        same = [one for one in rows if one["family"] == "llama" and one["drafter"] == row["drafter"]]
+        points = sorted(
+            (one["target"]["held_out_loss"], one["expected_length"]) for one in same if one["seed"] == row["seed"]
+        )
+        if points and points[0][0] <= row["target"]["held_out_loss"] <= points[-1][0]:
+            at = float(np.interp(row["target"]["held_out_loss"], *zip(*points, strict=True)))
+            row["to_llama"] = row["expected_length"] / at
     return {"rows": rows}
 
 
 if __name__ == "__main__":
     files = {"type": Path, "nargs": "+", "required": True}
+    changes = {"nargs": "+", "default": [], "metavar": "SETTING=VALUE"}
     run(
         "families", measure, "folder", train=files, test=files, families=list(FAMILIES), drafters=["moa", "eagle3"],
-        target_steps=400, steps=300, sequences=4000, seeds=[0], rates=[0.5, 1.0], seed=0, threads=1,
+        target_steps=[700], steps=300, sequences=2500, seeds=[0], rate=1.0, seed=0, threads=1, set=changes, decode=FLAG,
     )  # fmt: skip
