@@ -32,7 +32,8 @@ from moa_data.trainer.config import PRESETS, TrainConfig
 READ = (1, 3, 6)
 """Target layers whose outputs are read."""
 BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
-DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK
+PUBLISHED = {"forward_kl_weight": 0.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}  # DSpark's loss
+DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK | PUBLISHED
 MOA: dict[str, Any] = {
     "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235, "cross_attention_kv_heads": 1,
     "cross_attention_mlp_width": 320, "layer_attention_heads": 4, "layer_attention_kv_heads": 2,

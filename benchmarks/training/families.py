@@ -1,10 +1,10 @@
 """Drafters of targets of several families: as good as those of a Llama of equal size, trained on the same chats?
 
-Trains a target of each family, of equal widths and as many weights, extracts the same chats with each, trains drafters
-from the stores with equal settings, and decodes the same test prompts. ::
+Trains targets of families for so many steps, of equal widths and as many weights, extracts the same chats with each,
+trains drafters from the stores with equal settings, and decodes the same test prompts where that is asked for. ::
 
-    python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ... [--families llama qwen3_moe]
-        [--target-steps 250 450 700 1100] [--drafters moa eagle3] [--set fc_norm=true] [--no-decode]
+    python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ... --targets llama:700 gemma3_text:500 ...
+        [--drafters moa eagle3] [--set fc_norm=true] [--decode]
 
 Everything is kept in OUT, and running it again goes on from there. The record has the loss of each target on held-out
 chats, the entropy of its distributions there (nats a token of answers), the acceptance length of each drafter, and the
@@ -102,10 +102,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     options_of_chats = argparse.Namespace(**{**vars(options), "out": folder})
     train = lay_out(options_of_chats)
     rows: list[dict[str, Any]] = []
-    for family, steps, seed in itertools.product(options.families, options.target_steps, options.seeds):
+    for target, seed in itertools.product(options.targets, options.seeds):
+        family, steps = target.split(":")
         own = folder / f"{family}-{steps}-{seed}"
         config = DemoConfig(
-            out=str(own), seed=seed, **SIZES, target_steps=steps, target_batch_tokens=4096,
+            out=str(own), seed=seed, **SIZES, target_steps=int(steps), target_batch_tokens=4096,
             target_matrix_learning_rate=0.02, target_learning_rate=3e-3,
         )  # fmt: skip
         with torch.device(DEVICE):
@@ -118,7 +119,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "--activations", fields, "--max-length", MAX_POSITIONS, "--max-sequences", n_chats,
             )  # fmt: skip
         for drafter in options.drafters:
-            row = {"family": family, "target_steps": steps, "seed": seed, "target": found, "drafter": drafter}
+            row = {"family": family, "target_steps": int(steps), "seed": seed, "target": found, "drafter": drafter}
             row["expected_length"] = expected(options, own, drafter, seed, options.rate)
             if options.decode:
                 called(
@@ -142,8 +143,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     files = {"type": Path, "nargs": "+", "required": True}
+    named = {"nargs": "+", "required": True, "metavar": "FAMILY:STEPS"}
     changes = {"nargs": "+", "default": [], "metavar": "SETTING=VALUE"}
     run(
-        "families", measure, "folder", train=files, test=files, families=list(FAMILIES), drafters=["moa", "eagle3"],
-        target_steps=[700], steps=300, sequences=2500, seeds=[0], rate=1.0, seed=0, threads=1, set=changes, decode=FLAG,
+        "families", measure, "folder", train=files, test=files, targets=named, drafters=["moa", "eagle3"], steps=300,
+        sequences=2500, seeds=[0], rate=1.0, seed=0, threads=1, set=changes, decode=FLAG,
     )  # fmt: skip
