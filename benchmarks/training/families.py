@@ -3,18 +3,19 @@
 Trains targets of families for so many steps, of equal widths and as many weights, extracts the same chats with each,
 trains drafters from the stores with equal settings, and decodes the same test prompts where that is asked for. ::
 
-    python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ... --targets llama:700 gemma3_text:500 ...
+    python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ... --targets llama:700 qwen3:850 ...
         [--drafters moa eagle3] [--set fc_norm=true] [--decode]
 
 Everything is kept in OUT, and running it again goes on from there. The record has the loss of each target on held-out
-chats, the entropy of its distributions there (nats a token of answers), the acceptance length of each drafter, and the
-one that training expects on chats that neither target nor drafter saw, also as a ratio to what a Llama of equal loss
-has, between those that are there: what a target writes itself repeats more or less, chats don't.
+chats, the entropy of its distributions there (nats a token of answers) and how far it looks back, the acceptance length
+of each drafter, and the one that training expects on chats that neither target nor drafter saw, also as a ratio to what
+a Llama of equal loss has, between those that are there: what a target writes itself repeats more or less, chats don't.
 """
 
 import argparse
 import itertools
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # The experts of a layer have as many weights as Llama's MLP; a token uses a quarter of them.
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},  # five layers slide, the sixth sees all
+    "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},  # no token is out of sight
 }
 """Model type -> what its config has besides the sizes."""
+SEEN = 32
 
 
 def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
@@ -53,7 +56,7 @@ def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.hidden_size // config.n_heads,
         "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": False,
     }  # fmt: skip
-    found = AutoConfig.for_model(model_type, **sizes, **FAMILIES[model_type], **special)
+    found = AutoConfig.for_model(model_type.split("-")[0], **sizes, **FAMILIES[model_type], **special)
     model: Any = AutoModelForCausalLM.from_config(found, trust_remote_code=False)
     model.generation_config = GenerationConfig(do_sample=False, **special)
     return model
@@ -61,21 +64,33 @@ def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
 
 @torch.inference_mode()
 def on_held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean loss of a target on the answers of chats and the entropy of what it expects, in nats a token."""
+    """Measure a target on the answers of chats.
+
+    Returns its loss and the entropy of what it expects, in nats a token, and on how many of some tokens it would choose
+    the same if it saw only the ``SEEN`` tokens before.
+    """
     from moa_data.moa.targets.live import Target
 
-    target, loss, entropy, n = Target.load(str(folder), device=DEVICE), 0.0, 0.0, 0
+    target, loss, entropy, n, draws = Target.load(str(folder), device=DEVICE), 0.0, 0.0, 0, random.Random(0)
+    model: Any = target.model
+    cut, chosen = [], []
     for row in rows:
         encoded = target.tokenizer.apply_chat_template(
             row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         ids, mask = (torch.tensor(encoded[name][:MAX_POSITIONS]) for name in ("input_ids", "assistant_masks"))
-        model: Any = target.model
-        log_p = model(ids[None].to(DEVICE)).logits[0, :-1].cpu().log_softmax(dim=-1)[mask[1:].bool()]
-        loss -= float(log_p.gather(1, ids[1:][mask[1:].bool()][:, None]).sum())
-        entropy -= float((log_p.exp() * log_p).sum())
-        n += len(log_p)
-    return {"held_out_loss": loss / n, "entropy": entropy / n}
+        answered = mask[1:].bool()
+        log_p = model(ids[None].to(DEVICE)).logits[0, :-1].cpu().log_softmax(dim=-1)
+        loss -= float(log_p[answered].gather(1, ids[1:][answered][:, None]).sum())
+        entropy -= float((log_p[answered].exp() * log_p[answered]).sum())
+        n += int(answered.sum())
+        late = [at for at in range(3 * SEEN, len(ids) - 1) if answered[at]]
+        for at in draws.sample(late, min(12, len(late))):
+            cut.append(torch.cat((ids[:1], ids[at + 1 - SEEN : at + 1])))
+            chosen.append(log_p[at].argmax())
+    alone = [model(part.to(DEVICE)).logits[:, -1].argmax(dim=-1).cpu() for part in torch.stack(cut).split(128)]
+    is_same = torch.cat(alone) == torch.stack(chosen)
+    return {"held_out_loss": loss / n, "entropy": entropy / n, "same_by_near_tokens": float(is_same.double().mean())}
 
 
 def called(*words: object) -> None:
