@@ -179,12 +179,13 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     """What the drafter sees of verified positions: hidden, outputs of the target's layers, as published; kv, their keys
     and values as they are; memory, what Mixture of Attentions makes of those."""
 
-    forward_kl_weight: NonNegative = 0.0
-    """Weight of the forward KL to the target's next-token distribution."""
-    cross_entropy_weight: NonNegative = 0.1
-    """Weight of the cross-entropy to the tokens of the text."""
-    l1_weight: NonNegative = 0.9
-    """Weight of the L1 distance to the target's next-token distribution, twice the total variation."""
+    forward_kl_weight: NonNegative = 1.0
+    """Weight of the forward KL to the target's next-token distribution; 0 as published."""
+    cross_entropy_weight: NonNegative = 0.0
+    """Weight of the cross-entropy to the tokens of the text; 0.1 as published for DSpark."""
+    l1_weight: NonNegative = 0.0
+    """Weight of the L1 distance to the target's next-token distribution, twice the total variation; 0.9 as published
+    for DSpark."""
     anchors: Count = 512
     """Most blocks of a sequence that a step trains, drawn anew each time."""
     block_size: Count = 7
@@ -243,10 +244,10 @@ class DFlashSettings(BlockSettings):
 
     kind: Literal["dflash"] = "dflash"
     """DFlash."""
+    forward_kl_weight: NonNegative = 0.0
+    """Weight of the forward KL to the target's next-token distribution."""
     cross_entropy_weight: NonNegative = 1.0
     """Weight of the cross-entropy to the tokens of the text."""
-    l1_weight: NonNegative = 0.0
-    """Weight of the L1 distance to the target's next-token distribution, twice the total variation."""
     block_size: Count = 16
     """Slots of a block."""
     sample_from_anchor: bool = False
