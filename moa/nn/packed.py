@@ -77,9 +77,9 @@ def laid_out(weight: Tensor) -> Tensor:
     return packed
 
 
-def product(x: Tensor, packed: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
-    """Multiply by a laid out weight, and apply a function by its name in oneDNN."""
-    found: Tensor = OPERATIONS._linear_pointwise(x, packed, bias, then, [], "")
+def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by a laid out weight."""
+    found: Tensor = OPERATIONS._linear_pointwise(x, packed, bias, "none", [], "")
     return found
 
 

@@ -1,12 +1,13 @@
 """Decoder layers like Llama's in fewer operations, for decoding on a CPU.
 
-Calls of a few tokens spend as long between the products as in them. So the products before attention are one, what
-follows a product (SiLU, a gate, the residual) is computed with it, and queries and keys are rotated together. That is
+Calls of a few tokens spend as long between the products as in them. So the products before attention are one, those of
+a gate and what it gates too, residuals are added with a product, and queries and keys are rotated together. That is
 done in float32 alone: elsewhere results would be rounded in other places than the model rounds them.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim, D = (H + 2 * H_kv) * d.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,25 +24,23 @@ from .families import decoder_layers, text_model
 # Of the largest value: float32 rounds by some 1e-6 in another order, a layer of another form is wrong by about 1.
 _MAX_ERROR = 1e-4
 _FAR = 1 << 17  # a position at which layers that scale by positions do so
-_PRODUCTS = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_JOINED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_PRODUCTS = ("self_attn.o_proj", "mlp.down_proj")
+_JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 _ATTENTION: Any = AttentionInterface()
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass
 class _Joined:
-    """The products before attention as one."""
+    """A layer's products, some of them as one."""
 
-    packed: Tensor
-    bias: Tensor | None  # [D]
+    products: list[tuple[Tensor, Tensor | None]]  # laid out weight and bias, of _JOINED and _PRODUCTS
     weights: list[Tensor]  # of the whole layer
     states: list[tuple[int, int]]  # of the weights, when they were joined
     # What else the layer computes with, since asking modules for it takes as long as a small operation.
     attention: Any
     n_kv_heads: int
     norms: list[tuple[tuple[int, ...], Tensor, float]]  # width, weight and epsilon, of _NORMS
-    products: list[tuple[Tensor, Tensor | None]]  # laid out weight and bias, of _PRODUCTS
 
     def is_current(self) -> bool:
         """Whether the weights are what they were."""
@@ -83,7 +82,7 @@ def fuse(model: nn.Module) -> None:
         if not isinstance(layer, _FusedLayer):
             layer.__class__ = fused.setdefault(own, type(f"Fused{own.__name__}", (_FusedLayer, own), {}))
         vars(layer)["joined"] = joined
-        for name in _JOINED:
+        for name in itertools.chain(*_JOINED):
             vars(layer.get_submodule(name)).pop("packed", None)
 
 
@@ -136,25 +135,30 @@ class FusedBody:
 
 @torch.inference_mode()
 def _join(layer: Any) -> _Joined | None:
-    """Join the products before attention of a layer of Llama's form; None for others, and where nothing is gained."""
+    """Join products of a layer of Llama's form; None for others, and where nothing is gained."""
     try:
         products = [layer.get_submodule(name) for name in _PRODUCTS]
-        joined = [layer.get_submodule(name) for name in _JOINED]
+        joined = [[layer.get_submodule(name) for name in names] for names in _JOINED]
         norms = [(one.weight.shape, one.weight, one.variance_epsilon) for one in map(layer.get_submodule, _NORMS)]
         n_kv_heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
     except AttributeError:
         return None
-    if any(type(one) is not PackedLinear or one.weight.dtype != torch.float32 for one in products):
+    if any(type(one) is not PackedLinear or one.weight.dtype != torch.float32 for one in (*products, *joined[1])):
         return None
-    if any(type(one) not in (PackedLinear, nn.Linear) for one in joined) or norms[0][1].dtype != torch.float32:
+    if any(type(one) not in (PackedLinear, nn.Linear) for one in joined[0]) or norms[0][1].dtype != torch.float32:
         return None
-    biases = [one.bias for one in joined]
-    if len({bias is None for bias in biases}) > 1:
+    if any(len({one.bias is None for one in group}) > 1 for group in joined):
         return None
-    bias = None if biases[0] is None else torch.cat(biases)
-    weights = [one.weight for one in (*joined, *products)]
-    states, others = [state_of(weight) for weight in weights], [(one.packed, one.bias) for one in products]
-    return _Joined(laid_out(torch.cat(weights[:3])), bias, weights, states, layer.self_attn, n_kv_heads, norms, others)
+    laid = [
+        (
+            laid_out(torch.cat([one.weight for one in group])),
+            None if group[0].bias is None else torch.cat([one.bias for one in group]),
+        )
+        for group in joined
+    ]
+    laid += [(one.packed, one.bias) for one in products]
+    weights = [one.weight for one in itertools.chain(*joined, products)]
+    return _Joined(laid, weights, [state_of(weight) for weight in weights], layer.self_attn, n_kv_heads, norms)
 
 
 @torch.inference_mode()
@@ -192,9 +196,9 @@ def _forward(
     **kwargs: Any,
 ) -> Tensor:
     attention, n_kv_heads, (first, second) = joined.attention, joined.n_kv_heads, joined.norms
-    o, gate, up, down = joined.products
+    before, gates, o, down = joined.products
     head_dim, (cosines, sines) = attention.head_dim, position_embeddings
-    heads = product(F.rms_norm(x, *first), joined.packed, joined.bias).unflatten(-1, (-1, head_dim))
+    heads = product(F.rms_norm(x, *first), *before).unflatten(-1, (-1, head_dim))
     rotated, v = heads[:, :, :-n_kv_heads], heads[:, :, -n_kv_heads:].transpose(1, 2)
     rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(1, 2)
     q, k = rotated[:, :-n_kv_heads], rotated[:, -n_kv_heads:]
@@ -205,12 +209,12 @@ def _forward(
     attended = attended.reshape(*x.shape[:-1], -1)
     if wanted is not None:
         attended, x = attended.index_select(1, wanted), x.index_select(1, wanted)
-    x = _binary(attended, x, *o, "add")
-    normed = F.rms_norm(x, *second)
-    return _binary(_binary(normed, product(normed, *gate, "swish"), *up, "mul"), x, *down, "add")
+    x = _added(attended, x, *o)
+    gate, up = product(F.rms_norm(x, *second), *gates).chunk(2, dim=-1)
+    return _added(F.silu(gate).mul_(up), x, *down)
 
 
-def _binary(x: Tensor, other: Tensor, packed: Tensor, bias: Tensor | None, operation: str) -> Tensor:
-    """Multiply by a laid out weight, and add the result to another tensor or multiply it by that."""
-    result: Tensor = OPERATIONS._linear_pointwise.binary(x, other, packed, bias, operation)
+def _added(x: Tensor, other: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by a laid out weight, and add the result to another tensor."""
+    result: Tensor = OPERATIONS._linear_pointwise.binary(x, other, packed, bias, "add")
     return result

@@ -128,11 +128,11 @@ class PooledKV:
         """View the KV of positions: [2, L, H_kv, n, d]."""
         return self.pool.buffer[:, :, :, self.first_slot + start : self.first_slot + stop]
 
-    @torch.inference_mode()
     def commit(self, kept: Sequence[int]) -> None:
         """Keep some of the tokens after the committed ones, given by ascending indices; the others are forgotten."""
         n_kept, start = len(kept), self.length
         if list(kept) != list(range(n_kept)):
             pending = self.view(start, start + kept[-1] + 1)
-            pending[:, :, :, :n_kept] = pending.index_select(3, to_device(kept, pending.device))
+            with torch.inference_mode():
+                pending[:, :, :, :n_kept] = pending.index_select(3, to_device(kept, pending.device))
         self.length = start + n_kept
