@@ -157,11 +157,10 @@ class PartsAttention:
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
         if self._are_steps and is_plain and is_whole and value_width == width:
-            if _takes_steps(self._parts, q):
-                self._steps = self._steps or _Steps.of(self._parts, q.shape[1])
-                rows = q[0].transpose(0, 1).split([one.n_parts for one in self._steps])
-                own = [one.attend(row, kv) for one, row in zip(self._steps, rows, strict=True)]
-                return torch.cat(own)[None] if len(own) > 1 else own[0][None]
+            if not self._steps and _takes_steps(self._parts, q):
+                self._steps = _Steps.of(self._parts, q.shape[1])
+            if self._steps:
+                return _Steps.attend_all(self._steps, layer, q)
             # The heads of a group are queries of one head, and nothing is hidden from them.
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)  # of each part [1, H_kv, G, d]
             own = [
@@ -192,7 +191,8 @@ class _Steps:
     """
 
     def __init__(self, parts: Sequence[Part], n_heads: int) -> None:
-        self.n_parts, (n_kv_heads, n_slots) = len(parts), parts[0].kv.pool.buffer.shape[2:4]
+        pool = parts[0].kv.pool
+        self._parts, self._rows, (n_kv_heads, n_slots) = parts, pool.rows, pool.buffer.shape[2:4]
         lasts = np.array([part.start for part in parts])[:, None]
         columns = np.arange(-(-(int(lasts.max()) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
         slots = np.array([[part.kv.first_slot] for part in parts]) + np.minimum(columns, lasts)  # [T, S]
@@ -200,7 +200,8 @@ class _Steps:
         added = np.where(columns > lasts, -np.inf, 0.0).astype(np.float32)  # of what only fills the row
         self._places = torch.from_numpy((slots[:, None] + planes).ravel())  # [T * H * S] int64, rows of [H_kv * slots]
         self._stops = torch.arange(0, len(self._places) + 1, len(columns))
-        size = len(parts) * n_heads, n_kv_heads * n_slots
+        self._shape = len(parts) * n_heads, len(columns)
+        size = self._shape[0], n_kv_heads * n_slots
         values = torch.from_numpy(added.repeat(n_heads, axis=0).ravel())
         self._scores = torch.sparse_csr_tensor(self._stops, self._places, values, size, check_invariants=False)
 
@@ -211,11 +212,19 @@ class _Steps:
         are_alike = len(parts) * max(n_seen) <= 2 * sum(n_seen)
         return [cls(parts, n_heads)] if are_alike else [cls([part], n_heads) for part in parts]
 
-    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Attend with q [T, H, d] to a layer's kv [2, H_kv, slots, d] -> [T, H, d]."""
-        keys, values = kv.flatten(1, 2)
-        scores = torch.sparse.sampled_addmm(self._scores, q.flatten(0, 1), keys.t(), alpha=q.shape[2] ** -0.5).values()
-        probability = scores.view(len(self._stops) - 1, -1).softmax(dim=1).flatten()
+    @staticmethod
+    def attend_all(steps: "Sequence[_Steps]", layer: int, q: Tensor) -> Tensor:
+        """Attend in one layer with q [1, H, T, d] -> [1, T, H, d]."""
+        queries = q[0].transpose(0, 1)
+        if len(steps) == 1:
+            return steps[0]._attend(layer, queries)[None]
+        rows = queries.split([len(one._parts) for one in steps])
+        return torch.cat([one._attend(layer, row) for one, row in zip(steps, rows, strict=True)])[None]
+
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = self._rows[layer]
+        scores = torch.sparse.sampled_addmm(self._scores, q.flatten(0, 1), keys.t(), alpha=q.shape[2] ** -0.5)
+        probability = scores.values().view(self._shape).softmax(dim=1).view(-1)
         attended = torch.embedding_bag(
             values, self._places, self._stops, per_sample_weights=probability, include_last_offset=True
         )[0]
@@ -249,8 +258,8 @@ def _steps_work() -> bool:
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _Steps(parts, 6).attend(q[0].transpose(0, 1), pool.buffer[:, 0])
-        return torch.allclose(found, torch.cat(one, dim=2)[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+            found = _Steps.attend_all([_Steps(parts, 6)], 0, q)
+        return torch.allclose(found, torch.cat(one, dim=2).transpose(1, 2), rtol=1e-4, atol=1e-5)
     except (RuntimeError, AttributeError, TypeError):
         return False
 

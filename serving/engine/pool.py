@@ -14,6 +14,7 @@ Nothing is allocated after the start, so that no text can take the memory of ano
 Shapes: L layers, H_kv key/value heads, d head dim, S slots of all blocks, n positions, D = 2 * H_kv * d.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -58,6 +59,12 @@ class Pool:
                 "Give a smaller --kv-tokens.",
             ) from error
         self._held: list[PooledKV] = []  # in the order of their blocks
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[Tensor, Tensor]]:
+        """The keys and the values of each layer, [H_kv * S, d]: those of all slots of a head follow each other."""
+        keys, values = self.buffer.flatten(2, 3)
+        return list(zip(keys, values, strict=True))
 
     @property
     def n_used(self) -> int:

@@ -10,6 +10,7 @@ One target call reads some of the missing tokens. A call that reaches the root a
 commits those that the target agrees with and one token more.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -106,9 +107,9 @@ class Sequence:
 
     # Tokens and positions
 
-    @property
+    @functools.cached_property
     def text(self) -> Text:
-        """What decides its next token."""
+        """What decides its next token; it holds the list of tokens, and grows with it."""
         request = self.request
         return Text(
             self.tokens, request.sampling, request.seed, request.n_prompt, request.allowed, request.min_new_tokens,
