@@ -28,6 +28,9 @@ from benchmarks.kit.harness import quartiles, run
 from moa_data.evaluation.prompts import load_prompts
 
 STARTS_S = 400
+# Before each turn. For about a second after its last answer vLLM's engine asks again and again for more work, on a core
+# that the other side would lack.
+RESTS_S = 2.0
 
 
 @contextlib.contextmanager
@@ -119,6 +122,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(options.repeats + 1):
             for side in sorted(sides, reverse=bool(repeat % 2)):
                 address, pid = sides[side]
+                time.sleep(RESTS_S)
                 before = cpu_seconds(pid)
                 texts[side], n_tokens, seconds, first_s = asyncio.run(
                     turn(address, name, questions, options.max_new_tokens)

@@ -193,17 +193,19 @@ class _Steps:
     def __init__(self, parts: Sequence[Part], n_heads: int) -> None:
         pool = parts[0].kv.pool
         self._parts, self._rows, (n_kv_heads, n_slots) = parts, pool.rows, pool.buffer.shape[2:4]
-        lasts = np.array([part.start for part in parts])[:, None]
-        columns = np.arange(-(-(int(lasts.max()) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
-        slots = np.array([[part.kv.first_slot] for part in parts]) + np.minimum(columns, lasts)  # [T, S]
-        planes = np.arange(n_kv_heads).repeat(n_heads // n_kv_heads)[:, None] * n_slots
-        added = np.where(columns > lasts, -np.inf, 0.0).astype(np.float32)  # of what only fills the row
-        self._places = torch.from_numpy((slots[:, None] + planes).ravel())  # [T * H * S] int64, rows of [H_kv * slots]
+        starts = [part.start for part in parts]
+        lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)  # [T, 1]
+        columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
+        slots = torch.minimum(columns, lasts).add_(firsts)  # [T, S]
+        planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(n_heads // n_kv_heads)
+        self._places = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()  # [T * H * S], rows of [H_kv * slots]
         self._stops = torch.arange(0, len(self._places) + 1, len(columns))
         self._shape = len(parts) * n_heads, len(columns)
-        size = self._shape[0], n_kv_heads * n_slots
-        values = torch.from_numpy(added.repeat(n_heads, axis=0).ravel())
-        self._scores = torch.sparse_csr_tensor(self._stops, self._places, values, size, check_invariants=False)
+        added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)  # of what only fills the row
+        self._scores = torch.sparse_csr_tensor(
+            self._stops, self._places, added.repeat_interleave(n_heads, dim=0).flatten(),
+            (self._shape[0], n_kv_heads * n_slots), check_invariants=False,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, parts: Sequence[Part], n_heads: int) -> "list[_Steps]":
