@@ -55,6 +55,8 @@ class _FusedLayer(nn.Module):
         joined: _Joined | None = vars(self).get("joined")
         if joined is None or args or torch.is_grad_enabled() or not joined.is_current():
             return super().forward(hidden_states, *args, **kwargs)
+        if kwargs["position_embeddings"][0].shape[-1] != joined.attention.head_dim:  # a part of each head is rotated
+            return super().forward(hidden_states, *args, **kwargs)
         kwargs["position_embeddings"] = _rotation(*kwargs["position_embeddings"])
         return _forward(joined, hidden_states, **kwargs)
 

@@ -4,10 +4,10 @@
 |---|---|
 | CUDA, half precision, chains | one call of FlashAttention for rows of any lengths, which reads the KV as it lies |
 | CUDA, else | one padded call over all parts, and a second one for long ones, such as chunks of prompts |
-| CPU, single tokens, few heads a group | two calls over all parts, which read the KV as it lies |
+| CPU, float32, single tokens, few heads a group | two calls over parts of like lengths, which read the KV as it lies |
 | else | part by part, to views of the KV |
 
-On a GPU each kernel costs the time of its launch, on a CPU only what it computes.
+Each call costs some time besides its work, on a GPU more than on a CPU.
 
 Shapes: n tokens of one part, T tokens of all parts, H query heads, H_kv key/value heads, d head dim, S slots.
 """
@@ -127,7 +127,7 @@ class PartsAttention:
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)  # [T] int64
         self._pending = _pending_slots(parts, device)
         self._parts: Sequence[Part] = parts
-        self._steps: list[_Steps] = []
+        self._steps: dict[int, list[_Steps]] = {}  # by the number of query heads, in which layers may differ
         by_window = {
             window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
             for window in set(windows)
@@ -157,10 +157,10 @@ class PartsAttention:
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
         if self._are_steps and is_plain and is_whole and value_width == width:
-            if not self._steps and _takes_steps(self._parts, q):
-                self._steps = _Steps.of(self._parts, q.shape[1])
-            if self._steps:
-                return _Steps.attend_all(self._steps, layer, q)
+            if _takes_steps(self._parts, q):
+                if (n_heads := q.shape[1]) not in self._steps:
+                    self._steps[n_heads] = _Steps.of(self._parts, n_heads)
+                return _Steps.attend_all(self._steps[n_heads], layer, q)
             # The heads of a group are queries of one head, and nothing is hidden from them.
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)  # of each part [1, H_kv, G, d]
             own = [

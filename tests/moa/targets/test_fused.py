@@ -51,6 +51,14 @@ def test_layers_compute_what_the_models_own_do(family: str, changes: dict[str, A
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
+def test_where_a_part_of_each_head_is_rotated_the_models_own_layer_computes() -> None:
+    model = build_family("glm4_moe", use_qk_norm=False)
+    expected = hidden_of(model)
+    Target(model).prepare()
+    for own, other in zip(hidden_of(model), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
     """Within any window; there is none where a layer has another form, or the model does more than it says."""
