@@ -4,7 +4,8 @@ Both servers run all the time; streams of greedy tokens go to one at once, then 
 first comes second in the next turn. ``--vllm`` names the Python of an environment with vLLM's build for CPUs (``make
 test-engines`` makes one). ::
 
-    python -m benchmarks.serving.beside_vllm --model MODEL --prompts CHATS --vllm PYTHON [--streams 8] [--threads 1]
+    python -m benchmarks.serving.beside_vllm --model MODEL --prompts CHATS --vllm PYTHON [--streams 8]
+        [--threads 1] [--eager]                                    vLLM does not compile the model
 """
 
 import argparse
@@ -111,7 +112,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ours = [sys.executable, "-m", "moa_data", "serve", "--model", str(options.model), "--name", name]
     ours += ["--device", "cpu"]
     theirs = [str(options.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
-    theirs += ["--served-model-name", name, "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16"]
+    theirs += ["--served-model-name", name, "--dtype", "float32", "--max-num-seqs", "16"]
+    theirs += ["--enforce-eager"] if options.eager else []  # else it compiles the model first
     taken: dict[str, list[dict[str, float]]] = {"moa-data": [], "vllm": []}
     texts: dict[str, list[str]] = {}
     with contextlib.ExitStack() as stack:
@@ -144,5 +146,5 @@ if __name__ == "__main__":
     path = {"type": Path, "required": True}
     run(
         "beside-vllm", measure, model=path, prompts=path, vllm=path, streams=8, max_new_tokens=128, repeats=5,
-        threads=1, logs={"type": Path, "default": Path()},
+        threads=1, logs={"type": Path, "default": Path()}, eager={"action": "store_true"},
     )  # fmt: skip
