@@ -47,7 +47,8 @@ TRAINED = {
     "eagle3": "--batch-size 4 --max-steps 60 --set drafter.test_time_steps=3",
     "dflash": f"--batch-size 8 --max-steps 200 {BLOCKS} --set drafter.block_size=6",
     "independent": "--batch-size 8 --max-steps 80 --set drafter.independent_width=256",
-    "dspark": f"--batch-size 4 --max-steps 60 {BLOCKS} --set drafter.block_size=5",
+    "dspark": f"--batch-size 4 --max-steps 60 {BLOCKS} --set drafter.block_size=5 --set drafter.forward_kl_weight=0 "
+    "--set drafter.cross_entropy_weight=0.1 --set drafter.l1_weight=0.9",
 }
 """Drafter of the table -> options of its training."""
 WORDS: dict[str, Any] = {
