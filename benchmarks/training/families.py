@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},  # Llama with norms of queries and keys
     # The experts of a layer have as many weights as Llama's MLP; a token uses a quarter of them.
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
-    "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},  # five layers slide, the sixth sees all
+    "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},  # of eight layers the sixth sees all
     "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},  # no token is out of sight
 }
 """Model type -> what its config has besides the sizes."""
