@@ -151,7 +151,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             (one["target"]["held_out_loss"], one["expected_length"]) for one in same if one["seed"] == row["seed"]
         )
         if points and points[0][0] <= row["target"]["held_out_loss"] <= points[-1][0]:
-            at = float(np.interp(row["target"]["held_out_loss"], *zip(*points, strict=True)))
+            losses, lengths = zip(*points, strict=True)
+            at = float(np.interp([row["target"]["held_out_loss"]], losses, lengths)[0])
             row["to_llama"] = row["expected_length"] / at
     return {"rows": rows}
 
