@@ -710,10 +710,10 @@ def test_a_text_that_fails_is_opened_again(
     """What broke is the log's affair."""
     real, is_broken = Runner.run, threading.Event()
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         if is_broken.is_set():
             raise RuntimeError("CUDA error: at /secret/path.cu\nTraceback")
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(Runner, "run", run)
     with Server(target) as server:
