@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.kit.harness import run
@@ -39,10 +40,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},  # Llama with norms of queries and keys
     # The experts of a layer have as many weights as Llama's MLP; a token uses a quarter of them.
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "norm_topk_prob": True},
+    "olmo2": {},  # norms after attention and MLP in place of before
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},  # of eight layers the sixth sees all
+    # What parts Gemma from Llama, alone: windows, or their lack, and the scale of embeddings (``SCALES``).
     "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},  # no token is out of sight
-}
-"""Model type -> what its config has besides the sizes."""
+    "gemma3_text-unscaled": {"sliding_window": 32, "query_pre_attn_scalar": 48},
+    "gemma3_text-wide-unscaled": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
+    "qwen3-windows": {"sliding_window": 32, "use_sliding_window": True, "layer_types": [
+        "full_attention" if layer == 5 else "sliding_attention" for layer in range(8)
+    ]},
+    "llama-scaled": {},
+}  # fmt: skip
+"""Model type, and how it differs -> what its config has besides the sizes."""
+SCALES = {"scaled": SIZES["hidden_size"] ** 0.5, "unscaled": SIZES["hidden_size"] ** -0.5}
+"""What the embeddings are multiplied with in training, as Gemma's are by its model; the weights saved have it in."""
 SEEN = 32
 
 
@@ -59,7 +70,30 @@ def build(model_type: str, config: DemoConfig, tokenizer: Any) -> Any:
     found = AutoConfig.for_model(model_type.split("-")[0], **sizes, **FAMILIES[model_type], **special)
     model: Any = AutoModelForCausalLM.from_config(found, trust_remote_code=False)
     model.generation_config = GenerationConfig(do_sample=False, **special)
+    if (scale := SCALES.get(model_type.rpartition("-")[2])) is not None:
+        _scale_embeddings(model, scale)
     return model
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self._scale
+
+
+def _scale_embeddings(model: Any, scale: float) -> None:
+    """Train embeddings that are scaled, as they are where they begin as small as others; saving makes them plain."""
+    embeddings, save = model.get_input_embeddings(), model.save_pretrained
+    parametrize.register_parametrization(embeddings, "weight", _Scaled(scale))
+
+    def save_plain(*given: Any) -> None:
+        parametrize.remove_parametrizations(embeddings, "weight")
+        save(*given)
+
+    model.save_pretrained = save_plain
 
 
 @torch.inference_mode()
