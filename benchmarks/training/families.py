@@ -132,16 +132,35 @@ def called(*words: object) -> None:
     subprocess.run([sys.executable, "-m", *map(str, words)], check=True)
 
 
+def own_folder(options: argparse.Namespace) -> str:
+    """The name of the folder of drafters of these steps and settings."""
+    return "-".join([str(options.steps), *options.set])
+
+
 def expected(options: argparse.Namespace, own: Path, drafter: str, seed: int, rate: float) -> float:
     """Train a drafter that is not there yet; returns the length that it is expected to have on chats nobody saw."""
+    named, steps = own_folder(options), options.steps
     given = argparse.Namespace(
-        store=str(own / "store"), out=own / "drafters", set=options.set, steps=options.steps, validation_sequences=150
+        store=str(own / "store"), out=own / "drafters" / named, set=options.set, steps=steps, validation_sequences=150
     )
     trained(config := train_config(given, drafter, rate, seed))
     # One step that moves nothing, and then the validation on nine tenths of another store.
-    given.store, given.out, given.steps, given.validation_sequences = str(own / "unseen"), own / "on-unseen", 1, 300
+    given.store, given.out = str(own / "unseen"), own / "on-unseen" / named
+    given.steps, given.validation_sequences = 1, 400
     given.set = [*options.set, f"init_from={config.out}", "validation_fraction=0.9"]
     return float(trained(train_config(given, drafter, 1e-30, seed))["best_expected_acceptance_length"])
+
+
+def decoded(options: argparse.Namespace, own: Path, family: str, drafter: str, seed: int) -> dict[str, Any]:
+    """Decode the test prompts with a drafter: its acceptance lengths by method."""
+    out = own / "drafters" / own_folder(options)
+    called(
+        "benchmarks.training.drafters", own / "store", own / "target", own.parent / "test.jsonl", out, "--target",
+        family, "--only", drafter, "--steps", options.steps, "--seeds", seed, "--rates", options.rate,
+        *(("--set", *options.set) if options.set else ()),
+    )  # fmt: skip
+    lengths: dict[str, Any] = json.loads((out / f"row-{drafter}-{seed}.json").read_text())["lengths"]
+    return lengths
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -160,9 +179,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         with torch.device(DEVICE):
             found = train_target(train, config, own / "target", build=lambda *given, name=family: build(name, *given))
-        found |= on_held_out(own / "target", chats(folder / "held_out.jsonl")[:150])
+        held_out = chats(folder / "held_out.jsonl")
+        found |= on_held_out(own / "target", held_out)
         fields = "kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6"
-        for name, file, n_chats in (("store", "train.jsonl", options.sequences), ("unseen", "held_out.jsonl", 225)):
+        for name, file, n_chats in (
+            ("store", "train.jsonl", options.sequences),
+            ("unseen", "held_out.jsonl", len(held_out)),
+        ):
             called(
                 "moa_data", "extract", "--model", own / "target", "--dataset", folder / file, "--out", own / name,
                 "--activations", fields, "--max-length", MAX_POSITIONS, "--max-sequences", n_chats,
@@ -171,12 +194,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             row = {"family": family, "target_steps": int(steps), "seed": seed, "target": found, "drafter": drafter}
             row["expected_length"] = expected(options, own, drafter, seed, options.rate)
             if options.decode:
-                called(
-                    "benchmarks.training.drafters", own / "store", own / "target", folder / "test.jsonl",
-                    own / "drafters", "--target", family, "--only", drafter, "--steps", options.steps, "--seeds", seed,
-                    "--rates", options.rate, *(("--set", *options.set) if options.set else ()),
-                )  # fmt: skip
-                row["lengths"] = json.loads((own / "drafters" / f"row-{drafter}-{seed}.json").read_text())["lengths"]
+                row["lengths"] = decoded(options, own, family, drafter, seed)
             rows.append(row)
     for row in rows:
         # Of a Llama that has the same loss, between those of the same seed.

@@ -71,7 +71,7 @@ def test_graphs_give_the_same_tokens(gpu: str, kind: str, shape: TreeShape | Non
     target = target_on(gpu)
     expected = plain(target)
     target.use_static_calls(32)
-    drafter: Any = build(name, build_model(num_hidden_layers=2), **settings).to(gpu)
+    drafter: Any = build(name, build_model(num_hidden_layers=4), **settings).to(gpu)
     proposer = DrafterProposer(target, drafter) if shape else None
     for prompts, wanted in ((PROMPTS[:1], expected[:1]), (PROMPTS, expected), (PROMPTS[:1], expected[:1])):
         found = generate_batch(target, prompts, max_new_tokens=N_NEW, proposer=proposer, tree=shape)
