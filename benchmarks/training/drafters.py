@@ -43,6 +43,10 @@ PAPER = MOA | PRESETS["paper"]["drafter"] | {"self_attention_mlp_width": 278, "c
 BOTH_PASSES = {"teacher_forced_weight": 1.0}
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("EAGLE-2", {"drafter": "eagle", "self_attention_mlp_width": 1024}),
+    "eagle-published": (
+        "EAGLE-2 as published",
+        {"drafter": "eagle", "self_attention_mlp_width": 1024, "eagle_embedding_scale": 1.0},
+    ),
     "eagle3": (
         "EAGLE-3",
         {"drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024, "self_attention_mlp_width": 363},

@@ -9,13 +9,17 @@ Hidden states are the target's AFTER its final norm, what transformers gives as 
 ``hidden/last``: the LM head turns them, and the features that stand for them, into logits with no norm in between. The
 official code has the same convention (``train/eagle.py``).
 
+Embeddings are some fifty times smaller than these, and a drafter learns late to read them; so they are scaled first,
+which the published drafter lacks and which a linear layer with other weights does as well: exports have it in these.
+
 Slot t of the drafter's cache is made from the hidden state of position t and the token at t+1, and its RoPE position is
 t. In slots before the root's the hidden states are the target's own; after it they are the drafter's, and each round
 computes those of accepted tokens again.
 """
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -154,6 +158,12 @@ class EagleSizes(LayerSizes):
     """The first layer has a norm before its attention, as in the MoA authors' EAGLE; the EAGLE authors' has none."""
     eagle_fc_bias: bool = False
     """The linear layer that joins token and hidden state has a bias, as in some of the EAGLE authors' checkpoints."""
+    eagle_embedding_scale: float = 1.0
+    """What embeddings are multiplied with there, 1 as published; 0 until a new drafter has met its target."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_fit((self.eagle_embedding_scale < 0, "eagle_embedding_scale must not be negative"))
 
 
 class EagleDrafter(FeatureDrafter):
@@ -170,7 +180,21 @@ class EagleDrafter(FeatureDrafter):
         self.rotary = config.rotary()
 
     @override
+    def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
+        """Choose a scale that brings embeddings to the size of hidden states, whose root mean square is about 1.
+
+        A power of two, by which an export multiplies weights exactly.
+        """
+        if self.config.eagle_embedding_scale == 0:
+            parts = torch.arange(self.config.vocab_size, device=frozen.lm_head_weight.device).split(1 << 13)
+            square = sum(float(frozen.embed(tokens).double().square().sum()) for tokens in parts)
+            size = math.sqrt(square / (self.config.vocab_size * self.config.hidden_size))
+            self.config = replace(self.config, eagle_embedding_scale=2.0 ** -round(math.log2(size)))
+
+    @override
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        if (scale := self.config.eagle_embedding_scale) != 1:
+            embeddings = embeddings * scale
         joined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
         return joined.to(embeddings.dtype)  # under autocast the residual stream keeps its precision
 

@@ -45,8 +45,16 @@ def _renumbered(name: str, shift: int) -> str:
     return re.sub(r"^layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + shift}.", name)
 
 
+def _scaled(weights: Weights, scale: float) -> Weights:
+    """Multiply the weights that embeddings meet, exactly where the scale is a power of two."""
+    joining = weights["fc.weight"].clone()
+    joining[:, : joining.shape[1] // 2] *= scale
+    return weights | {"fc.weight": joining}
+
+
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
     """Insert a first layer that returns its input, where the drafter's own first layer has a norm."""
+    weights = _scaled(weights, sizes.eagle_embedding_scale)
     packed = {_renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()}
     if sizes.eagle_input_norm:
         for name, value in weights.items():
@@ -59,7 +67,7 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 
 
 def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
-    own = dict(weights)
+    own = _scaled(weights, 1 / sizes.eagle_embedding_scale)
     if not sizes.eagle_fc_bias and "fc.bias" in own and own.pop("fc.bias").any():
         raise DrafterError("fc.bias is not zero, as it has to be for a drafter without one; export it again.")
     if not sizes.eagle_input_norm:
@@ -171,6 +179,8 @@ MOA_EAGLE = Layout(
         f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"
     ],
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
+    pack=lambda weights, sizes: _scaled(weights, sizes.eagle_embedding_scale),
+    unpack=lambda weights, sizes: _scaled(weights, 1 / sizes.eagle_embedding_scale),
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,

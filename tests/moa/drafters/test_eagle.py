@@ -25,6 +25,26 @@ class TestTwoLayers(DrafterContract):
     sizes = {"eagle_layers": 2, "self_attention_kv_heads": 1}
 
 
+def test_embeddings_are_scaled_to_the_size_of_hidden_states() -> None:
+    """Only where nothing else was said; and a scale is the same as so many times the weights that embeddings meet."""
+    model = build_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0.0, 0.03)
+    frozen, drafter, plain = (
+        FrozenTarget.from_model(model),
+        build_eagle(model, eagle_embedding_scale=0.0),
+        build_eagle(model),
+    )
+    assert drafter.config.eagle_embedding_scale == 32.0  # 1 / 0.03 is 33.3
+    assert plain.config.eagle_embedding_scale == 1.0
+    embeddings, hidden = frozen.embed(torch.arange(9)), torch.randn(9, model.config.hidden_size)
+    with torch.no_grad():
+        plain.fc.weight[:, : model.config.hidden_size] *= 32.0
+    assert torch.equal(drafter.join(embeddings, hidden), plain.join(embeddings, hidden))
+    with pytest.raises(DrafterError, match="eagle_embedding_scale must not be negative"):
+        build_eagle(model, eagle_embedding_scale=-1.0)
+
+
 def test_loss_lies_on_the_response_alone() -> None:
     model = build_model()
     frozen, drafter = FrozenTarget.from_model(model), build_eagle(model)

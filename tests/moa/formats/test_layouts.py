@@ -102,6 +102,7 @@ TWO_LAYERS: dict[str, Any] = {"eagle_layers": 2, "self_attention_kv_heads": 1, "
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in LAYOUTS if name != "llama"),
     *((name, TWO_LAYERS) for name in ENGINES),
+    *((name, {"eagle_embedding_scale": 32.0}) for name in (*ENGINES, "moa-eagle")),
     ("eagle3", {"fused_layers": (0, 1, 3), "fc_norm": True, "norm_output": True}),
     ("eagle3", {"fused_layers": (0, 1, 3), "norm_before_fc": True, "norm_before_residual": True}),
     ("moa", {"n_target_layers": 2}),
