@@ -8,12 +8,13 @@ there contiguously. Reading and decoding run outside Python's interpreter lock.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from threading import get_ident
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +115,7 @@ class PartShards:
     ) -> None:
         self._folder, self._n_parts, self._commits = store / PARTS_NAME, manifest.n_parts, commits
         self._longest_part = max((commit.allocated_tokens for commit in commits.values()), default=0)
-        self.n_bytes_read = 0
+        self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
         self._grids: dict[str, tuple[StoredArray, ArrayGrid]] = {}
         # Not of a method, which would keep this object, and with it all open files, until the garbage is collected.
         self._open = lru_cache(MAX_SHARDS)(partial(_open, self._folder, commits, self._grids, cache))
@@ -130,6 +131,15 @@ class PartShards:
         """Return the shard of that number, its index read and checked."""
         self.grid(array)
         return self._open(part, array.name, number)
+
+    @property
+    def n_bytes_read(self) -> int:
+        """Stored bytes of all chunks that the calling thread has read so far."""
+        return self._n_bytes_by_thread[get_ident()]
+
+    def count_bytes(self, n_bytes: int) -> None:
+        """Add to what the calling thread has read."""
+        self._n_bytes_by_thread[get_ident()] += n_bytes
 
     def close(self) -> None:
         """Close all files; asking for a shard opens it again."""
@@ -216,7 +226,7 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([partial(_decode, read) for read in window], n_threads)
-            shards.n_bytes_read += sum(read.n_bytes for read in window)
+            shards.count_bytes(sum(read.n_bytes for read in window))
 
 
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:

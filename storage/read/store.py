@@ -157,7 +157,7 @@ class ActivationStore:
 
     @property
     def n_bytes_read(self) -> int:
-        """Stored bytes of all chunks that were read so far (about, where threads read at the same time)."""
+        """Stored bytes of all chunks that the calling thread has read so far."""
         return self._shards.n_bytes_read
 
     def refuse_groups(self, what: str) -> None:
