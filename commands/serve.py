@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from ..errors import Interrupted
@@ -36,7 +37,7 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
-    from ..machine import keep_freed_memory
+    from ..machine import keep_freed_memory, use_huge_pages
     from ..serving.grpc import Identities
     from ..serving.metrics import JsonLines
     from ..serving.run import ServerRun, check_tls, raise_file_limit
@@ -58,6 +59,8 @@ def serve(config: ServeConfig) -> None:
     logging.getLogger("moa_data").setLevel(logging.INFO)
     raise_file_limit()
     keep_freed_memory()
+    if target.device.type == "cpu":
+        threading.Thread(target=use_huge_pages, daemon=True).start()  # which need not wait for it
 
     def on_ready(http: str, grpc: str | None) -> None:
         names = ", ".join(drafters) or "none"

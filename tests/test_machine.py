@@ -1,5 +1,7 @@
 """Free memory is what the machine and the limits of every control group around the process leave."""
 
+import mmap
+import platform
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,20 @@ def test_the_first_process(monkeypatch: pytest.MonkeyPatch, environment: dict[st
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert machine.is_first_process() == is_first
+
+
+def test_large_blocks_get_huge_pages_and_keep_their_bytes() -> None:
+    enabled, status = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/self/smaps_rollup")
+    block = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE)
+    block.write(text := bytes(range(256)) * (8 << 12))
+
+    def huge_kib() -> int:
+        return int(status.read_text().partition("AnonHugePages:")[2].split()[0])
+
+    has_them = enabled.exists() and "[never]" not in enabled.read_text()
+    before = huge_kib() if has_them else 0
+    machine.use_huge_pages()
+    assert block[:] == text
+    if not has_them or tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
+        pytest.skip("this kernel has none, or none for what is there already")
+    assert huge_kib() > before

@@ -122,12 +122,13 @@ class PartsAttention:
     """Writes keys and values of a call to each part's own KV, and attends within each part."""
 
     def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
-        self._buffer, self._sizes = parts[0].kv.pool.buffer, [len(part.tokens) for part in parts]
+        self._planes, self._sizes = parts[0].kv.pool.planes, [len(part.tokens) for part in parts]
         positions = [part.positions() for part in parts]
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)  # [T] int64
         self._pending = _pending_slots(parts, device)
         self._parts: Sequence[Part] = parts
-        self._steps: dict[int, list[_Steps]] = {}  # by the number of query heads, in which layers may differ
+        # By the number of query heads, in which layers may differ; empty where they are of no use.
+        self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
             for window in set(windows)
@@ -150,17 +151,16 @@ class PartsAttention:
         n_kv_heads, width, value_width = k.shape[1], k.shape[3], v.shape[3]
         if value_width < width:
             v = pad(v, (0, width - value_width))
-        kv = self._buffer[:, layer]  # [2, H_kv, slots, d]
-        is_whole = kv.shape[1] == n_kv_heads and kv.shape[3] == width  # else other layers have more, or wider ones
-        if not is_whole:
-            kv = kv[:, :n_kv_heads, :, :width]
-        kv[0].index_copy_(1, self._pending, k[0])
-        kv[1].index_copy_(1, self._pending, v[0])
+        planes = self._planes[layer]
+        n_planes, _, most = planes[0].shape
+        is_whole = n_planes == n_kv_heads and most == width  # else other layers have more, or wider ones
+        for plane, new in zip(planes, (k, v), strict=True):
+            (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(1, self._pending, new[0])
         if self._are_steps and is_plain and is_whole and value_width == width:
-            if _takes_steps(self._parts, q):
-                if (n_heads := q.shape[1]) not in self._steps:
-                    self._steps[n_heads] = _Steps.of(self._parts, n_heads)
-                return _Steps.attend_all(self._steps[n_heads], layer, q)
+            if (steps := self._steps.get(q.shape[1])) is None:
+                steps = self._steps[q.shape[1]] = _Steps.of(self._parts, q)
+            if steps:
+                return _Steps.attend_all(steps, layer, q)
             # The heads of a group are queries of one head, and nothing is hidden from them.
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)  # of each part [1, H_kv, G, d]
             own = [
@@ -200,16 +200,24 @@ class _Steps:
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(n_heads // n_kv_heads)
         self._places = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()  # [T * H * S], rows of [H_kv * slots]
         self._stops = torch.arange(0, len(self._places) + 1, len(columns))
-        self._shape = len(parts) * n_heads, len(columns)
-        added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)  # of what only fills the row
-        self._scores = torch.sparse_csr_tensor(
-            self._stops, self._places, added.repeat_interleave(n_heads, dim=0).flatten(),
-            (self._shape[0], n_kv_heads * n_slots), check_invariants=False,
+        added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)  # to what only fills the row
+        self._added = added.unsqueeze(1)
+        self._scores = torch.zeros(len(parts), n_heads, len(columns))  # of the layer at hand
+        self._sparse = torch.sparse_csr_tensor(
+            self._stops, self._places, self._scores.view(-1), (len(parts) * n_heads, n_kv_heads * n_slots),
+            check_invariants=False,
         )  # fmt: skip
 
     @classmethod
-    def of(cls, parts: Sequence[Part], n_heads: int) -> "list[_Steps]":
-        """Make them of all parts together, or of each where rows of a length would be mostly filling."""
+    def of(cls, parts: Sequence[Part], q: Tensor) -> "list[_Steps]":
+        """Make them of all parts together, or of each where rows of a length would be mostly filling; none if slower.
+
+        ``q``: queries [1, H, T, d] like those of the call.
+        """
+        n_heads, buffer = q.shape[1], parts[0].kv.pool.buffer
+        are_few = n_heads < _MANY_HEADS * buffer.shape[2]
+        if not (are_few and buffer.device.type == "cpu" and buffer.dtype == q.dtype == torch.float32 and _steps_work()):
+            return []
         n_seen = [part.start + 1 for part in parts]
         are_alike = len(parts) * max(n_seen) <= 2 * sum(n_seen)
         return [cls(parts, n_heads)] if are_alike else [cls([part], n_heads) for part in parts]
@@ -225,18 +233,15 @@ class _Steps:
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         keys, values = self._rows[layer]
-        scores = torch.sparse.sampled_addmm(self._scores, q.flatten(0, 1), keys.t(), alpha=q.shape[2] ** -0.5)
-        probability = scores.values().view(self._shape).softmax(dim=1).view(-1)
+        # In place, since copying the places of all scores takes longer than adding what hides some of them.
+        torch.sparse.sampled_addmm(
+            self._sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=self._sparse
+        )
+        probability = (self._scores + self._added).softmax(dim=2).view(-1)
         attended = torch.embedding_bag(
             values, self._places, self._stops, per_sample_weights=probability, include_last_offset=True
         )[0]
         return attended.view(q.shape)
-
-
-def _takes_steps(parts: Sequence[Part], q: Tensor) -> bool:
-    buffer = parts[0].kv.pool.buffer
-    are_few = q.shape[1] < _MANY_HEADS * buffer.shape[2]
-    return are_few and buffer.device.type == "cpu" and buffer.dtype == q.dtype == torch.float32 and _steps_work()
 
 
 @functools.cache

@@ -62,9 +62,14 @@ class Pool:
 
     @functools.cached_property
     def rows(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and the values of each layer, [H_kv * S, d]: those of all slots of a head follow each other."""
+        """The keys [d, H_kv * S] and the values [H_kv * S, d] of each layer; those of a head follow each other."""
         keys, values = self.buffer.flatten(2, 3)
-        return list(zip(keys, values, strict=True))
+        return list(zip(keys.transpose(1, 2), values, strict=True))
+
+    @functools.cached_property
+    def planes(self) -> list[tuple[Tensor, Tensor]]:
+        """The keys and the values of each layer, [H_kv, S, d]."""
+        return list(zip(*self.buffer, strict=True))
 
     @property
     def n_used(self) -> int:
