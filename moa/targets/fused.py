@@ -1,15 +1,15 @@
 """Decoder layers like Llama's in fewer operations, for decoding on a CPU.
 
 Calls of a few tokens spend as long between the products as in them. So the products before attention are one, those of
-a gate and what it gates too, norms lend them their weights, residuals are added with a product, and queries and keys are
-rotated together. That is done in float32 alone: elsewhere results would be rounded in other places than the model
+a gate and what it gates too, norms lend them their weights, residuals are added with a product, and queries and keys
+are rotated together. That is done in float32 alone: elsewhere results would be rounded in other places than the model
 rounds them.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim, D = (H + 2 * H_kv) * d.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +31,29 @@ _ATTENTION: Any = AttentionInterface()
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
+Product = tuple[Tensor, Tensor | None]
+"""A laid out weight and a bias."""
+
+
+Weights = tuple[tuple[Tensor, Tensor], tuple[Product, Product, Product, Product]]
+"""Of a layer: what :func:`before_attention` and :func:`after_attention` take as floors, and their products."""
+RunLayers = Callable[[Tensor, Tensor, Tensor, list[Weights]], list[Tensor]]
+"""Takes x [B, n, E], cosines and sines [B or 1, n, 1, d], and weights; returns the output [B, n, E] of each layer."""
+
+
 @dataclass
 class _Joined:
     """A layer's products, some of them as one."""
 
-    products: list[tuple[Tensor, Tensor | None]]  # laid out weight and bias, of _JOINED and _PRODUCTS
+    products: tuple[Product, Product, Product, Product]  # of _JOINED and _PRODUCTS
     weights: list[Tensor]  # of the whole layer
     states: list[tuple[int, int]]  # of the weights, when they were joined
     # What else the layer computes with, since asking modules for it takes as long as a small operation.
     attention: Any
     n_kv_heads: int
-    floors: list[Tensor]  # what is below a root of the squares' sum, of _NORMS; their weights are in the products
+    floors: tuple[
+        Tensor, Tensor
+    ]  # what is below a root of the squares' sum, of _NORMS; their weights are in the products
 
     def is_current(self) -> bool:
         """Whether the weights are what they were."""
@@ -99,6 +111,12 @@ class FusedBody:
         body: Any = text_model(model)
         self._embed, self._rotary, self._norm = body.get_input_embeddings(), body.rotary_emb, body.norm
         self._layers: list[_Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
+        own = {(one.n_kv_heads, one.attention.head_dim, one.attention.scaling) for one in self._layers}
+        self.heads = own.pop() if len(own) == 1 else None  # H_kv, d and the scale of scores, if of all layers
+        self._weights = [(joined.floors, joined.products) for joined in self._layers]
+        width = self._norm.weight.numel()
+        self._floor = torch.tensor((width * self._norm.variance_epsilon) ** 0.5)
+        self._scale = self._norm.weight * width**0.5
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
@@ -120,22 +138,26 @@ class FusedBody:
         positions: Tensor,
         watched_layers: Sequence[int] = (),
         wanted: Tensor | None = None,
+        run_layers: RunLayers | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run tokens [B, n] at positions [B, n]: hidden states [B, n, E], and the outputs of watched layers.
 
-        ``wanted``, [m] int64: tokens of which alone hidden states [B, m, E] are given; the last layer must be no
-        watched one.
+        Args:
+            wanted: [m] int64, tokens of which alone hidden states [B, m, E] are given; the last layer must be no
+                watched one.
+            run_layers: computes all layers in place of the attention function; see :data:`RunLayers`.
         """
         x, outputs = self._embed(tokens), {}
         rotation = _rotation(*self._rotary(x, position_ids=positions))
-        attend = _ATTENTION[self._layers[0].attention.config._attn_implementation]
-        for index, joined in enumerate(self._layers):
-            own = wanted if index == len(self._layers) - 1 else None
-            x = _forward(joined, x, rotation, wanted=own, attend=attend, **kwargs)
+        if run_layers is not None:
+            every = run_layers(x, *rotation, self._weights)
+            x, outputs = every[-1], {index: every[index] for index in watched_layers}
+        for index, joined in enumerate(self._layers if run_layers is None else ()):
+            x = _forward(joined, x, rotation, wanted=wanted if index == len(self._layers) - 1 else None, **kwargs)
             if index in watched_layers:
                 outputs[index] = x
-        return F.rms_norm(x, x.shape[-1:], self._norm.weight, self._norm.variance_epsilon), outputs
+        return _unit(x, self._floor) * self._scale, outputs
 
 
 @torch.inference_mode()
@@ -164,9 +186,11 @@ def _join(layer: Any) -> _Joined | None:
         for group, (weight, _) in zip(joined, norms, strict=True)
     ]
     laid += [(one.packed, one.bias) for one in products]
+    before, gates, o, down = laid
     weights = [one.weight for one in itertools.chain(*joined, products)] + [weight for weight, _ in norms]
-    floors = [torch.tensor((width * epsilon) ** 0.5) for _, epsilon in norms]
-    return _Joined(laid, weights, [state_of(weight) for weight in weights], layer.self_attn, n_kv_heads, floors)
+    first, second = (torch.tensor((width * epsilon) ** 0.5) for _, epsilon in norms)
+    states = [state_of(weight) for weight in weights]
+    return _Joined((before, gates, o, down), weights, states, layer.self_attn, n_kv_heads, (first, second))
 
 
 @torch.inference_mode()
@@ -201,25 +225,38 @@ def _forward(
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
     wanted: Tensor | None = None,  # [m] int64, tokens whose output is needed; of others keys and values alone are
-    attend: Any = None,  # the attention function, if it is known
     **kwargs: Any,
 ) -> Tensor:
     attention, n_kv_heads, (first, second) = joined.attention, joined.n_kv_heads, joined.floors
     before, gates, o, down = joined.products
-    head_dim, (cosines, sines) = attention.head_dim, position_embeddings
-    heads = product(_unit(x, first), *before).unflatten(-1, (-1, head_dim))
-    rotated, v = heads[:, :, :-n_kv_heads], heads[:, :, -n_kv_heads:].transpose(1, 2)
-    rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(1, 2)
-    q, k = rotated[:, :-n_kv_heads], rotated[:, -n_kv_heads:]
+    q, k, v = before_attention(x, first, before, *position_embeddings, n_kv_heads, attention.head_dim)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
-    attend = attend or _ATTENTION[attention.config._attn_implementation]
+    attend = _ATTENTION[attention.config._attn_implementation]
     attended, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
     attended = attended.reshape(*x.shape[:-1], -1)
     if wanted is not None:
         attended, x = attended.index_select(1, wanted), x.index_select(1, wanted)
+    return after_attention(attended, x, second, gates, o, down)
+
+
+# TorchScript compiles these too (serving/engine/steps.py), so they keep to what it knows.
+
+
+def before_attention(
+    x: Tensor, floor: Tensor, joined: Product, cosines: Tensor, sines: Tensor, n_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make rotated queries [B, H, n, d], rotated keys and values [B, H_kv, n, d] of a layer's input [B, n, E]."""
+    heads = product(_unit(x, floor), *joined).unflatten(-1, (-1, head_dim))
+    rotated, v = heads[:, :, :-n_kv_heads], heads[:, :, -n_kv_heads:].transpose(1, 2)
+    rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(1, 2)
+    return rotated[:, :-n_kv_heads], rotated[:, -n_kv_heads:], v
+
+
+def after_attention(attended: Tensor, x: Tensor, floor: Tensor, gates: Product, o: Product, down: Product) -> Tensor:
+    """Compute the rest of a layer, of what was attended [B, n, H * d] and the layer's input [B, n, E]."""
     x = _added(attended, x, *o)
-    gate, up = product(_unit(x, second), *gates).chunk(2, dim=-1)
+    gate, up = product(_unit(x, floor), *gates).chunk(2, dim=-1)
     return _added(F.silu(gate).mul_(up), x, *down)
 
 
@@ -231,5 +268,5 @@ def _unit(x: Tensor, floor: Tensor) -> Tensor:
 
 def _added(x: Tensor, other: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by a laid out weight, and add the result to another tensor."""
-    result: Tensor = OPERATIONS._linear_pointwise.binary(x, other, packed, bias, "add")
+    result: Tensor = OPERATIONS._linear_pointwise(x, other, packed, bias, "add")
     return result

@@ -29,8 +29,11 @@ from transformers import AttentionInterface
 from ...moa.nn import masks
 from ...moa.nn.attention import attend, attend_plainly
 from ...moa.nn.masks import to_device
+from ...moa.targets.fused import RunLayers
 from ...text import first_line
 from .pool import BLOCK_TOKENS, Pool, PooledKV
+from .steps import Rows, attend_rows
+from .steps import compiled as steps_compiled
 
 try:
     from torch.nn.attention import varlen
@@ -138,6 +141,19 @@ class PartsAttention:
             mask is None for own in by_window.values() for mask in own
         )
 
+    def run_layers(self, n_heads: int, n_kv_heads: int, head_dim: int, scale: float) -> RunLayers | None:
+        """Return what runs all layers of such heads in one call, if all parts are steps that are rows alike."""
+        n_planes, _, most = self._planes[0][0].shape
+        if not self._are_steps or (n_planes, most, most**-0.5) != (n_kv_heads, head_dim, scale):
+            return None
+        steps = self._steps_of(n_heads, self._planes[0][0].dtype)
+        return functools.partial(steps[0].run_layers, self._pending) if len(steps) == 1 and steps_compiled() else None
+
+    def _steps_of(self, n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
+        if n_heads not in self._steps:
+            self._steps[n_heads] = _Steps.of(self._parts, n_heads, dtype)
+        return self._steps[n_heads]
+
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
         """Of each layer, what each part sees: keys and values, [1, H_kv, S, d]."""
@@ -157,9 +173,7 @@ class PartsAttention:
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(1, self._pending, new[0])
         if self._are_steps and is_plain and is_whole and value_width == width:
-            if (steps := self._steps.get(q.shape[1])) is None:
-                steps = self._steps[q.shape[1]] = _Steps.of(self._parts, q)
-            if steps:
+            if steps := self._steps_of(q.shape[1], q.dtype):
                 return _Steps.attend_all(steps, layer, q)
             # The heads of a group are queries of one head, and nothing is hidden from them.
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)  # of each part [1, H_kv, G, d]
@@ -192,31 +206,30 @@ class _Steps:
 
     def __init__(self, parts: Sequence[Part], n_heads: int) -> None:
         pool = parts[0].kv.pool
-        self._parts, self._rows, (n_kv_heads, n_slots) = parts, pool.rows, pool.buffer.shape[2:4]
+        self._parts, self._pool, (n_kv_heads, n_slots) = parts, pool, pool.buffer.shape[2:4]
         starts = [part.start for part in parts]
         lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)  # [T, 1]
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
         slots = torch.minimum(columns, lasts).add_(firsts)  # [T, S]
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(n_heads // n_kv_heads)
-        self._places = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()  # [T * H * S], rows of [H_kv * slots]
-        self._stops = torch.arange(0, len(self._places) + 1, len(columns))
+        places = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()  # [T * H * S], rows of [H_kv * slots]
+        stops = torch.arange(0, len(places) + 1, len(columns))
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)  # to what only fills the row
-        self._added = added.unsqueeze(1)
-        self._scores = torch.zeros(len(parts), n_heads, len(columns))  # of the layer at hand
-        self._sparse = torch.sparse_csr_tensor(
-            self._stops, self._places, self._scores.view(-1), (len(parts) * n_heads, n_kv_heads * n_slots),
-            check_invariants=False,
-        )  # fmt: skip
+        scores = torch.zeros(len(parts), n_heads, len(columns))  # of the layer at hand
+        sparse = torch.sparse_csr_tensor(
+            stops, places, scores.view(-1), (len(parts) * n_heads, n_kv_heads * n_slots), check_invariants=False
+        )
+        self._rows: Rows = scores, sparse, added.unsqueeze(1), places, stops
 
     @classmethod
-    def of(cls, parts: Sequence[Part], q: Tensor) -> "list[_Steps]":
-        """Make them of all parts together, or of each where rows of a length would be mostly filling; none if slower.
+    def of(cls, parts: Sequence[Part], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
+        """Make them of all parts together, or of each where rows of a length would be mostly filling.
 
-        ``q``: queries [1, H, T, d] like those of the call.
+        None at all where other ways are faster, or the products at single places are not there.
         """
-        n_heads, buffer = q.shape[1], parts[0].kv.pool.buffer
+        buffer = parts[0].kv.pool.buffer
         are_few = n_heads < _MANY_HEADS * buffer.shape[2]
-        if not (are_few and buffer.device.type == "cpu" and buffer.dtype == q.dtype == torch.float32 and _steps_work()):
+        if not (are_few and buffer.device.type == "cpu" and buffer.dtype == dtype == torch.float32 and _steps_work()):
             return []
         n_seen = [part.start + 1 for part in parts]
         are_alike = len(parts) * max(n_seen) <= 2 * sum(n_seen)
@@ -231,17 +244,15 @@ class _Steps:
         rows = queries.split([len(one._parts) for one in steps])
         return torch.cat([one._attend(layer, row) for one, row in zip(steps, rows, strict=True)])[None]
 
-    def _attend(self, layer: int, q: Tensor) -> Tensor:
-        keys, values = self._rows[layer]
-        # In place, since copying the places of all scores takes longer than adding what hides some of them.
-        torch.sparse.sampled_addmm(
-            self._sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=self._sparse
+    def run_layers(self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any) -> list[Tensor]:
+        """Run all layers of a target, as :data:`.fused.RunLayers` says; ``pending``, [T]: the tokens' slots."""
+        outputs: list[Tensor] = steps_compiled()(
+            x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows
         )
-        probability = (self._scores + self._added).softmax(dim=2).view(-1)
-        attended = torch.embedding_bag(
-            values, self._places, self._stops, per_sample_weights=probability, include_last_offset=True
-        )[0]
-        return attended.view(q.shape)
+        return outputs
+
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
+        return attend_rows(q, *self._pool.rows[layer], self._rows).view(q.shape)
 
 
 @functools.cache

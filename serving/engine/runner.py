@@ -29,6 +29,7 @@ from ...moa.nn.masks import to_device
 from ...moa.targets.families import family_of, layer_windows, text_model
 from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
+from ..post import wake
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
 
 # Multiplications of a mean linear layer that are shared among cores: some 0.3 ms of one.
@@ -91,6 +92,7 @@ class Runner:
         n_wanted = [1 + len(part.parents) if part.is_read else 0 for part in parts]
         stops = itertools.accumulate(sizes)
         wanted = [index for n, stop in zip(n_wanted, stops, strict=True) for index in range(stop - n, stop)]
+        wake()  # event loops can work now: until the end of the call this thread hardly needs the interpreter
         if self._fused is not None and not needs_hidden and not watched_layers and len(wanted) < sum(sizes):
             # Of most tokens of a prompt the last layer gives keys and values alone. No product takes no rows.
             positions, rows = attention.positions[None], to_device(wanted or [0], self._device)
@@ -99,7 +101,7 @@ class Runner:
         else:
             hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
             by_part = hidden.split(sizes)
-            together = torch.cat([own[len(own) - n :] for own, n in zip(by_part, n_wanted, strict=True)])
+            together = hidden if len(wanted) == len(hidden) else hidden[wanted]
         together = self._logits(self._head, together)
         logits = together.split(n_wanted)
         best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
@@ -118,7 +120,12 @@ class Runner:
         """Run tokens [1, T]: hidden states [T, E], and the outputs of watched layers [1, T, E]."""
         positions = attention.positions[None]
         if self._fused is not None:
-            hidden, outputs = self._fused(tokens, positions, watched_layers, parts_attention=attention)
+            run_layers = None
+            if self._fused.heads is not None and isinstance(attention, PartsAttention):
+                run_layers = attention.run_layers(self._n_heads, *self._fused.heads)
+            hidden, outputs = self._fused(
+                tokens, positions, watched_layers, run_layers=run_layers, parts_attention=attention
+            )
             return hidden[0], outputs
         with layer_outputs(self._model, watched_layers) as outputs:
             own = {"use_cache": False, "parts_attention": attention}

@@ -1,0 +1,63 @@
+"""Plain steps through all layers at once give what each layer by itself gives."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.nn import packed
+from moa_data.moa.targets.live import Target
+from moa_data.serving.engine import attention, steps
+from moa_data.serving.engine.attention import Part
+from moa_data.serving.engine.pool import BLOCK_TOKENS, Pool, PooledKV
+from moa_data.serving.engine.runner import Output, Runner
+from moa_data.tests.kit.models import build_model
+
+
+def stepped(family: str, lengths: list[int]) -> tuple[list[Output], torch.Tensor]:
+    """Run one token of each text: the outputs, with those of two layers, and what the pool holds."""
+    target, generator = Target(build_model(family)), torch.Generator().manual_seed(0)
+    pool = Pool(16 * BLOCK_TOKENS, target.sizes, torch.float32, target.device)
+    pool.buffer.fill_(torch.nan)
+    for length in lengths:
+        pool.reserve(kv := PooledKV(pool), 1 + length // BLOCK_TOKENS)
+        kv.length = length
+    for kv in pool._held:
+        kv.view(0, kv.length).normal_(generator=generator)
+    with torch.inference_mode():
+        return Runner(target).run([Part(kv, [7 + kv.length % 30]) for kv in pool._held], (0, 2)), pool.buffer
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("lengths", [[40], [30, 0, 31, 32, 33], [1, 2, 3, 90]], ids=str)
+def test_all_layers_at_once_are_layer_by_layer(
+    family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed._works(torch.float32):
+        pytest.skip("this machine gains nothing by the layout")
+    monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
+    calls, compiled = list[int](), steps.compiled()
+    assert compiled is not None
+
+    def counted(*given: Any) -> Any:
+        calls.append(len(given))
+        return compiled(*given)
+
+    monkeypatch.setattr(attention, "steps_compiled", lambda: counted)
+    found, held = stepped(family, lengths)
+    # Layers of qwen3 have another form, and texts of unlike lengths are rows of their own.
+    assert bool(calls) == (family != "qwen3" and lengths != [1, 2, 3, 90])
+    monkeypatch.setattr(attention, "steps_compiled", lambda: None)
+    expected, expected_held = stepped(family, lengths)
+    torch.testing.assert_close(held, expected_held, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for own, other in zip(found, expected, strict=True):
+        assert own.best == other.best
+        torch.testing.assert_close(own.logits, other.logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close([own.hidden, *own.layers.values()], [other.hidden, *other.layers.values()])
+
+
+def test_a_build_without_torchscript_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.jit, "script")
+    steps.compiled.cache_clear()
+    assert steps.compiled() is None
+    steps.compiled.cache_clear()
