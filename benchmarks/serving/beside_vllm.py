@@ -1,17 +1,20 @@
 """Serves the same prompts with ``moa-data serve`` and with vLLM on this machine's CPU, in turns.
 
-Both servers run all the time; streams of greedy tokens go to one at once, then to the other, and the one that came
-first comes second in the next turn. ``--vllm`` names the Python of an environment with vLLM's build for CPUs (``make
-test-engines`` makes one). ::
+The servers are ours with each number of ``--threads``, vLLM as it is (it compiles the model) and eager. Streams of
+greedy tokens go to one at once, then to the next, while the others are stopped; a round is a turn of each, and no side
+always follows the same one. Ratios are of turns of a round. ``--vllm`` names the Python of an environment with vLLM's
+build for CPUs (``make test-engines`` makes one). ::
 
     python -m benchmarks.serving.beside_vllm --model MODEL --prompts CHATS --vllm PYTHON [--streams 8]
-        [--threads 1] [--eager]                                    vLLM does not compile the model
+        [--threads 1 2] [--vllm-threads 0]                         0: as many as vLLM takes by itself
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import operator
 import os
 import signal
 import socket
@@ -25,13 +28,12 @@ from typing import Any
 
 import httpx2 as httpx
 
-from benchmarks.kit.harness import quartiles, run
+from benchmarks.kit.harness import medians, quartiles, run
 from moa_data.evaluation.prompts import load_prompts
 
+NAME = "target"
 STARTS_S = 400
-# Before each turn. For about a second after its last answer vLLM's engine asks again and again for more work, on a core
-# that the other side would lack.
-RESTS_S = 2.0
+RESTS_S = 2.0  # before each turn
 
 
 @contextlib.contextmanager
@@ -39,8 +41,9 @@ def server(words: list[str], threads: int, log: Path) -> Iterator[tuple[str, int
     """Run a server with a ``--port`` of its own until it is not needed any more: its address and process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    own = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if threads:
+        own |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("w") as file:
         process = subprocess.Popen(
             [*words, "--port", str(port)], env=os.environ | own, stdout=file, stderr=file, start_new_session=True
@@ -56,7 +59,8 @@ def server(words: list[str], threads: int, log: Path) -> Iterator[tuple[str, int
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            os.killpg(process.pid, number)
         process.wait(60)
 
 
@@ -89,9 +93,9 @@ async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, 
     return text, n_tokens, first
 
 
-async def turn(address: str, model: str, questions: list[str], n_tokens: int) -> tuple[list[str], int, float, float]:
+async def turn(address: str, questions: list[str], n_tokens: int) -> tuple[list[str], int, float, float]:
     """Ask all at once: the texts, tokens, seconds, and the median seconds to a first piece."""
-    settings = {"model": model, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    settings = {"model": NAME, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     settings["stream_options"] = {"include_usage": True}
     async with httpx.AsyncClient(base_url=address, timeout=600) as client:
         began = time.perf_counter()
@@ -103,48 +107,64 @@ async def turn(address: str, model: str, questions: list[str], n_tokens: int) ->
     return list(texts), sum(counts), seconds, statistics.median(firsts)
 
 
+def sides_of(options: argparse.Namespace) -> dict[str, tuple[list[str], int]]:
+    """Name the sides, ours first: the command of each, and its threads."""
+    model = ["--model", str(options.model)]
+    ours = [sys.executable, "-m", "moa_data", "serve", *model, "--name", NAME, "--device", "cpu", "--grpc-port", "0"]
+    theirs = [str(options.vllm), "-m", "vllm.entrypoints.openai.api_server", *model, "--served-model-name", NAME]
+    theirs += ["--dtype", "float32", "--max-num-seqs", "16"]
+    sides = {f"moa-data, {threads}": (ours, threads) for threads in options.threads}
+    eager = [*theirs, "--enforce-eager"]
+    return sides | {"vllm": (theirs, options.vllm_threads), "vllm, eager": (eager, options.vllm_threads)}
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Take turns, after one of each that is not counted."""
-    questions = [
-        str(prompt.turns[0][-1]["content"]) for prompt in load_prompts(str(options.prompts), options.streams).prompts
-    ]
-    name = "target"
-    ours = [sys.executable, "-m", "moa_data", "serve", "--model", str(options.model), "--name", name]
-    ours += ["--device", "cpu"]
-    theirs = [str(options.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
-    theirs += ["--served-model-name", name, "--dtype", "float32", "--max-num-seqs", "16"]
-    theirs += ["--enforce-eager"] if options.eager else []  # else it compiles the model first
-    taken: dict[str, list[dict[str, float]]] = {"moa-data": [], "vllm": []}
-    texts: dict[str, list[str]] = {}
+    prompts = load_prompts(str(options.prompts), options.streams).prompts
+    questions = [str(prompt.turns[0][-1]["content"]) for prompt in prompts]
+    sides, texts = sides_of(options), dict[str, list[str]]()
+    turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with contextlib.ExitStack() as stack:
-        sides = {
-            side: stack.enter_context(server(words, options.threads, options.logs / f"{side}.log"))
-            for side, words in (("vllm", theirs), ("moa-data", ours))
+        servers = {
+            side: stack.enter_context(server(words, threads, options.logs / f"{side.replace(', ', '-')}.log"))
+            for side, (words, threads) in sides.items()
         }
-        for repeat in range(options.repeats + 1):
-            for side in sorted(sides, reverse=bool(repeat % 2)):
-                address, pid = sides[side]
+        # For a second after its last answer vLLM asks again and again for more work, on a core that others would lack.
+        for _, pid in servers.values():
+            os.killpg(pid, signal.SIGSTOP)
+        for number in range(options.repeats + 1):
+            first = number // 2 % len(sides)
+            order = [*sides][first:] + [*sides][:first]
+            for side in reversed(order) if number % 2 else order:
+                address, pid = servers[side]
+                os.killpg(pid, signal.SIGCONT)
                 time.sleep(RESTS_S)
-                before = cpu_seconds(pid)
-                texts[side], n_tokens, seconds, first_s = asyncio.run(
-                    turn(address, name, questions, options.max_new_tokens)
-                )
-                if repeat:
-                    cpu_ms = 1e3 * (cpu_seconds(pid) - before) / n_tokens
-                    taken[side].append(
-                        {"tokens_per_s": n_tokens / seconds, "first_ms": 1e3 * first_s, "cpu_ms_per_token": cpu_ms}
-                    )
-    ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(*taken.values(), strict=True)]
-    figures: dict[str, Any] = {
-        side: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for side, runs in taken.items()
+                load, before = os.getloadavg()[0], cpu_seconds(pid)
+                texts[side], n_tokens, seconds, first_s = asyncio.run(turn(address, questions, options.max_new_tokens))
+                cpu_s = cpu_seconds(pid) - before
+                os.killpg(pid, signal.SIGSTOP)
+                turns[side].append(
+                    {
+                        "tokens_per_s": n_tokens / seconds, "first_ms": 1e3 * first_s,
+                        "cpu_ms_per_token": 1e3 * cpu_s / n_tokens, "load_before": load,
+                    }
+                )  # fmt: skip
+    speeds = {side: [one["tokens_per_s"] for one in own[1:]] for side, own in turns.items()}
+    ours, theirs = list(sides)[: len(options.threads)], list(sides)[len(options.threads) :]
+    pairs = [*itertools.product(ours, theirs), *((other, ours[0]) for other in ours[1:])]
+    return {
+        "medians": {side: medians(own[1:]) for side, own in turns.items()},
+        "ratios": {
+            f"{a} / {b}": quartiles([x / y for x, y in zip(speeds[a], speeds[b], strict=True)]) for a, b in pairs
+        },
+        "texts_equal": {side: sum(map(operator.eq, own, texts["vllm"])) for side, own in texts.items()},
+        "turns": turns,  # the first is not counted
     }
-    equal = sum(one == other for one, other in zip(*texts.values(), strict=True))
-    return {"figures": figures, "tokens_per_s_over_vllm": quartiles(ratios), "texts_equal": equal}
 
 
 if __name__ == "__main__":
     path = {"type": Path, "required": True}
     run(
-        "beside-vllm", measure, model=path, prompts=path, vllm=path, streams=8, max_new_tokens=128, repeats=5,
-        threads=1, logs={"type": Path, "default": Path()}, eager={"action": "store_true"},
+        "beside-vllm", measure, model=path, prompts=path, vllm=path, streams=8, max_new_tokens=128, repeats=11,
+        threads=[1, 2], vllm_threads=0, logs={"type": Path, "default": Path()},
     )  # fmt: skip
