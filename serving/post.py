@@ -1,12 +1,10 @@
 """Calls from the engine's thread to an event loop; those that come together wake it once.
 
 Each waking is a system call, during which the loop's thread takes the interpreter from the engine's: one a target call
-instead of one for each of its texts gives 4 % more tokens/s with eight streams of a small target. So the engine wakes
-the loop when the target computes, which needs no interpreter, and not before it has planned that call: another 5 %.
+instead of one for each of its texts gives 4 % more tokens/s with eight streams of a small target.
 """
 
 import asyncio
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 _WAITING: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Callable[[], Any]]] = WeakKeyDictionary()
-_LOCK, _OWN = threading.Lock(), threading.local()
+_LOCK = threading.Lock()
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
@@ -23,22 +21,8 @@ def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args
         waiting = _WAITING.setdefault(loop, [])
         waiting.append(functools.partial(function, *args))
         is_first = len(waiting) == 1
-    if is_first and not getattr(_OWN, "holds_back", False):
+    if is_first:
         loop.call_soon_threadsafe(_deliver, loop)
-
-
-def hold_back() -> None:
-    """Let the calls of this thread wait until it calls :func:`wake`."""
-    _OWN.holds_back = True
-
-
-def wake() -> None:
-    """Wake the loops for which calls wait."""
-    with _LOCK:
-        loops = list(_WAITING)
-    for loop in loops:
-        with contextlib.suppress(RuntimeError):  # it is closed
-            loop.call_soon_threadsafe(_deliver, loop)
 
 
 def _deliver(loop: asyncio.AbstractEventLoop) -> None:

@@ -37,7 +37,6 @@ from ...moa.targets.live import Target
 from ...moa.targets.proof import serving_problem
 from ...text import first_line
 from ..config import EngineOptions
-from ..post import hold_back, wake
 from .attention import Part
 from .pool import BLOCK_TOKENS, Pool, PooledKV
 from .runner import Runner
@@ -246,7 +245,6 @@ class Engine:
     # The thread that steps
 
     def _run(self) -> None:
-        hold_back()
         while not self._is_stopping:
             self._wake.clear()  # before the step: what is posted during it wakes the thread again
             try:
@@ -257,9 +255,7 @@ class Engine:
                     self._fail(sequence, error)
                 continue
             if is_done and not self._is_stopping:
-                wake()
                 self._wake.wait()
-        wake()
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -278,8 +274,6 @@ class Engine:
 
     def _serve(self, scheduled: list[Scheduled]) -> None:
         began = time.perf_counter()
-        if self._speculations:  # drafting would take as long as the call
-            wake()
         drafting = self._draft([one.sequence for one in scheduled])
         drafted = time.perf_counter()
         called = self._call(scheduled)

@@ -29,7 +29,6 @@ from ...moa.nn.masks import to_device
 from ...moa.targets.families import family_of, layer_windows, text_model
 from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
-from ..post import wake
 from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
 
 # Multiplications of a mean linear layer that are shared among cores: some 0.3 ms of one.
@@ -92,7 +91,6 @@ class Runner:
         n_wanted = [1 + len(part.parents) if part.is_read else 0 for part in parts]
         stops = itertools.accumulate(sizes)
         wanted = [index for n, stop in zip(n_wanted, stops, strict=True) for index in range(stop - n, stop)]
-        wake()  # event loops can work now: until the end of the call this thread hardly needs the interpreter
         if self._fused is not None and not needs_hidden and not watched_layers and len(wanted) < sum(sizes):
             # Of most tokens of a prompt the last layer gives keys and values alone. No product takes no rows.
             positions, rows = attention.positions[None], to_device(wanted or [0], self._device)
