@@ -115,7 +115,7 @@ def train_config(options: argparse.Namespace, name: str, rate: float, seed: int)
 
 def settings_given(changes: list[str]) -> dict[str, Any]:
     """The settings ``NAME=VALUE`` by their names."""
-    return {name: yaml.safe_load(value) for name, value in (one.split("=") for one in changes)}
+    return {name: yaml.safe_load(value) for name, value in (one.split("=", 1) for one in changes)}
 
 
 def chosen_rate(options: argparse.Namespace, name: str) -> tuple[float, dict[float, float]]:
