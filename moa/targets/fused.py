@@ -112,7 +112,8 @@ class FusedBody:
         self._embed, self._rotary, self._norm = body.get_input_embeddings(), body.rotary_emb, body.norm
         self._layers: list[_Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
         own = {(one.n_kv_heads, one.attention.head_dim, one.attention.scaling) for one in self._layers}
-        self.heads = own.pop() if len(own) == 1 else None  # H_kv, d and the scale of scores, if of all layers
+        is_alike = len({one.attention.o_proj.weight.shape for one in self._layers}) == 1  # in query heads too
+        self.heads = own.pop() if is_alike and len(own) == 1 else None  # H_kv, d, scale of scores, if of all layers
         self._weights = [(joined.floors, joined.products) for joined in self._layers]
         width = self._norm.weight.numel()
         self._floor = torch.tensor((width * self._norm.variance_epsilon) ** 0.5)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from moa_data.moa.nn import packed
 from moa_data.moa.targets.live import Target
@@ -54,6 +55,30 @@ def test_all_layers_at_once_are_layer_by_layer(
         assert own.best == other.best
         torch.testing.assert_close(own.logits, other.logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close([own.hidden, *own.layers.values()], [other.hidden, *other.layers.values()])
+
+
+def test_layers_of_unlike_query_heads_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the compiled function all layers have as many."""
+    if not packed._works(torch.float32):
+        pytest.skip("this machine gains nothing by the layout")
+    monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
+    model = build_model()
+    attention, width, head_dim = model.model.layers[1].self_attn, model.config.hidden_size, model.config.head_dim
+    n_wide = 2 * attention.q_proj.out_features
+    attention.q_proj, attention.o_proj = nn.Linear(width, n_wide, bias=False), nn.Linear(n_wide, width, bias=False)
+    attention.num_key_value_groups = n_wide // head_dim // model.config.num_key_value_heads
+    target = Target(model.requires_grad_(False))
+    tokens = list(range(4, 24))
+    expected = model(torch.tensor([tokens])).logits[0, -1]
+    runner, pool = Runner(target), Pool(8 * BLOCK_TOKENS, target.sizes, torch.float32, target.device)
+    pool.reserve(kv := PooledKV(pool), 1)
+    with torch.inference_mode():
+        runner.run([Part(kv, tokens[:-1])])
+        kv.length = len(tokens) - 1
+        (output,) = runner.run([Part(kv, tokens[-1:])])
+    assert runner._fused is not None
+    assert output.logits is not None
+    torch.testing.assert_close(output.logits[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_build_without_torchscript_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
