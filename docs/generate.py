@@ -13,7 +13,6 @@ from moa_data.commands.options import StageCommand, default_text, help_text, typ
 from moa_data.config import Config, Setting
 from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.moa.formats.checkpoint import LAYOUTS
-from moa_data.moa.formats.layout import EMBEDDINGS
 from moa_data.moa.targets.families import FAMILIES, OTHER, has_uniform_kv, rotates_as_llama
 from moa_data.pipeline.exchange.config import Format
 from moa_data.tests.kit.families import build_family
@@ -186,14 +185,15 @@ def family_row(name: str) -> str:
     config, proven = model and model.config, "as proven"
     is_alike, has_latents = model is None or has_uniform_kv(config), hasattr(config, "kv_lora_rank")
     is_scaled = hasattr(model and model.get_input_embeddings(), "embed_scale")
-    own = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if EMBEDDINGS in layout.needs)
+    own = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if layout.holds_embeddings)
+    own = own if is_scaled else "all but `moa`, `moa-vllm`" if not is_alike else "all"
     cells = (
         "no" if not family.keeps_kv else "yes" if is_alike else "by groups",
         proven if model is None else "no" if family.carries_state else "yes",
         proven if model is None else "no" if family.carries_state else "but for those" if has_latents else "yes",
         "yes" if family.has_llama_layers else "no",
         "yes" if model is not None and rotates_as_llama(config) else "no",
-        own if is_scaled else "all",
+        own,
     )
     model_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "causal LMs of transformers")
     return f"| `{name}` | {model_name} | {' | '.join(cells)} |"

@@ -13,14 +13,14 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from ..errors import DrafterError, OutputOccupied, TargetError
+from ..errors import DrafterError, OutputOccupied, StoreError, TargetError
 from ..files import PARTIAL_SUFFIX, disk_full_guard
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
-from ..moa.formats.layout import EMBEDDINGS, LM_HEAD
+from ..moa.formats.layout import EMBEDDINGS, LM_HEAD, Layout
 from ..moa.targets.bundle import FROZEN_FILE, hash_target, weight_files
-from ..moa.targets.families import load_target_config, target_sizes
+from ..moa.targets.families import embedding_scale, load_target_config, target_sizes
 from ..moa.targets.live import resolve_model_folder
 from ..moa.targets.model_files import read_header
 from ..storage.backend import exists, open_path
@@ -66,6 +66,7 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
         identity, pieces = find_target(config.model, source, layout.needs)
         check_sizes_fit(drafter.config, target_sizes(pieces["config"]))
         check_identity_fits(drafter.config, identity)
+    _check_embeddings(layout, pieces.get("config") or _config_of(source))
     dtype = getattr(torch, config.dtype)
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
@@ -103,9 +104,29 @@ def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
         tensors = {name: _read_tensor(files, names[name], folder) for name in needs if name in names}
         config = load_target_config(folder)
+        if EMBEDDINGS in tensors and prefix:  # a store holds them as layers see them
+            table = tensors[EMBEDDINGS]
+            tensors[EMBEDDINGS] = table * torch.tensor(embedding_scale(config), dtype=table.dtype)
         if not Path(place).exists():
             config.name_or_path = place  # a hub id, rather than a folder of this machine's cache
         return identity, {"config": config, **tensors}
+
+
+def _config_of(drafter: Path) -> Any:
+    """The target's config from the store of a run, None where that is not there."""
+    with contextlib.suppress(TargetError, StoreError):
+        return find_target(None, drafter, ())[1]["config"]
+    return None
+
+
+def _check_embeddings(layout: Layout, target_config: Any) -> None:
+    """Refuse a format without embeddings where those of the target are not all that a drafter is fed with."""
+    if target_config is not None and not layout.holds_embeddings and embedding_scale(target_config) != 1:
+        fitting = ", ".join(one.name for one in LAYOUTS.values() if one.holds_embeddings)
+        raise DrafterError(
+            f"{target_config.model_type} multiplies its embeddings, and {layout.reader} would feed the drafter without "
+            f"that: the format {layout.name} holds none. Formats that do: {fitting}."
+        )
 
 
 def _store_of(drafter: Path) -> str:

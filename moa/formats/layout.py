@@ -50,6 +50,11 @@ class Layout:
     recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
 
+    @property
+    def holds_embeddings(self) -> bool:
+        """Whether the folder has embeddings, so that its reader does not take those of the target."""
+        return EMBEDDINGS in self.needs or EMBEDDINGS not in self.ignored
+
     def refusals(self, sizes: Any) -> list[str]:
         """List why the reading program would run a drafter differently; empty if it would not."""
         found = [

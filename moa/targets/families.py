@@ -307,6 +307,13 @@ def mlp_width(config: Any) -> int:
     return width if isinstance(width, int) else 4 * int(config.hidden_size)
 
 
+def embedding_scale(config: Any) -> float:
+    """What a target's embedding layer multiplies what it looks up with, as Gemma's does; 1 of others."""
+    with torch.device("meta"):
+        table = AutoModelForCausalLM.from_config(config, trust_remote_code=False).get_input_embeddings()
+    return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
+
+
 def logit_scale(config: Any) -> float:
     """What a target multiplies the outputs of its LM head by."""
     divisor = getattr(config, "logits_scaling", None)  # Granite's

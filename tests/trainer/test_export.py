@@ -18,6 +18,7 @@ from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter
 from moa_data.moa.targets.bundle import FrozenTarget, hash_target
 from moa_data.tests.kit.drafters import PAPER
+from moa_data.tests.kit.families import build_family
 from moa_data.trainer import export as drafter_export
 from moa_data.trainer.config import DrafterExportConfig
 from moa_data.trainer.export import export_drafter
@@ -152,3 +153,20 @@ def test_the_command_says_what_it_did_and_how_it_failed(runs: dict[str, Path], t
     again = CliRunner().invoke(main, arguments)
     assert again.exit_code == 2
     assert "is not an empty folder. Choose another --out." in again.output
+
+
+def test_formats_without_embeddings_are_refused_where_the_target_scales_them(tmp_path: Path) -> None:
+    """An engine would feed the drafter what it looks up in the target, without the scale."""
+    target = tmp_path / "gemma"
+    build_family("gemma3_text", head_dim=12).save_pretrained(target)
+    run = make_run(tmp_path / "run", target, tmp_path / "none", "eagle")
+    given: dict[str, Any] = {"drafter": str(run), "model": str(target), "out": str(tmp_path / "out")}
+    with pytest.raises(
+        DrafterError, match=r"gemma3_text multiplies its embeddings, and vLLM .* Formats that do: .*eagle"
+    ):
+        export_drafter(DrafterExportConfig.of(format="vllm-eagle", **given))
+    assert not (tmp_path / "out").exists()
+    export_drafter(DrafterExportConfig.of(format="eagle", **given))
+    held = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
+    seen = FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)).embed(torch.arange(len(held)))
+    torch.testing.assert_close(held, seen)
