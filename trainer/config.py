@@ -153,8 +153,8 @@ class EagleSettings(LayerSettings, FeatureLossSettings):
     eagle_input_norm: bool = True
     """EAGLE's first layer has a norm before its attention; without it vLLM and SGLang run the drafter as it is."""
     eagle_embedding_scale: NonNegative = 0.0
-    """What embeddings are multiplied with where they join hidden states, 1 as published; 0 chooses the power of two
-    after which they are as large. Exports multiply weights by it instead, so other programs need not know it."""
+    """What embeddings are multiplied with where they join hidden states, a power of two, 1 as published; 0 chooses the
+    one after which they are as large. Exports multiply weights by it instead, so other programs need not know it."""
 
 
 class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):

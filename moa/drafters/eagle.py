@@ -163,7 +163,9 @@ class EagleSizes(LayerSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_fit((self.eagle_embedding_scale < 0, "eagle_embedding_scale must not be negative"))
+        mantissa, _ = math.frexp(self.eagle_embedding_scale)
+        # Others would be rounded in an export.
+        self.check_fit((mantissa not in (0.0, 0.5), "eagle_embedding_scale must be a power of two"))
 
 
 class EagleDrafter(FeatureDrafter):

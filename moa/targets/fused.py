@@ -51,9 +51,7 @@ class _Joined:
     # What else the layer computes with, since asking modules for it takes as long as a small operation.
     attention: Any
     n_kv_heads: int
-    floors: tuple[
-        Tensor, Tensor
-    ]  # what is below a root of the squares' sum, of _NORMS; their weights are in the products
+    floors: tuple[Tensor, Tensor]  # of _NORMS, what a row's length is not less than; their weights are in the products
 
     def is_current(self) -> bool:
         """Whether the weights are what they were."""

@@ -41,8 +41,9 @@ def test_embeddings_are_scaled_to_the_size_of_hidden_states() -> None:
     with torch.no_grad():
         plain.fc.weight[:, : model.config.hidden_size] *= 32.0
     assert torch.equal(drafter.join(embeddings, hidden), plain.join(embeddings, hidden))
-    with pytest.raises(DrafterError, match="eagle_embedding_scale must not be negative"):
-        build_eagle(model, eagle_embedding_scale=-1.0)
+    for wrong in (-1.0, 30.0):
+        with pytest.raises(DrafterError, match="eagle_embedding_scale must be a power of two"):
+            build_eagle(model, eagle_embedding_scale=wrong)
 
 
 def test_loss_lies_on_the_response_alone() -> None:
