@@ -173,9 +173,14 @@ def _prefix_span(template: ChatTemplate, messages: list[Message], tools: Tools, 
     if not template.has_generation_prompt and prompt == template.render(before, tools):
         return None  # no generation prompt: the header of the response would count as response
     turn = template.render(messages[: index + 1], tools).rstrip()
-    if not (text.startswith(prompt) and text.startswith(turn) and len(turn) > len(prompt)):
+    end = len(turn)
+    if not text.startswith(turn):  # Harmony ends a last response by <|return|>, and one with a turn after it by <|end|>
+        turn = turn.removesuffix(template.end_of_turn)
+        found = template.control_tokens.everywhere.match(text, len(turn))
+        end = found.end() if found else 0
+    if not (text.startswith(prompt) and text.startswith(turn) and end > len(prompt)):
         return None
-    return len(prompt), len(turn)
+    return len(prompt), end
 
 
 def _located_span(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:

@@ -184,8 +184,7 @@ class Target:
         folder = resolve_model_folder(path_or_id, revision=revision)
         model = load_target_model(folder, dtype, pick_device(device))
         target = cls(model, load_target_tokenizer(folder), folder)
-        if not target.is_llama or target.config is not model.config:  # the text model of one that also sees
-            proof.prove_logits(target)
+        proof.prove_logits(target)
         return target
 
     @property
@@ -205,7 +204,7 @@ class Target:
 
     @property
     def is_llama(self) -> bool:
-        """Whether the layers are those of Llama, of which nothing has to be proven."""
+        """Whether the layers are those of Llama, whose calls need no proof."""
         return families.family_of(self.config).has_llama_layers
 
     @cached_property

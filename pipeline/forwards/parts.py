@@ -27,7 +27,6 @@ from ...machine import keep_freed_memory
 from ...moa.targets.bundle import held_layers, save_target_bundle
 from ...moa.targets.families import load_target_config
 from ...moa.targets.live import DeviceClock, Mark, Target, load_target_model
-from ...moa.targets.proof import prove_logits
 from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
 from ...storage.plan import numbers
@@ -225,8 +224,6 @@ def load_target(
     tell = progress or (lambda *_: None)
     tell(0, n_bytes, "load the target")
     target = Target.load(str(folder), getattr(torch, compute_dtype), device)
-    if target.is_llama:  # others have been proven on loading
-        prove_logits(target)
     tell(n_bytes, n_bytes, "load the target")
     return target
 

@@ -23,6 +23,34 @@ BYTES_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 
+HARMONY_TEMPLATE = r"""{{- '<|start|>system<|message|>Knowledge cutoff: 2024-06\nReasoning: medium<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\n' }}
+    {%- for tool in tools %}{{- 'type ' + tool.function.name + ' = () => any;\n' }}{%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- if m.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}{%- endif %}
+        {%- set call = m.tool_calls[0].function %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+        {{- call.arguments | tojson + '<|call|>' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start|>functions.now to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant' }}
+{%- endif %}
+"""
+"""gpt-oss's, in short: a last answer ends otherwise than an earlier one, and the generation prompt stops before the
+channel."""
+
 LLAMA31_TEMPLATE = r"""{{- bos_token }}
 {%- if not date_string is defined %}
     {%- set date_string = "26 Jul 2024" %}

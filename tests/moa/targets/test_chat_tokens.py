@@ -12,7 +12,7 @@ from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, token
 from moa_data.moa.targets.template import ChatTemplate
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
-from moa_data.tests.kit.templates import CHATML_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+from moa_data.tests.kit.templates import CHATML_TEMPLATE, HARMONY_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
 Messages = list[dict[str, str]]
 
@@ -99,6 +99,25 @@ def test_end_of_turn_and_headers(template: str) -> None:
     for content in ("assistant", "a b", "\nlines\n"):
         found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", content, "q2", "ok")))
         assert found == [content + "<|im_end|>", "ok<|im_end|>"]
+
+
+def test_answers_of_harmony_have_their_channels_and_ends() -> None:
+    """As gpt-oss writes them, behind a generation prompt that stops before the channel."""
+    tokenizer = build_tokenizer(HARMONY_TEMPLATE, None, "<|return|>")
+    names = ("start", "end", "message", "channel", "call", "return")
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one", "q2", "two", "q3", "three")))
+    head = "<|channel|>final<|message|>"
+    assert found == [f"{head}one<|end|>", f"{head}two<|end|>", f"{head}three<|return|>"]
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "utc"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "the time?"}, {"role": "assistant", "content": "I ask", "tool_calls": [call]},
+        {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"},
+    ]  # fmt: skip
+    chat = tokenize_chat(ChatTemplate(tokenizer), messages, 4096, tools=[{"type": "function", **call}])
+    asked = '<|channel|>analysis<|message|>I ask<|end|><|start|>assistant to=functions.now<|channel|>commentary json'
+    called = '<|message|>{"zone": "utc"}<|call|>'
+    assert marked_texts(tokenizer, chat) == [asked + called, f"{head}noon<|return|>"]
 
 
 @pytest.mark.parametrize(

@@ -456,6 +456,27 @@ def test_what_is_wrong_with_a_family_shows_on_loading(tmp_path: Path, monkeypatc
         Target.load(str(folder))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "value"), [("logit_scale", 0.3 * 1.02), ("logit_cap", 30.0), ("logit_cap", 100.0)])
+def test_logits_that_are_nearly_right_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: float, dtype: torch.dtype
+) -> None:
+    """Logits of random weights are small, so that their bound would not show."""
+    target = Target(build_family("cohere2").to(dtype))
+    prove_logits(target)
+    monkeypatch.setattr(f"moa_data.moa.targets.families.{name}", lambda config: value)
+    with pytest.raises(TargetError, match="cohere2 does something to its logits"):
+        prove_logits(target)
+
+
+def test_a_bound_that_llama_does_not_have_is_noticed_on_loading(tmp_path: Path) -> None:
+    """It would be heeded here, and not by the model."""
+    model = write_family(tmp_path / "model", "llama")
+    change_json(model / "config.json", final_logit_softcapping=30.0)
+    with pytest.raises(TargetError, match="llama does something to its logits"):
+        Target.load(str(model))
+
+
 def test_a_cache_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("gpt2")
     monkeypatch.setattr(TargetCache, "write_pending", lambda self, layer, keys, values: (keys, values))
