@@ -13,9 +13,10 @@ from moa_data.commands.options import StageCommand, default_text, help_text, typ
 from moa_data.config import Config, Setting
 from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.moa.formats.checkpoint import LAYOUTS
-from moa_data.moa.targets.families import FAMILIES, OTHER, has_uniform_kv, rotates_as_llama
+from moa_data.moa.targets.families import FAMILIES
 from moa_data.pipeline.exchange.config import Format
-from moa_data.tests.kit.families import build_family
+from moa_data.tests.kit.families import DRAFTERS as FAMILY_DRAFTERS
+from moa_data.tests.kit.families import GROUPED, works
 from moa_data.trainer.config import TrainConfig
 
 OPTIONS_HEAD = """# Options
@@ -139,27 +140,29 @@ Causal language models as transformers loads them, the text model of those that 
 it as one (not of Qwen's VL models). On loading, our logits are compared with the model's on a few tokens, and calls
 over cached tokens with one call over all. Hidden states can be stored of every family whose logits are its last hidden
 states times a matrix, scaled or bounded as known here; others are refused in a line, such as Phi 1 and 2, GPT-J and
-BERT, whose LM head has a bias, or OPT-350m, which projects states to a narrower LM head. Every drafter trains from the
-stores of every family in the table and decodes with it, at least in chains of one prompt at a time. Families that are
-not in the table are decoded where the calls over cached tokens prove right; where they do not, as with many whose
-layers carry a state (Mamba, LFM 2, Jamba), `generate` says so in a line, and stores of hidden states, and what trains
-from them, remain. What does not work with each:
+BERT, whose LM head has a bias, or OPT-350m, which projects states to a narrower LM head. Families that are not in the
+table are decoded where the calls over cached tokens prove right, and hold hidden states alone; where they do not, as
+with many whose layers carry a state (Mamba, LFM 2, Jamba), `generate` says so in a line, and stores of hidden states,
+and what trains from them, remain.
 
-- **keys and values**: what the layers cache is not known, so that `moa`, `glide` and the contexts `kv` and `memory` of
-  `dspark` and `dflash` have no stores. *By groups*: layers cache other keys and values than others, or none, or
-  latents, and stores hold them [by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec
-  `lossless` or `int8`, not by `--source vllm`; nor do their calls become CUDA graphs;
-- **trees, batches**: layers carry a state, which has no branches;
-- **`serve`**: it serves no layers with a state, and for latents no drafters that read keys and values. Of others
-  it compares the engine's calls with one of the model, and refuses those whose attention is their own;
-- **`--target-layers`** passes drafts through the target's last layers, which are computed for Llama's alone;
-- **context `kv`** of `dspark` and `dflash`: keys are not rotated as Llama's, or not alike in all layers;
-- **formats of `export-drafter`**: the embeddings are scaled after they are looked up, and only formats that bring
-  embeddings of their own hold the scale. Those of `moa` hold no keys and values by groups. Whether an engine drafts for
-  a family is the engine's matter.
+The table is the list that the tests go through. A drafter with a letter trains from the family's stores:
 
-| family | model | keys and values | trees, batches | `serve` | `--target-layers` | context `kv` | formats |
-|---|---|---|---|---|---|---|---|
+- **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: trees and batches as well; layers that
+  carry a state have no branches;
+- **S**: `serve` drafts with it. It serves no layers with a state, and for latents no drafters that read keys and
+  values. It compares the engine's calls with one of the model, and refuses those whose attention is their own;
+- **E**: all its formats of `export-drafter` ([below](#drafters)) hold it; **e**: some, which are `moa`, and of Gemma,
+  whose embeddings are scaled after they are looked up, those that bring embeddings of their own (`speculators-eagle3`,
+  `dspark`, `eagle`, `llama`). The formats `eagle`, `eagle3`, `moa` and `moa-vllm` want heads that fill the width, `moa`
+  a rotation that is not scaled, and both of `moa` the sizes of `--preset paper`. Whether an engine drafts for a family
+  is the engine's matter;
+- **no**: drafts pass through the last layers of Llama's kinds alone; block drafters of context `kv` take keys that are
+  alike in all layers and rotated as Llama's.
+
+Keys and values *by groups*: layers cache others than others do, or none, or latents. Stores hold them
+[by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec `lossless` or `int8`, not by
+`--source vllm`; nor do their calls become CUDA graphs.
+
 {families}
 
 ## Drafters
@@ -179,35 +182,22 @@ Formats are those of `export-drafter`; wherever `--drafter` takes a run it takes
 
 
 def family_row(name: str) -> str:
-    """Return the row of a family, by its random target of the tests."""
-    family = FAMILIES.get(name, OTHER)
-    model = build_family(name) if name in FAMILIES else None
-    config, proven = model and model.config, "as proven"
-    is_alike, has_latents = model is None or has_uniform_kv(config), hasattr(config, "kv_lora_rank")
-    is_scaled = hasattr(model and model.get_input_embeddings(), "embed_scale")
-    own = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if layout.holds_embeddings)
-    own = own if is_scaled else "all but `moa`, `moa-vllm`" if not is_alike else "all"
-    cells = (
-        "no" if not family.keeps_kv else "yes" if is_alike else "by groups",
-        proven if model is None else "no" if family.carries_state else "yes",
-        proven if model is None else "no" if family.carries_state else "but for those" if has_latents else "yes",
-        "yes" if family.has_llama_layers else "no",
-        "yes" if model is not None and rotates_as_llama(config) else "no",
-        own,
-    )
-    model_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "causal LMs of transformers")
-    return f"| `{name}` | {model_name} | {' | '.join(cells)} |"
+    """Return the row of a family, by the list that the tests go through."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    cells = ["by groups" if name in GROUPED else "yes", *(works(name, drafter) or "no" for drafter in FAMILY_DRAFTERS)]
+    return f"| `{name}` | {model} | {' | '.join(cells)} |"
 
 
 def supported_page() -> str:
     """The families of targets, the drafters, and the formats of both and of stores."""
-    families = "\n".join(family_row(name) for name in (*FAMILIES, "any other"))
+    heads = ["family", "model", "keys and values", *FAMILY_DRAFTERS]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *map(family_row, FAMILIES)]
     drafters = []
     for kind in DRAFTERS:
         formats = "; ".join(f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind)
         drafters.append(f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} | {formats or 'its own alone'} |")
     names = ", ".join(f"`{name}`" for name in get_args(Format))
-    return SUPPORTED.format(families=families, drafters="\n".join(drafters), formats=names)
+    return SUPPORTED.format(families="\n".join(rows), drafters="\n".join(drafters), formats=names)
 
 
 PAGES = {

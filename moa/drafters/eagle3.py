@@ -84,6 +84,7 @@ class Eagle3Sizes(LayerSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
         found = super().defaults(config, given)
+        found["qkv_bias"] = False  # as engines run it, for Qwen2 too
         found["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
         if "fused_layers" not in given:  # small targets have no default
             found["fused_layers"] = default_fused_layers(facts["n_layers"])

@@ -89,7 +89,7 @@ class DrafterSizes:
             "target": dict(target or {}),
         }
         given = {name: value for name, value in sizes.items() if value is not None}
-        return cls(**facts, **(cls.defaults(config, given) | given))
+        return cls(**(facts | cls.defaults(config, given) | given))
 
     @classmethod
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def prove_logits(target: Target) -> None:
     """Compare the logits that drafters learn from and those of decoding with the model's; raises TargetError."""
     model: Any = target.model
     states = list[Tensor]()
-    # On small logits a bound does not show, on those that reach it nothing else: the states of some tokens are enlarged.
+    # A bound doesn't show on small logits, and only the bound on large ones: states of some tokens are enlarged.
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % 3))[:, None].to(model.dtype)
 
     def enlarged(_module: Any, _inputs: Any, output: Any) -> Any:

@@ -29,6 +29,10 @@ _LINEAR = {
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 FEATURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {**_MIXED, "use_sliding_window": True},
+    "qwen3": {**_MIXED, "use_sliding_window": True},
     "qwen3_moe": {**_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 7},
     "granite": {
@@ -79,6 +83,53 @@ OTHERS: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 """Families that nothing is known of."""
+
+
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+"""Families through whose last layers drafts can pass."""
+STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LATENTS = ("deepseek_v3", "glm4_moe_lite")
+GROUPED = (*STATES, *LATENTS, "gemma4_text")
+"""Families whose keys and values are stored by groups of layers."""
+_SCALED = ("gemma2", "gemma3_text", "gemma4_text")
+_OTHER_KEYS = (*GROUPED, "phi3", "glm4_moe", "smollm3", "cohere2", "gemma3_text", "llama4_text")
+_BLOCK: dict[str, Any] = {"block_layers": 1, "layer_groups": 1}
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moa": ("moa", {"layer_groups": 1}),
+    "moa of `--target-layers`": ("moa", {"layer_groups": 1, "target_layer_inference": 1}),
+    "glide": ("glide", {}),
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {}),
+    "dspark": ("dspark", {"block_layers": 1}),
+    "dflash": ("dflash", {"block_layers": 1}),
+    "block drafters of context `kv`": ("dspark", {"block_layers": 1, "context": "kv", "fused_layers": (1,)}),
+    "of context `memory`": ("dflash", {**_BLOCK, "context": "memory", "fused_layers": None}),
+    "medusa": ("medusa", {}),
+    "independent": ("independent", {}),
+}
+"""Drafters as the page of what works with what names them: kind and sizes."""
+
+
+def works(family: str, drafter: str) -> str:
+    """What works with a family and one of :data:`DRAFTERS`, as letters; none where it can't be trained.
+
+    C chains, T trees and batches, S ``serve``, E all formats of ``export-drafter`` that the kind has, for heads that
+    fill the width, e those that hold embeddings.
+    """
+    kind, sizes = DRAFTERS[drafter]
+    reads_kv = kind in ("moa", "glide") or "context" in sizes
+    if ("target_layer_inference" in sizes and family not in LLAMAS) or (
+        sizes.get("context") == "kv" and family in _OTHER_KEYS
+    ):
+        return ""
+    letters = "C" if family in STATES else "CT" if family in LATENTS and reads_kv else "CTS"
+    if "context" in sizes or kind in ("glide", "medusa") or (kind == "moa" and family in GROUPED):
+        return letters  # no other program has these
+    if kind == "moa" and ("target_layer_inference" in sizes or family == "qwen2"):  # not moa-vllm, which has no biases
+        return letters + "e"
+    if family in _SCALED:  # which a program would feed it without their scale
+        return letters + ("e" if kind in ("eagle", "eagle3", "dspark", "independent") else "")
+    return letters + "E"
 
 
 def build_family(model_type: str, seed: int = 0, **changes: Any) -> Any:

@@ -1,6 +1,7 @@
 """`moa-data export-drafter`: a trained drafter in the folder of another program, checked and loaded again."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,8 @@ from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter
 from moa_data.moa.targets.bundle import FrozenTarget, hash_target
 from moa_data.tests.kit.drafters import PAPER
-from moa_data.tests.kit.families import build_family
+from moa_data.tests.kit.families import FEATURES, GROUPED, build_family, works
+from moa_data.tests.kit.variants import quick
 from moa_data.trainer import export as drafter_export
 from moa_data.trainer.config import DrafterExportConfig
 from moa_data.trainer.export import export_drafter
@@ -32,8 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "moa": PAPER,
     "eagle": {},
     "eagle3": {"fused_layers": (0, 1, 2)},
-    "dspark": {"block_layers": 1, "markov_rank": 8},
-    "dflash": {"block_layers": 1},
+    "dspark": {"block_layers": 1, "markov_rank": 8, "fused_layers": (0, 1, 2)},
+    "dflash": {"block_layers": 1, "fused_layers": (0, 1, 2)},
     "independent": {},
 }
 """Sizes with which a drafter of a kind fits the layouts of other programs."""
@@ -170,3 +172,25 @@ def test_formats_without_embeddings_are_refused_where_the_target_scales_them(tmp
     held = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
     seen = FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)).embed(torch.arange(len(held)))
     torch.testing.assert_close(held, seen)
+
+
+@pytest.mark.parametrize("name", quick(FEATURES, ("deepseek_v3", "gemma2")))
+def test_formats_of_families(name: str, tmp_path: Path) -> None:
+    """All that the list names are written, of heads that fill the width; the others are refused."""
+    target, sizes = tmp_path / "target", dict[str, Any](num_attention_heads=3, num_key_value_heads=3, head_dim=16)
+    sizes |= {"global_head_dim": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 16} if name in GROUPED else {}
+    if name in ("gpt_oss", "ministral3"):  # scaled by default
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    build_family(name, **sizes).save_pretrained(target)
+    given: dict[str, Any] = {"model": str(target), "out": str(tmp_path / "out")}
+    for layout in LAYOUTS.values():
+        run, letters = tmp_path / layout.kind, works(name, layout.kind)
+        given |= {"drafter": str(run), "format": layout.name}
+        if not run.exists():
+            make_run(run, target, tmp_path / "none", layout.kind)
+        if "E" in letters or ("e" in letters and (layout.holds_embeddings or layout.name == "moa")):
+            export_drafter(DrafterExportConfig.of(**given))
+            shutil.rmtree(tmp_path / "out")
+        else:
+            with pytest.raises(DrafterError, match=r"multiplies its embeddings|kv_groups|qkv_bias"):
+                export_drafter(DrafterExportConfig.of(**given))

@@ -248,7 +248,7 @@ def test_official_eagle_checkpoint(tmp_path: Path) -> None:
         ("vllm-eagle", {"eagle_fc_bias": True}, {}),
         ("moa-eagle", {"eagle_input_norm": False}, {}),
         ("eagle3", {"fused_layers": (0, 1)}, {}),
-        ("eagle3", {}, {"family": "qwen2"}),
+        ("eagle3", {"qkv_bias": True}, {}),
         ("dflash", {"sample_from_anchor": True}, {}),
         ("dflash", {"fused_layers": (-1, 1)}, {}),
         ("dspark", {"sample_from_anchor": False}, {}),

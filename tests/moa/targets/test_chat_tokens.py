@@ -115,7 +115,7 @@ def test_answers_of_harmony_have_their_channels_and_ends() -> None:
         {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"},
     ]  # fmt: skip
     chat = tokenize_chat(ChatTemplate(tokenizer), messages, 4096, tools=[{"type": "function", **call}])
-    asked = '<|channel|>analysis<|message|>I ask<|end|><|start|>assistant to=functions.now<|channel|>commentary json'
+    asked = "<|channel|>analysis<|message|>I ask<|end|><|start|>assistant to=functions.now<|channel|>commentary json"
     called = '<|message|>{"zone": "utc"}<|call|>'
     assert marked_texts(tokenizer, chat) == [asked + called, f"{head}noon<|return|>"]
 

@@ -23,8 +23,8 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.tests.kit.drafters import build, build_drafter, contexts_of, teach
+from moa_data.tests.kit.families import DRAFTERS, FEATURES, SOME_FAMILIES, build_family, varied, works
 from moa_data.tests.kit.families import SIZES as FAMILY_SIZES
-from moa_data.tests.kit.families import SOME_FAMILIES, build_family
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.serving import never_ending, wait_for
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
@@ -164,25 +164,39 @@ SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def assert_served(target: Target, drafter: Any, tree: str) -> None:
+    """Three texts at once, two of which speculate, are those of plain decoding."""
+    engine = engine_for(target, {"it": drafter}, tree=tree, prefill_chunk=24)
+    readers = [add(engine, prompt, drafter="it") for prompt in PROMPTS[:3]]
+    for reader in readers[:2]:
+        engine.set_work(reader.id, Work.SPECULATE)
+    engine.set_work(readers[2].id, Work.PLAIN)
+    run(engine)
+    for prompt, reader in zip(PROMPTS, readers, strict=False):
+        assert not reader.errors
+        assert reader.tokens == plain(target, prompt)
+
+
 @pytest.mark.parametrize("family", SOME_FAMILIES)
-def test_families_of_targets(family: str) -> None:
-    """With their odd features on: three texts at once, one that speculates with a tree, one with a chain."""
+@pytest.mark.parametrize("names", quick([("moa", "medusa"), tuple(DRAFTERS)], [("moa", "medusa")]), ids=len)
+def test_families_of_targets(family: str, names: Sequence[str]) -> None:
+    """With their odd features on, every drafter that the list says is served; the others are refused."""
     target = never_ending(build_family(family))
-    drafters = {"it": build("medusa", target.model, medusa_heads=3)}
-    if target.has_states:
-        with pytest.raises(TargetError, match="carry a state"):
-            engine_for(target)
-        return
-    for tree in ("3", "2x2x6"):
-        engine = engine_for(target, drafters, tree=tree, prefill_chunk=24)
-        readers = [add(engine, prompt, drafter="it") for prompt in PROMPTS[:3]]
-        for reader in readers[:2]:
-            engine.set_work(reader.id, Work.SPECULATE)
-        engine.set_work(readers[2].id, Work.PLAIN)
-        run(engine)
-        for prompt, reader in zip(PROMPTS, readers, strict=False):
-            assert not reader.errors
-            assert reader.tokens == plain(target, prompt)
+    for name in names:
+        (kind, sizes), letters = DRAFTERS[name], works(family, name)
+        if "S" in letters:
+            assert_served(target, build(kind, target.model, **sizes), "2x2x6" if kind == "medusa" else "3")
+        elif letters:
+            with pytest.raises(TargetError, match=r"carry a state|reads latents"):
+                engine_for(target, {"it": build(kind, target.model, **sizes)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FEATURES if "S" in works(name, "medusa")])
+def test_random_configurations_of_families(family: str) -> None:
+    for seed in range(20):
+        target = never_ending(build_family(family, seed, **varied(family, seed)))
+        assert_served(target, build("medusa", target.model, seed), "2x2x6" if seed % 2 else "3")
 
 
 @pytest.mark.parametrize(
