@@ -108,7 +108,7 @@ class Engine:
         self._max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
-        if not target.is_llama and (problem := self._problem()):
+        if problem := self._problem():
             raise TargetError(f"{target.config.model_type} can't be served: {problem}.")
         self._speculations = {name: Speculation(target, drafter, shape) for name, drafter in self.drafters.items()}
         self._sequences: dict[int, Sequence] = {}
