@@ -43,7 +43,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack(module: nn.Module) -> None:
-    """Lay out the large weights of linear layers for decoding, on a CPU with AVX-512, if memory holds the copy twice.
+    """Lay out the large weights of linear layers for decoding, on a CPU with AVX2, if memory holds the copy twice.
 
     For weights that don't change any more. A copy of a weight that changed in place is not used, and made anew by the
     next call; changes behind PyTorch's back (``weight.data``, fused optimizers) are not seen.
@@ -86,9 +86,8 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
     """Whether this machine gains by the products, and this build of PyTorch has them and they are right."""
-    # With AVX2 alone they are no faster. They are the compiler's own, without a promise for other versions, so they
-    # are tried.
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+    # They are the compiler's own, without a promise for other versions, so they are tried.
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
     generator = torch.Generator().manual_seed(0)
     shapes = (5, 32), (48, 32), (48,)
