@@ -149,7 +149,7 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
     captured.check_finite(batch.names)
     for index, (first_token, (tokens, mask)) in enumerate(zip(batch.first_tokens, batch.texts, strict=True)):
         text = {"tokens": tokens, "response_mask": mask}
-        for field in out.fields:
+        for field in out.codec.fields:
             out.write(field, first_token, text[field] if field in text else captured.rows(field, index))
     out.settle()
     captured.release()

@@ -107,7 +107,7 @@ class StoreAddition:
         return [part for part, fields in self._lacking.items() if fields]
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
-        """Open a part to write the new fields that it lacks (its ``fields``); see :class:`PartWriter`."""
+        """Open a part to write the new fields that it lacks (those of its ``codec``); see :class:`PartWriter`."""
         if not self._lacking.get(part):
             raise StoreError(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
         if not self._is_laid_out:  # not before: until the first part is written the store is as it was

@@ -35,12 +35,11 @@ from ...errors import StoreError
 from ...files import disk_full_guard, write_all
 from ..backend import crc32c
 from ..chunk import CRC_BYTES, EncodePool
-from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid
 from ..plan import numbers
-from ..schema import StoredArray, to_float32
+from ..schema import StoredArray
 from .publish import PartFiles
 
 _ABSENT = np.uint64(2**64 - 1)
@@ -176,7 +175,11 @@ class ArrayWriter:
     def _check(self, first_row: int, values: np.ndarray) -> None:
         array, unit, end = self.array, self.array.axes[0], first_row + len(values)
         if values.dtype != array.storage_dtype or values.shape[1:] != array.row_shape or values.ndim < 1:
-            raise _wrong_values(array.name, array.storage_dtype, array.row_shape, array.logical_dtype, values)
+            raise StoreError(
+                f"{array.name!r} takes {array.storage_dtype.name} arrays of shape "
+                f"[n, {', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got {values.dtype} "
+                f"{list(values.shape)}."
+            )
         if self.written and first_row < self.written[-1][1]:
             raise StoreError(
                 f"{array.name!r}: {unit} {first_row} comes before {self.written[-1][1]}, the end of what is written. "
@@ -264,7 +267,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.part, self.allocated_tokens = counts["part"], counts["allocated_tokens"]
         self.is_open = True  # neither committed nor discarded yet
         self.was_first = True  # the committed part is this one; no longer once commit() found another writer's
-        self._counts, self._codec, self._files, self._on_close = counts, codec, files, on_close
+        self.codec = codec  # of the fields to write
+        self._counts, self._files, self._on_close = counts, files, on_close
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         pool = pool or EncodePool()
@@ -272,50 +276,33 @@ class PartWriter(AbstractContextManager["PartWriter"]):
             array.name: ArrayWriter(array, counts, grids[array.name], pool, files) for array in codec.arrays
         }
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the fields to write."""
-        return tuple(self._codec.fields)
-
-    def write(
-        self,
-        field: str,
-        first_token: int,
-        values: np.ndarray | Mapping[str, np.ndarray],
-        tokens: np.ndarray | None = None,
-    ) -> None:
-        """Write consecutive tokens of a field; with a lossy codec exactly one sequence.
+    def write(self, field: str, first_token: int, values: np.ndarray | Mapping[str, np.ndarray]) -> None:
+        """Write consecutive tokens of a field; with a lossy codec exactly one sequence, encoded.
 
         Args:
             first_token: position of the first of them on the part's token axis (``first_token`` of the plan); within a
                 field it only grows. Tokens that are skipped become zero.
-            values: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16), or what the field's codec encoded
-                them to: the rows of each stored array.
-            tokens: int32 [n], the sequence's token ids; only for values whose codec ``needs_tokens``.
+            values: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16); of a field with a lossy codec the
+                rows of each stored array, as ``StoreCodec.encode`` makes them.
 
         Raises:
-            StoreError: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
-                finite, something else than one planned sequence, or no tokens where they are needed.
+            StoreError: unknown field, wrong dtype, shape, order or range; with a lossy codec also something else than
+                the rows of one planned sequence.
         """
         self._check_open()
-        if (codec := self._codec.fields.get(field)) is None:
-            raise StoreError(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
-        if codec.is_identity and not isinstance(values, Mapping):
+        if (codec := self.codec.fields.get(field)) is None:
+            raise StoreError(f"There is no field {field!r}; this store has {', '.join(self.codec.fields)}.")
+        if codec.is_identity and isinstance(values, np.ndarray):
             self._arrays[codec.arrays[0].name].write(first_token, values)
             return
-        n_tokens = self._planned.get(first_token)
-        if n_tokens is None or (not isinstance(values, Mapping) and len(values) != n_tokens):
-            n_given = "" if isinstance(values, Mapping) else f" to {first_token + len(values)}"
+        n_tokens, names = self._planned.get(first_token), [array.name for array in codec.arrays]
+        if n_tokens is None or isinstance(values, np.ndarray) or values.keys() != set(names):
             raise StoreError(
-                f"{field!r}: tokens {first_token}{n_given} are not one sequence of the plan (it has "
-                f"{n_tokens or 'none'} there). This codec encodes whole sequences: write one sequence per call."
+                f"{field!r} is stored as {', '.join(names)}: write the rows of one sequence of the plan per call, as "
+                f"StoreCodec.encode makes them. At token {first_token} the plan has {n_tokens or 'none'}."
             )
-        codes = values if isinstance(values, Mapping) else _encoded(codec, values, tokens)
-        names = [array.name for array in codec.arrays]
-        if codes.keys() != set(names):
-            raise StoreError(f"{field!r} is stored as {', '.join(names)}, got {', '.join(codes)}.")
         for array in codec.arrays:
-            rows = codes[array.name]
+            rows = values[array.name]
             if len(rows) != array.n_rows(n_tokens):
                 raise StoreError(
                     f"{array.name!r}: {n_tokens} tokens make {array.n_rows(n_tokens)} rows, got {len(rows)}."
@@ -384,30 +371,3 @@ class PartWriter(AbstractContextManager["PartWriter"]):
 
     def __exit__(self, *_: object) -> None:
         self.discard()
-
-
-def _wrong_values(name: str, dtype: np.dtype, shape: tuple[int, ...], meaning: str, got: np.ndarray) -> StoreError:
-    sizes = ", ".join(map(str, shape))
-    return StoreError(
-        f"{name!r} takes {dtype.name} arrays of shape [n, {sizes}] ({meaning}), got {got.dtype} {list(got.shape)}."
-    )
-
-
-def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
-    spec = codec.spec
-    if values.dtype != spec.storage_dtype or values.shape[1:] != spec.token_shape:
-        raise _wrong_values(spec.name, spec.storage_dtype, spec.token_shape, spec.dtype, values)
-    if codec.needs_tokens and (tokens is None or tokens.shape != (len(values),)):
-        raise StoreError(
-            f"{spec.name!r} is predicted from tokens: give `write` the {len(values)} token ids of the sequence, "
-            f"got {'none' if tokens is None else list(tokens.shape)}."
-        )
-    if codec.sources:
-        names = " and ".join(repr(source.spec.name) for source in codec.sources)
-        raise StoreError(
-            f"{spec.name!r} is predicted from {names}: encode the sequence by StoreCodec.encode, and give `write` the "
-            "rows."
-        )
-    exact = to_float32(values, spec.dtype)
-    codec.check_finite(exact)
-    return codec.encode(exact, tokens)

@@ -21,6 +21,7 @@ from moa_data.storage.schema import (
     hidden_field,
     kv_field,
     response_mask_field,
+    to_float32,
     tokens_field,
 )
 from moa_data.storage.write.addition import StoreAddition
@@ -60,8 +61,11 @@ class Recipe:
         """Write the fields that a part takes, without a commit."""
         for row in out.sequences.to_pylist():
             values = {spec.name: change(spec.name, row, self.values(spec, row)) for spec in self.manifest.fields}
-            for name in out.fields:
-                out.write(name, row["first_token"], values[name], values[TOKENS])
+            for name, codec in out.codec.fields.items():
+                given = values[name]
+                if not codec.is_identity and isinstance(given, np.ndarray):
+                    given = codec.encode(to_float32(given, codec.spec.dtype), values[TOKENS])
+                out.write(name, row["first_token"], given)
 
     def write_part(self, writer: StoreWriter | StoreAddition, part: int, change: Change = _as_they_are) -> None:
         """Write and commit one part."""

@@ -22,10 +22,9 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, tokens_field
-from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import flip
 
-from .contract import EMBEDDINGS, KV, RECIPE, ROPE, ROWS, SEQUENCES, LossyContract, activations, exact, learn_from
+from .contract import EMBEDDINGS, KV, ROPE, SEQUENCES, LossyContract, activations, exact, learn_from
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
 INV_FREQ = 100.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
@@ -47,15 +46,11 @@ class TestTransform(LossyContract):
         "transform:tokens", "transform:1,", "transform:1,tokens=1", "transform:1,tokens,hidden=2",
     )  # fmt: skip
 
-    def test_the_store_must_have_tokens_and_the_writer_must_be_given_them(
-        self, codec: StoreCodec, tmp_path: Path
-    ) -> None:
-        manifest = RECIPE.with_manifest(codec=codec.describe()).manifest
-        opened = StoreWriter.create_or_resume(tmp_path / "store", manifest, RECIPE.plan, codec.files())
-        with opened as writer, writer.part(0) as out:
-            for given in (None, SEQUENCES[0][TOKENS][1:]):
-                with pytest.raises(StoreError, match="predicted from tokens"):
-                    out.write(KV, ROWS[0]["first_token"], SEQUENCES[0][KV], given)
+    def test_it_needs_a_field_of_tokens_and_those_of_the_values(self, codec: StoreCodec) -> None:
+        sequence = SEQUENCES[0]
+        for given in (None, sequence[TOKENS][1:]):
+            with pytest.raises(ValueError, match="predicts from tokens"):
+                codec.fields[KV].encode(exact(sequence)[KV], given)
         with pytest.raises(CodecUnknown, match="'tokens'"):
             StoreCodec(self.name, (kv_field(4, 2, 8),))
 
