@@ -1,6 +1,7 @@
 """Builds what the command line shows, as rich renderables, from the stages' reports; prints nothing itself."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,14 +58,14 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         "codec": summary.codec,
         "target bundle": "target/" if summary.has_target else "missing",
     }
-    lengths = summary.lengths
-    first = next((index for index, count in enumerate(lengths.counts) if count), 0)
-    labels = [f"{low}-{high - 1}" for low, high in zip(lengths.edges, lengths.edges[1:], strict=False)]
+    edges, counts = summary.lengths
+    first = next((index for index, count in enumerate(counts) if count), 0)
+    labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(edges)]
     blocks: list[RenderableType] = [
         pairs_view(str(summary.path), facts),
         fields_table(summary),
-        pairs_view("Their meaning", {item.name: item.description for item in summary.fields}),
-        Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], lengths.counts[first:])),
+        pairs_view("Their meaning", {item.spec.name: item.spec.description for item in summary.fields}),
+        Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], counts[first:])),
         pairs_view("Target", summary.manifest.target),
         pairs_view("Extraction", summary.manifest.extraction),
         pairs_view("Identities", summary.manifest.identities),
@@ -95,15 +96,16 @@ def fields_table(summary: "StoreSummary") -> Table:
     for name in ("raw", "stored", "ratio", "bits/\nvalue", "bytes/\ntoken"):
         table.add_column(name, justify="right")
     for item in summary.fields:
-        whole = (item.name, item.dtype, "x".join(map(str, item.token_shape)) or "1")
-        rows = [(whole, format_bytes(item.raw_bytes), item.stored_bytes, f"{item.ratio:.3f}", "")]
-        for array in item.arrays if len(item.arrays) > 1 else ():
-            name = f"  {array.name.removeprefix(item.name + '/')}"
-            rows.append(((name, array.dtype, ""), "", array.stored_bytes, "", "dim"))
-        for names, raw, n_bytes, ratio, style in rows:
-            bits = f"{8 * n_bytes / max(item.n_values, 1):.2f}"
+        spec, ratio = item.spec, item.stored_bytes / item.raw_bytes if item.raw_bytes else math.nan
+        whole = (spec.name, spec.dtype, "x".join(map(str, spec.token_shape)) or "1")
+        rows = [(whole, format_bytes(item.raw_bytes), item.stored_bytes, f"{ratio:.3f}", "")]
+        for array, n_bytes in item.arrays.items() if len(item.arrays) > 1 else ():
+            name = f"  {array.name.removeprefix(spec.name + '/')}"
+            rows.append(((name, array.logical_dtype, ""), "", n_bytes, "", "dim"))
+        for names, raw, n_bytes, share, style in rows:
+            bits = f"{8 * n_bytes * spec.storage_dtype.itemsize / max(item.raw_bytes, 1):.2f}"
             per_token = f"{n_bytes / max(summary.n_tokens, 1):,.1f}"
-            table.add_row(*names, raw, format_bytes(n_bytes), ratio, bits, per_token, style=style)
+            table.add_row(*names, raw, format_bytes(n_bytes), share, bits, per_token, style=style)
     return table
 
 

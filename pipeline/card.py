@@ -13,7 +13,7 @@ from typing import Any
 from ..storage.backend import put
 from ..storage.paths import AnyPath, StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
-from ..storage.schema import CARD_NAME, below
+from ..storage.schema import CARD_NAME, FieldSpec, below
 from .config import ExtractConfig
 
 # Bounds of the Hub's size categories: 1K, 10K, ...
@@ -132,12 +132,12 @@ def card_text(store: StorePath, origin: CardOrigin) -> str:
     target = summary.manifest.target
     sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
     # A lossy codec stores codes instead of an array of the field's own name.
-    plain = _smallest(field for field in summary.fields if [array.name for array in field.arrays] == [field.name])
+    plain = _smallest(one for one in summary.fields if [array.name for array in one.arrays] == [one.spec.name])
     is_bfloat16 = plain is not None and plain.dtype == "bfloat16"
     fields = [
-        (f"`{field.name}`", field.dtype, f"[{', '.join(['token', *map(str, field.token_shape)])}]", field.description,
-         _mb(field.stored_bytes))
-        for field in summary.fields
+        (f"`{spec.name}`", spec.dtype, f"[{', '.join(['token', *map(str, spec.token_shape)])}]", spec.description,
+         _mb(n_bytes))
+        for spec, n_bytes in ((one.spec, one.stored_bytes) for one in summary.fields)
     ]  # fmt: skip
     settings = sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
     licences = [
@@ -155,7 +155,7 @@ def card_text(store: StorePath, origin: CardOrigin) -> str:
         sizes=", ".join(f"{target[key]} {text}" for key, text in sizes if key in target),
         fields=_table(("Field", "Values", "Shape", "What", "On disk"), fields),
         stored=_mb(summary.stored_bytes),
-        example=(_smallest(summary.fields) or summary.fields[0]).name,
+        example=(_smallest(summary.fields) or summary.manifest.fields[0]).name,
         note="" if plain else _CODES,
         plain=plain.name if plain else "tokens",
         values=_FROM_BFLOAT16 if is_bfloat16 else "bits",
@@ -186,9 +186,10 @@ def _licence(one: str | None, other: str | None) -> str:
     return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"
 
 
-def _smallest(fields: Iterable[FieldSummary]) -> FieldSummary | None:
-    activations = [field for field in fields if field.token_shape]
-    return min(activations, key=lambda field: (field.raw_bytes, field.name), default=None)
+def _smallest(fields: Iterable[FieldSummary]) -> FieldSpec | None:
+    activations = [field for field in fields if field.spec.token_shape]
+    found = min(activations, key=lambda field: (field.raw_bytes, field.spec.name), default=None)
+    return found.spec if found else None
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,8 @@ from ..commit import (
     FileRecord,
     PartCommit,
     array_of,
-    check_manifest,
     find_manifest_damage,
     find_size_damage,
-    read_commits,
     read_file_records,
     read_part_commit,
 )
@@ -327,38 +325,14 @@ def _non_finite(
 # Summaries
 
 
-def _ratio(stored: float, n: float) -> float:
-    return stored / n if n else float("nan")  # while nothing is committed
-
-
-class ArraySummary(NamedTuple):
-    """The size of a stored array over all committed parts; ``dtype`` is what its numbers mean."""
-
-    name: str
-    dtype: str
-    stored_bytes: int
-
-
 @dataclass(frozen=True)
 class FieldSummary:
-    """The sizes of a field over all committed parts; raw bytes and values are those of the tokens, without padding."""
+    """The sizes of a field over all committed parts; raw bytes are those of the tokens, without padding."""
 
-    name: str
-    dtype: str
-    token_shape: tuple[int, ...]
-    description: str
+    spec: schema.FieldSpec
     raw_bytes: int
-    n_values: int
     stored_bytes: int
-    ratio: float
-    arrays: tuple[ArraySummary, ...]
-
-
-class LengthHistogram(NamedTuple):
-    """The lengths of the committed sequences: ``counts[k]`` have ``edges[k]`` to ``edges[k + 1] - 1`` tokens."""
-
-    edges: tuple[int, ...]
-    counts: tuple[int, ...]
+    arrays: Mapping[schema.StoredArray, int]  # stored array -> bytes
 
 
 @dataclass(frozen=True)
@@ -375,9 +349,9 @@ class StoreSummary:
     n_response_tokens: int
     raw_bytes: int
     stored_bytes: int
-    ratio: float
+    ratio: float  # NaN, as the next one, while nothing is committed
     bytes_per_token: float
-    lengths: LengthHistogram
+    lengths: tuple[list[int], list[int]]  # see :func:`length_histogram`
     has_target: bool
     missing: str  # what of the plan is still to be written, in words; empty for a complete store
     unfinished: Mapping[str, int]  # fields that an addition has written to some parts only -> how many parts
@@ -385,60 +359,46 @@ class StoreSummary:
 
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     """Summarise a store: its folder, or its URL."""
-    store = backend.open_path(path)
-    manifest = read_manifest(store)
-    check_manifest(store)
-    plan = read_plan(store / schema.PLAN_NAME)
-    check_plan(plan, manifest.alignment_tokens)
-    commits = read_commits(store, range(manifest.n_parts))
-    committed = np.isin(numbers(plan, "part"), np.fromiter(commits, np.int32, len(commits)))
-    lengths = numbers(plan, "n_tokens")[committed]
-    n_tokens = int(lengths.sum(dtype=np.int64))
-    codec = StoreCodec.open(manifest, store)
-    n_pending = manifest.n_parts - len(commits)
+    with ActivationStore(path, cache=None, checks_sizes=False) as store:
+        manifest, codec, n_tokens = store.manifest, store.codec, int(store.lengths.sum(dtype=np.int64))
     n_bytes: Counter[str | None] = Counter()
-    for commit in commits.values():
+    for commit in store.commits.values():
         for file, record in commit.files.items():
             n_bytes[array_of(file)] += record.bytes
     fields = []
     for spec in manifest.fields:
-        arrays = codec.fields[spec.name].arrays
-        raw, stored = spec.token_bytes * n_tokens, sum(n_bytes[array.name] for array in arrays)
-        n_values = math.prod(spec.token_shape) * n_tokens
-        summaries = tuple(ArraySummary(array.name, array.logical_dtype, n_bytes[array.name]) for array in arrays)
-        sizes = raw, n_values, stored, _ratio(stored, raw)
-        fields.append(FieldSummary(spec.name, spec.dtype, spec.token_shape, spec.description, *sizes, summaries))
+        arrays = {array: n_bytes[array.name] for array in codec.fields[spec.name].arrays}
+        fields.append(FieldSummary(spec, spec.token_bytes * n_tokens, sum(arrays.values()), arrays))
     raw, stored = sum(one.raw_bytes for one in fields), sum(one.stored_bytes for one in fields)
+    n_pending = manifest.n_parts - len(store.commits)
+    bundle = schema.target_commit_path(store.path), store.path / schema.TARGET_NAME / "config.json"
     return StoreSummary(
-        path=store,
+        path=store.path,
         manifest=manifest,
         codec=codec.name,
         fields=tuple(fields),
+        n_pending_parts=n_pending,
+        n_sequences=len(store),
+        n_tokens=n_tokens,
+        n_response_tokens=int(numbers(store.sequences, "n_response_tokens").sum(dtype=np.int64)),
         raw_bytes=raw,
         stored_bytes=stored,
-        ratio=_ratio(stored, raw),
-        bytes_per_token=_ratio(stored, n_tokens),
-        n_pending_parts=n_pending,
-        n_sequences=len(lengths),
-        n_tokens=n_tokens,
-        n_response_tokens=int(numbers(plan, "n_response_tokens")[committed].sum(dtype=np.int64)),
-        lengths=length_histogram(lengths),
-        has_target=any(
-            backend.exists(path)
-            for path in (schema.target_commit_path(store), store / schema.TARGET_NAME / "config.json")
-        ),
-        missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),
-        unfinished=unfinished_fields(commits.values(), codec),
+        ratio=stored / raw if raw else math.nan,
+        bytes_per_token=stored / n_tokens if n_tokens else math.nan,
+        lengths=length_histogram(store.lengths),
+        has_target=any(map(backend.exists, bundle)),
+        missing=missing_text(n_pending, manifest.n_parts, lacks_target(store.path, manifest)),
+        unfinished=unfinished_fields(store.commits.values(), codec),
     )
 
 
-def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> LengthHistogram:
-    """Count lengths (int [n_sequences], may be empty) in bins of equal, whole width."""
+def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], list[int]]:
+    """Count lengths (int [n_sequences], may be empty) in bins of equal, whole width: their edges, and the counts."""
     longest = int(lengths.max(initial=0))
     width = max(1, -(-longest // n_bins))
     edges = np.arange(0, longest + width, width) if longest else np.array([0, 1])
     counts, _ = np.histogram(lengths, edges)
-    return LengthHistogram(tuple(edges.tolist()), tuple(counts.tolist()))
+    return edges.tolist(), counts.tolist()
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:

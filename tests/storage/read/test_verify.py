@@ -133,11 +133,11 @@ def test_summary_counts_what_is_committed(store: Path, recipe: Recipe) -> None:
     assert summary.n_tokens == sum(row["n_tokens"] for row in kept)
     assert summary.n_response_tokens == sum(row["n_response_tokens"] for row in kept)
     assert (summary.manifest.n_sequences, summary.manifest.n_tokens, summary.n_pending_parts) == (12, 881, 1)
-    by_name = {item.name: item for item in summary.fields}
+    by_name = {item.spec.name: item for item in summary.fields}
     assert by_name["kv"].raw_bytes == summary.n_tokens * 4 * 2 * 2 * 8 * 2
     assert by_name["kv"].stored_bytes > 0
     assert summary.bytes_per_token == summary.stored_bytes / summary.n_tokens
-    assert sum(summary.lengths.counts) == summary.n_sequences
+    assert sum(summary.lengths[1]) == summary.n_sequences
     assert summary.manifest.identities == recipe.manifest.identities
     assert not summary.has_target
     shutil.rmtree(store / "commits")
