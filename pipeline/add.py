@@ -24,7 +24,7 @@ from ..storage.write.addition import StoreAddition, extended_codec, lacking_fiel
 from ..storage.write.store import StoreWriter
 from ..text import Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
-from .card import CardOrigin, write_card
+from .card import write_card
 from .config import ActivationSpec, AddConfig, parse_activations, parse_fields, resolve_encode_threads
 from .estimate import ForwardPlan, WritePlan, field_specs
 from .forwards.capture import capture
@@ -107,7 +107,7 @@ def add(
                 activations=tuple(dict.fromkeys(map(activation_name, extraction["activations"]))),
                 target_layers=extraction["target_layers"],
             )
-            write_card(plan.store, CardOrigin.of(recorded))
+            write_card(plan.store, recorded.model, recorded.dataset, recorded.storage.licences)
             named = {"config": recorded.named()}  # would make the whole store, for a repair
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, writer, timings, agreement)

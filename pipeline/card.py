@@ -5,7 +5,6 @@ It has no times and no machines: equal inputs give equal bytes.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from ..storage.backend import put
 from ..storage.paths import AnyPath, StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec, below
-from .config import ExtractConfig
 
 # Bounds of the Hub's size categories: 1K, 10K, ...
 _SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
+Licences = tuple[str | None, str | None]  # of target and dataset, as the Hub names them
 _TAGS = ("activations", "hidden-states", "kv-cache", "speculative-decoding", "distillation", "zarr", "moa-data")
 _CODES = " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
 _FROM_BFLOAT16 = "(bits.astype(np.uint32) << 16).view(np.float32)      # bfloat16 -> float32, exact"
@@ -35,10 +34,10 @@ configs:
   data_files: plan.parquet
 ---
 
-# Activations of {origin.model} on {origin.dataset}
+# Activations of {model} on {dataset}
 
-What {origin.model} ({architecture}: {sizes}) computed on {summary.n_sequences:,}
-sequences of {origin.dataset}: {summary.n_tokens:,} tokens, of which the assistant wrote {summary.n_response_tokens:,}.
+What {model} ({architecture}: {sizes}) computed on {summary.n_sequences:,}
+sequences of {dataset}: {summary.n_tokens:,} tokens, of which the assistant wrote {summary.n_response_tokens:,}.
 Train drafters for speculative decoding, probes or autoencoders from it without running the target. `target/` holds the
 target's config, tokenizer, embeddings, final norm and LM head.
 
@@ -90,7 +89,7 @@ values = {values}
 
 {settings}
 
-Made with `{origin.command}`.
+Made with `{command}`.
 
 ## Licence
 
@@ -102,31 +101,16 @@ the card last.
 """
 
 
-@dataclass(frozen=True)
-class CardOrigin:
-    """What a card says beyond the store's own files: the command without paths, licences as the Hub names them."""
-
-    model: str
-    dataset: str
-    command: str = "moa-data extract"
-    target_license: str | None = None
-    dataset_license: str | None = None
-
-    @classmethod
-    def of(cls, config: ExtractConfig) -> "CardOrigin":
-        """Return the origin of a store that was extracted with these settings."""
-        licences = config.storage.target_license, config.storage.dataset_license
-        return cls(public_name(config.model), public_name(config.dataset), "moa-data extract", *licences)
-
-
-def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
-    """Write README.md into a store's root, or replace it."""
+def write_card(
+    store: AnyPath, model: str, dataset: str, licences: Licences = (None, None), command: str = "moa-data extract"
+) -> AnyPath:
+    """Write README.md into a store's root, or replace it; ``command`` made the store, and is given without paths."""
     path = below(store, CARD_NAME)
-    put(path, card_text(store, origin).encode())
+    put(path, card_text(store, public_name(model), public_name(dataset), licences, command).encode())
     return path
 
 
-def card_text(store: StorePath, origin: CardOrigin) -> str:
+def card_text(store: StorePath, model: str, dataset: str, licences: Licences, command: str) -> str:
     """Return the text of a store's card."""
     summary = summarize_store(store)
     target = summary.manifest.target
@@ -140,15 +124,14 @@ def card_text(store: StorePath, origin: CardOrigin) -> str:
         for spec, n_bytes in ((one.spec, one.stored_bytes) for one in summary.fields)
     ]  # fmt: skip
     settings = sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
-    licences = [
-        ("target", origin.model, origin.target_license or "**fill in**"),
-        ("dataset", origin.dataset, origin.dataset_license or "**fill in**"),
-    ]
+    named = zip(("target", "dataset"), (model, dataset), (name or "**fill in**" for name in licences), strict=True)
     return _CARD.format(
-        origin=origin,
+        model=model,
+        dataset=dataset,
+        command=command,
         summary=summary,
-        licence=_licence(origin.target_license, origin.dataset_license),
-        pretty_name=json.dumps(f"Activations of {origin.model} on {origin.dataset}", ensure_ascii=False),
+        licence=_licence(*licences),
+        pretty_name=json.dumps(f"Activations of {model} on {dataset}", ensure_ascii=False),
         tags="\n".join(f"- {tag}" for tag in _TAGS),
         size=size_category(summary.n_sequences),
         architecture=target.get("architecture", "transformer"),
@@ -161,7 +144,7 @@ def card_text(store: StorePath, origin: CardOrigin) -> str:
         values=_FROM_BFLOAT16 if is_bfloat16 else "bits",
         conventions=_table(("What", "Meaning"), summary.manifest.conventions.items()),
         settings=_table(("What", "Value"), [(key, f"`{value}`") for key, value in settings]),
-        licences=_table(("Of the", "Name", "Licence"), licences),
+        licences=_table(("Of the", "Name", "Licence"), named),
     )
 
 

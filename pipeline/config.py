@@ -70,6 +70,11 @@ class StorageSettings(Config):
     dataset_license: str | None = None
     """Licence of the dataset, for the card too; default: left to fill in."""
 
+    @property
+    def licences(self) -> tuple[str | None, str | None]:
+        """Those of target and dataset."""
+        return self.target_license, self.dataset_license
+
 
 class ForwardSettings(Config):
     """How the target runs."""

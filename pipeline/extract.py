@@ -36,7 +36,7 @@ from ..storage.write.repair import RepairPlan, retract_damage
 from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes
 from .add import refuse_addition
-from .card import CardOrigin, write_card
+from .card import write_card
 from .config import ExtractConfig, ScaleSettings, core_share
 from .forwards.calibrate import learned_before
 from .forwards.vllm_source import VllmSource
@@ -92,7 +92,7 @@ def extract(
             restored += [name for name in ("manifest", "metadata", "codec", "texts") if redo.of_kind(name)]
         report.restored = ", ".join(restored)
         with store.publishing(CARD_BYTE):
-            write_card(store.path, CardOrigin.of(config))
+            write_card(store.path, config.model, config.dataset, config.storage.licences)
         counts = plan.sequences
         # Everything that may differ between runs that give equal data.
         record = {

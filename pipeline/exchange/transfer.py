@@ -30,7 +30,7 @@ from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_part
 from ...storage.read.store import ActivationStore
 from ...storage.write.store import StoreWriter
 from ...text import Progress, counted
-from ..card import CardOrigin, public_name, write_card
+from ..card import write_card
 from ..recode import write_parts
 from ..report import WriteReport
 from ..sequences import content_id
@@ -220,8 +220,8 @@ def import_folder(
             f"import from {file_format.name}",
             progress,
         )
-        names = public_name(config.model), public_name(config.folder), f"moa-data import --format {file_format.name}"
-        write_card(store.path, CardOrigin(*names, config.target_license, config.dataset_license))
+        licences, command = (config.target_license, config.dataset_license), f"moa-data import --format {config.format}"
+        write_card(store.path, config.model, config.folder, licences, command)
         report = WriteReport.of(store, timings)
         n_left_out = counted(len(paths) - texts.num_rows, "duplicate")
         fields = ", ".join(spec.name for spec in specs)

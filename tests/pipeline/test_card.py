@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import yaml
 
-from moa_data.pipeline.card import CardOrigin, card_text, public_name, size_category, write_card
+from moa_data.pipeline.card import card_text, public_name, size_category, write_card
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, response_mask_field, to_float32, tokens_field
 from moa_data.tests.kit.stores import make_recipe
 
-ORIGIN = CardOrigin("owner/tiny", "owner/chats")
+ORIGIN = ("owner/tiny", "owner/chats")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def front_matter(text: str) -> dict[str, Any]:
 
 
 def test_front_matter_is_the_hubs(store: Path) -> None:
-    card = card_text(store, CardOrigin('a "b"', "ünï", target_license="llama3", dataset_license="mit"))
+    card = card_text(store, 'a "b"', "ünï", ("llama3", "mit"), "moa-data extract")
     found = front_matter(card)
     assert found["license"] == "other"
     assert found["license_name"] == "llama3-and-mit"
@@ -39,24 +39,25 @@ def test_front_matter_is_the_hubs(store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("licences", "found", "n_left"), [((), "unknown", 2), (("mit", "mit"), "mit", 0), (("mit",), "unknown", 1)]
+    ("licences", "found", "n_left"),
+    [((None, None), "unknown", 2), (("mit", "mit"), "mit", 0), (("mit", None), "unknown", 1)],
 )
 def test_licences_are_left_to_fill_in_or_taken_from_the_options(
-    store: Path, licences: tuple[str, ...], found: str, n_left: int
+    store: Path, licences: tuple[str | None, str | None], found: str, n_left: int
 ) -> None:
-    card = card_text(store, CardOrigin("m", "d", "moa-data extract", *licences))
+    card = card_text(store, "m", "d", licences, "moa-data extract")
     assert (front_matter(card)["license"], card.count("**fill in**")) == (found, n_left)
 
 
 def test_equal_stores_have_equal_cards_without_times_or_paths(tmp_path: Path) -> None:
-    cards = [write_card(make_recipe().write(tmp_path / name), ORIGIN).read_text() for name in ("one", "two")]
+    cards = [write_card(make_recipe().write(tmp_path / name), *ORIGIN).read_text() for name in ("one", "two")]
     assert cards[0] == cards[1]
     assert str(tmp_path) not in cards[0]
     assert not re.search(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d", cards[0])
 
 
 def test_the_card_says_what_is_there(store: Path) -> None:
-    card = write_card(store, ORIGIN).read_text()
+    card = write_card(store, *ORIGIN).read_text()
     reader = ActivationStore(store)
     counts = [f"{len(reader)}\nsequences of owner/chats", f"{int(reader.lengths.sum()):,} tokens"]
     facts = [*reader.manifest.conventions.values(), *reader.manifest.identities]
@@ -72,7 +73,7 @@ def test_every_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dty
         return to_float32(values, "bfloat16") if (name, dtype) == ("hidden/last", "float32") else values
 
     store = make_recipe(lengths=(70, 3, 33), fields=fields).write(tmp_path / "STORE", in_dtype)
-    snippets = re.findall(r"```python\n(.*?)```", write_card(store, ORIGIN).read_text(), re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", write_card(store, *ORIGIN).read_text(), re.DOTALL)
     reader = ActivationStore(store)
     expected = to_float32(reader.read(0, "hidden/last"), dtype)
     monkeypatch.chdir(tmp_path)
