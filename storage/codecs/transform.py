@@ -491,11 +491,12 @@ class TransformCodec(FieldCodec):
         return self._groups
 
 
-class Observation:
+class Observation(Sample):
     """The sample of one field that a transform codec learns from; it grows sequence by sequence, on disk."""
 
     def __init__(self, codec: TransformCodec, learning: Learning) -> None:
-        self._codec, self._learning, self._sample = codec, learning, Sample(learning.folder)
+        super().__init__(learning.folder)
+        self._codec, self._learning = codec, learning
         self._features: Sequence[np.ndarray] | None = None
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
@@ -508,11 +509,11 @@ class Observation:
         values = np.asarray(values, np.float32)
         codec.check_finite(values)
         if len(values):
-            self._sample.add(codec.parts(values), tokens if codec.needs_tokens else None)
+            self.add(codec.parts(values), tokens if codec.needs_tokens else None)
 
     def values(self) -> np.ndarray:
         """Read all tokens of a hidden state's sample: float32 [n_tokens, width]."""
-        return self._sample.rows(0, 0, range(len(self._sample.lengths))).values
+        return self.rows(0, 0, range(len(self.lengths))).values
 
     def learn(self, features: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
         """Let the codec learn from what was observed; the same sample gives the same state.
@@ -521,37 +522,33 @@ class Observation:
             features: :meth:`as_features` of the field's ``sources``, side by side.
             bits: that a token of the field may take; None for what the codec's name says.
         """
-        codec, sample = self._codec, self._sample
-        if not sample.lengths:
+        codec = self._codec
+        if not self.lengths:
             raise StoreError(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
         table, given = None, features if codec.sources else None
         if codec.needs_tokens and codec.embeddings is not None:
-            table = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
-            given = [table[ids].astype(np.float32) for ids in sample.tokens]
+            table = token_features(codec.embeddings, np.concatenate(self.tokens), self._learning.place)
+            given = [table[ids].astype(np.float32) for ids in self.tokens]
         bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
         n_parts = [codec.n_parts] * len(codec.groups)
-        codec.take_over(fit_groups(sample, n_parts, bits, codec.metrics, given, self._learning), table)
+        codec.take_over(fit_groups(self, n_parts, bits, codec.metrics, given, self._learning), table)
         self._features = features
 
     def as_features(self) -> list[np.ndarray]:
         """Return ``TransformCodec.as_features`` of each sequence, after :meth:`learn`."""
-        codec, sample, place, found = self._codec, self._sample, self._learning.place, []
-        for i, n_tokens in enumerate(sample.lengths):
+        codec, place, found = self._codec, self._learning.place, []
+        for i, n_tokens in enumerate(self.lengths):
             groups = [
-                [place(sample.rows(group, part, [i]).values) for part in range(codec.n_parts)]
+                [place(self.rows(group, part, [i]).values) for part in range(codec.n_parts)]
                 for group in range(len(codec.groups))
             ]
-            tokens = sample.tokens[i] if sample.tokens else None
+            tokens = self.tokens[i] if self.tokens else None
             features = None if self._features is None else place(self._features[i])
             # Decoded codes and not the exact values, since those are what a reader will have.
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
             found.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
         return found
-
-    def close(self) -> None:
-        """Drop the sample."""
-        self._sample.close()
 
 
 def side_by_side(arrays: Sequence[Array]) -> Array:
