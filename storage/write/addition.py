@@ -87,13 +87,8 @@ class StoreAddition:
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
-        old = writer.manifest
-        if replace(manifest, fields=old.fields, extraction=old.extraction, codec=old.codec) != old:
-            raise StoreError(f"{writer.path}: an addition may change fields only; extract to another folder.")
-        if not set(old.fields) <= set(manifest.fields) or codec.name != writer.codec.name:
-            raise StoreError(f"{writer.path}: an addition keeps all fields and the codec; extract to another folder.")
         self.manifest, self.codec = manifest, codec
-        self.fields = tuple(spec.name for spec in manifest.fields if spec not in old.fields)
+        self.fields = tuple(spec.name for spec in manifest.fields if spec not in writer.manifest.fields)
         self._writer = writer
         self._lacking = {
             part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)

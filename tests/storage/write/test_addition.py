@@ -154,18 +154,6 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
     assert summarize_store(store).unfinished == {}
 
 
-def test_only_fields_can_be_added(recipe: Recipe, wanted: Recipe, tmp_path: Path) -> None:
-    store = write_store(recipe, tmp_path / "store")
-    with opened(store) as writer:
-        for manifest, message in (
-            (replace(wanted.manifest, identities={}), "may change fields only"),
-            (replace(wanted.manifest, fields=wanted.manifest.fields[1:]), "keeps all fields"),
-            (replace(wanted.manifest, fields=(*recipe.manifest.fields[:3], hidden_field("last", 8))), "keeps all"),
-        ):
-            with pytest.raises(StoreError, match=message):
-                StoreAddition(writer, manifest, extended_codec(writer.codec, manifest.fields))
-
-
 def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
     recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
