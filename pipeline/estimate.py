@@ -44,7 +44,7 @@ from ..text import Progress, activation_name, first_line, format_bytes, format_h
 from .config import ActivationSpec
 from .forwards.calibrate import calibrate, learning_on
 from .forwards.capture import capture
-from .forwards.parts import N_HOST_SLOTS, Forwards, batches, load_target, run_parts
+from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
 
 _N_BATCHES = 3
@@ -143,8 +143,12 @@ class ForwardPlan:
                 )
 
     def load_target(self, progress: Progress | None = None) -> Target:
-        """Load the target."""
-        return load_target(self.folder, self.compute_dtype, self.device, self.weight_bytes, progress)
+        """Load the target; progress is told the bytes of its weights."""
+        tell = progress or (lambda *_: None)
+        tell(0, self.weight_bytes, "load the target")
+        target = Target.load(str(self.folder), getattr(torch, self.compute_dtype), self.device)
+        tell(self.weight_bytes, self.weight_bytes, "load the target")
+        return target
 
     def forwards(
         self, target: Target, codec: StoreCodec, text: Callable[[str], tuple[np.ndarray, np.ndarray]]

@@ -32,13 +32,13 @@ import torch
 
 from ..errors import MoaDataError, OptionInvalid, WorkerError
 from ..machine import fix_sums, usable_cores
-from ..moa.targets.live import resolve_model_folder
+from ..moa.targets.live import Target, resolve_model_folder
 from ..storage.plan import map_texts
 from ..storage.schema import TEXTS_NAME
 from ..storage.write.store import StoreWriter
 from ..text import first_line
 from .config import ScaleSettings, core_share, parse_fields, resolve_encode_threads
-from .forwards.parts import Forwards, load_target, run_parts, save_bundle
+from .forwards.parts import Forwards, run_parts, save_bundle
 from .plan import check_identities, weight_identities
 from .report import PartProgress, Timings
 from .sequences import Sequences
@@ -159,7 +159,7 @@ def run_worker(order: WorkOrder) -> Timings:
         # Another machine's folder of the same name may hold another target.
         check_identities(store.path, store.manifest.identities, weight_identities(folder))
         spec, extraction = parse_fields(field.name for field in store.manifest.fields), store.manifest.extraction
-        target = load_target(folder, str(extraction["compute_dtype"]), order.device)
+        target = Target.load(str(folder), getattr(torch, str(extraction["compute_dtype"])), order.device)
         sequences = Sequences.from_arrow(map_texts(Path(order.texts) if order.texts else store.path / TEXTS_NAME))
         dtype, batch_tokens = getattr(torch, str(extraction["dtype"])), int(extraction["batch_tokens"])
         forwards = Forwards(

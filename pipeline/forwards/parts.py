@@ -34,7 +34,6 @@ from ...storage.write.addition import StoreAddition
 from ...storage.write.lock import BUNDLE_BYTE
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
-from ...text import Progress
 from ..config import ActivationSpec
 from ..report import Timings
 from .capture import Capture, HostSlots, capture
@@ -215,17 +214,6 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
         count = max(1, batch_tokens // int(lengths[start]))
         yield sequences.slice(start, count)
         start += count
-
-
-def load_target(
-    folder: Path, compute_dtype: str, device: str, n_bytes: int = 0, progress: Progress | None = None
-) -> Target:
-    """Load the target; ``n_bytes`` are those of its weights, for progress."""
-    tell = progress or (lambda *_: None)
-    tell(0, n_bytes, "load the target")
-    target = Target.load(str(folder), getattr(torch, compute_dtype), device)
-    tell(n_bytes, n_bytes, "load the target")
-    return target
 
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
