@@ -18,7 +18,6 @@ class Detokenizer:
         self._tokens: list[int] = []
         # Of each token: where the window that it was decoded in begins, and where the tokens that are not shown begin.
         self._windows: list[tuple[int, int]] = [(0, 0)]
-        self._texts: list[str] = []
 
     def append(self, token: int) -> str:
         """Add a token; returns the text that it adds, empty while a character is not complete."""
@@ -27,22 +26,14 @@ class Detokenizer:
         before = self._decode(self._tokens[first:shown])
         after = self._decode(self._tokens[first:])
         if after.endswith("\ufffd") and len(self._tokens) - shown < _LONGEST:
-            text = ""
             self._windows.append((first, shown))
-        else:
-            text = after[len(before) :]
-            self._windows.append((shown, len(self._tokens)))
-        self._texts.append(text)
-        return text
+            return ""
+        self._windows.append((shown, len(self._tokens)))
+        return after[len(before) :]
 
     def truncate(self, n_tokens: int) -> None:
         """Take back all but the first tokens."""
-        del self._tokens[n_tokens:], self._texts[n_tokens:], self._windows[n_tokens + 1 :]
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens; a last character that is not complete is left out."""
-        return "".join(self._texts)
+        del self._tokens[n_tokens:], self._windows[n_tokens + 1 :]
 
     @property
     def rest(self) -> str:
