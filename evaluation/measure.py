@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import DatasetError, OptionInvalid, PromptUnusable, TemplateError
-from ..moa.decoding.loop import Generation, generate_batch, prefill
+from ..moa.decoding.loop import DecodeStats, Generation, generate_batch, prefill
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
 from ..moa.decoding.tree import TreeShape
@@ -43,26 +43,13 @@ TARGET = "target"  # among the writers: what it writes after the cut is the refe
 _BATCH = 8  # cuts that are continued together; no figure depends on it
 
 
-@dataclass(frozen=True)
-class MethodRun:
-    """The figures of one method on one prompt, as in :class:`.DecodeStats`; of several repeats the median counts."""
+@dataclass
+class MethodRun(DecodeStats):
+    """The figures of one method on one prompt; of several repeats the median counts."""
 
-    n_tokens: int
-    n_drafted: int
-    committed_per_call: Sequence[int]
-    seconds: float  # of the whole generation, prefill included; of a batch, the row's equal share
-    prefill_s: float
-    draft_s: float
-    verify_s: float
     first_divergence: int | None = None  # index of the first generated token that differs from the baseline's
     top2_gap: float | None = None  # difference of the two highest target logits there, after the repetition penalty
     repeats_s: tuple[float, ...] = ()
-    n_drafted_calls: int = 0
-
-    @property
-    def n_target_calls(self) -> int:
-        """Target calls after the prefill."""
-        return len(self.committed_per_call)
 
     @property
     def calls(self) -> tuple[int, int]:
@@ -72,7 +59,7 @@ class MethodRun:
     @property
     def speed(self) -> tuple[int, float]:
         """Generated tokens, and seconds: a ratio's two sides."""
-        return self.n_tokens, self.seconds
+        return self.n_tokens, self.total_s
 
 
 @dataclass(frozen=True)
@@ -244,10 +231,8 @@ def _compare(
     if divergence is not None and sampling.temperature == 0:
         # A gap near zero tells a tie, which rounding decides, from an error of the method.
         gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty)
-    repeats_s, figures = tuple(repeat.stats.total_s for repeat in repeats), asdict(other.stats)
-    return MethodRun(
-        seconds=figures.pop("total_s"), first_divergence=divergence, top2_gap=gap, repeats_s=repeats_s, **figures
-    )
+    repeats_s = tuple(repeat.stats.total_s for repeat in repeats)
+    return MethodRun(**asdict(other.stats), first_divergence=divergence, top2_gap=gap, repeats_s=repeats_s)
 
 
 @dataclass(frozen=True)

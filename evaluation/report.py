@@ -159,8 +159,9 @@ class EvaluationReport:
         measurement: dict[str, Any] = values.pop("measurement")
         for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
             for name, run in measured.runs.items():
-                own = {"n_target_calls": run.n_target_calls, "tokens_per_s": run.n_tokens / run.seconds}
-                row["runs"][name] |= own | {"exact_match": run.first_divergence is None}
+                found = row["runs"][name]
+                found |= {"n_target_calls": run.n_target_calls, "tokens_per_s": run.n_tokens / run.total_s}
+                found |= {"seconds": found.pop("total_s"), "exact_match": run.first_divergence is None}
         head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS}
         sums = {
             "methods": list(map(dataclasses.asdict, self.methods)),
@@ -181,11 +182,12 @@ def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
 def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[MethodRun]) -> MethodSummary:
     runs = [row.runs[name] for row in rows]
     committed = [count for run in runs for count in run.committed_per_call]
-    summed = ("n_tokens", "n_drafted", "seconds", "prefill_s", "draft_s", "verify_s")
+    summed = ("n_tokens", "n_drafted", "prefill_s", "draft_s", "verify_s")
     sums: dict[str, Any] = {part: sum(getattr(run, part) for run in runs) for part in summed}
-    rate = sums["n_tokens"] / sums["seconds"]
+    seconds = sum(run.total_s for run in runs)
+    rate = sums["n_tokens"] / seconds
     base_calls = sum(run.n_target_calls for run in base)
-    base_rate = sum(run.n_tokens for run in base) / sum(run.seconds for run in base)
+    base_rate = sum(run.n_tokens for run in base) / sum(run.total_s for run in base)
     prompt_ids = [row.prompt_id for row in rows]
     length, length_interval = ratio_with_interval(prompt_ids, [run.calls for run in runs])
     paired = [(*run.speed, *other.speed) for run, other in zip(runs, base, strict=True)]
@@ -193,6 +195,7 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
         method=name,
         n_answers=len(runs),
         n_target_calls=len(committed),
+        seconds=seconds,
         **sums,
         tokens_per_s=rate,
         acceptance_length=length,

@@ -44,7 +44,7 @@ def test_accepted_by_position() -> None:
 
 
 def run(seconds: float, *committed: int) -> MethodRun:
-    return MethodRun(1 + sum(committed), 0, committed, seconds, 0.0, 0.0, 0.0)
+    return MethodRun([*committed], 1 + sum(committed), total_s=seconds)
 
 
 def row(prompt: str, category: str = "all", **runs: MethodRun) -> PromptRow:
