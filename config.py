@@ -39,6 +39,7 @@ Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
@@ -192,6 +193,22 @@ class Config(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             raise OptionInvalid(_message(cls, error, layers, spell)) from error
+
+
+class TargetSettings(Config):
+    """Which target is loaded to decode with, and how."""
+
+    model: Common[str]
+    """The target: a folder or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; default: main."""
+    template_kwargs: TemplateKwargs = ()
+    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
+    the drafters were trained from."""
+    dtype: Common[Dtype] = "float32"
+    """Dtype of target and drafters; only float32 promises the tokens of plain decoding."""
+    device: Common[str] = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
 
 
 class SamplingSettings(Config):

@@ -17,9 +17,8 @@ import click
 from pydantic import Field
 from rich.cells import cell_len
 
-from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
+from ..config import Common, Config, Count, Dtype, Natural, Positive, SamplingSettings, TemplateKwargs
 from ..errors import MoaDataError
-from ..evaluation.config import Dtype
 from ..text import printable
 from .console import out, tell
 from .options import stage_command

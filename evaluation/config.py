@@ -5,36 +5,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, Natural, SamplingSettings, TemplateKwargs
+from ..config import Common, Config, Count, Natural, SamplingSettings, TargetSettings
 
 if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
 
 DRAFTING = ("chain", "tree", "auto")
-Dtype = Literal["float32", "bfloat16", "float16"]
 Method = Literal["plain", "chain", "tree", "auto", "prompt-lookup"]
 
 
-class DecodingConfig(Config):
+class DecodingConfig(TargetSettings):
     """Settings of every command that decodes with a target."""
 
-    model: Common[str]
-    """The target: a folder or a hub id."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model; default: main."""
-    template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
-    the drafters were trained from."""
     max_new_tokens: Common[Count] = 128
     """Stop an answer after this many tokens."""
     tree: Common[str] = "6x8x62"
     """Shape for tree: levels of drafts x breadth x most nodes verified, or a chain that stops early, as
     LENGTH@PROBABILITY. The default is EAGLE-2's, whose depth 7 counts the root."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
-    dtype: Common[Dtype] = "float32"
-    """Dtype of target and drafter; only float32 promises the tokens of plain decoding."""
-    device: Common[str] = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
     cuda_graphs: bool = True
     """On a CUDA device, launch the kernels of a call of the target at once, and those of a greedy chain of drafts: a
     step of an 8B target takes half the time. For targets with Llama's layers."""

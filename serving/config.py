@@ -4,12 +4,12 @@ No torch here: the command line reads them for its help.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, NonNegative, Positive, TemplateKwargs
+from ..config import Common, Config, Count, NonNegative, Positive, TargetSettings
 
 if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
@@ -91,20 +91,13 @@ class DraftingOptions(Config):
     """Seconds of silence after which a connection is tried."""
 
 
-class ServeConfig(Config):
+class ServeConfig(TargetSettings):
     """Settings of `moa-data serve`."""
 
-    model: Common[str]
-    """The target: a folder or a hub id."""
     drafter: Common[tuple[str, ...]] = ()
     """Runs of `moa-data train`, or folders with drafters; requests use the first one unless they name another."""
     name: Common[str | None] = None
     """Name of the model in requests; default: the last part of --model."""
-    revision: str | None = None
-    """Branch, tag or commit of a Hub model; default: main."""
-    template_kwargs: TemplateKwargs = ()
-    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
-    the drafters were trained from."""
     host: Common[str] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all of the machine's."""
     port: Common[Port] = 8000
@@ -121,10 +114,6 @@ class ServeConfig(Config):
     """File of its private key (PEM)."""
     grace_s: NonNegative = 30.0
     """Seconds that answers have to end after Ctrl-C or SIGTERM."""
-    dtype: Common[Literal["float32", "bfloat16", "float16"]] = "float32"
-    """Dtype of target and drafters; only float32 promises the tokens of plain decoding."""
-    device: Common[str] = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     limits: LimitOptions = Field(default_factory=LimitOptions)
     drafting: DraftingOptions = Field(default_factory=DraftingOptions)
