@@ -105,10 +105,23 @@ def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: P
     """
     if prompt is not None and (resume or web is not None):
         raise click.UsageError("--prompt answers one prompt; leave it out with --resume and --web.")
-    from ..serving.client.client import SavedAnswer
+    import torch
+
+    from ..moa.targets.live import pick_device
+    from ..serving.access import read_tokens
+    from ..serving.client.client import DraftingClient, SavedAnswer, Timeouts
+    from ..serving.client.drafting import DraftingModel
 
     saved = None if resume is None else SavedAnswer.load(resume)
-    with _client(config, resume or session) as client:
+    token = read_tokens(config.token_file)[0] if config.token_file else ""
+    model = DraftingModel.load(
+        config.drafter, config.bundle, getattr(torch, config.dtype), pick_device(config.device), config.template_kwargs
+    )
+    with DraftingClient(
+        config.server, model, token=token, ca=config.ca, mode=config.mode, codec=config.codec,
+        max_offline=config.max_offline, offline_below=config.offline_below,
+        timeouts=Timeouts(connect_s=config.connect_s), session_file=resume or session,
+    ) as client:  # fmt: skip
         conversation = _Conversation(client, config, saved)
         if web is not None:
             _serve_page(conversation, web)
@@ -184,25 +197,6 @@ def _serve_page(conversation: _Conversation, port: int) -> None:
         out.print(f"chat on {page.url} until Ctrl-C")
         sys.stdout.flush()
         threading.Event().wait()
-
-
-def _client(config: ChatConfig, session_file: Path | None) -> "DraftingClient":
-    import torch
-
-    from ..moa.targets.live import pick_device
-    from ..serving.access import read_tokens
-    from ..serving.client.client import DraftingClient, Timeouts
-    from ..serving.client.drafting import DraftingModel
-
-    token = read_tokens(config.token_file)[0] if config.token_file else ""
-    model = DraftingModel.load(
-        config.drafter, config.bundle, getattr(torch, config.dtype), pick_device(config.device), config.template_kwargs
-    )
-    return DraftingClient(
-        config.server, model, token=token, ca=config.ca, mode=config.mode, codec=config.codec,
-        max_offline=config.max_offline, offline_below=config.offline_below,
-        timeouts=Timeouts(connect_s=config.connect_s), session_file=session_file,
-    )  # fmt: skip
 
 
 def _prompts() -> Iterator[str]:

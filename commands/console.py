@@ -267,9 +267,6 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
         self.close()
 
 
-T = TypeVar("T")
-
-
 def run_stage(unit: str, run: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
     """Run a stage under a line of progress and print what its report says; returns the report."""
     with ProgressLine(unit) as progress:

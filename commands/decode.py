@@ -18,7 +18,6 @@ from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out,
 from .options import stage_command
 
 if TYPE_CHECKING:
-    from ..moa.decoding.loop import OnTokens
     from ..moa.decoding.tree import TreeShape
 
 
@@ -81,10 +80,16 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     generate_batch(target, rows, max_new_tokens=4, proposer=proposer, tree=shape or TreeShape(1), sampling=sampling)
     auto = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
     text = Detokenizer(lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def print_tokens(tokens: list[int], drafted: list[bool]) -> None:
+        for token, is_drafted in zip(tokens, drafted, strict=True):
+            if piece := text.append(token):
+                out.print(piece, end="", style="green" if is_drafted else None)
+
     try:
         drafted = generate_batch(
             target, rows, max_new_tokens=config.max_new_tokens, proposer=proposer, tree=shape or auto,
-            sampling=sampling, seed=config.sampling.seed, on_tokens=_print_tokens(text) if len(rows) == 1 else None,
+            sampling=sampling, seed=config.sampling.seed, on_tokens=print_tokens if len(rows) == 1 else None,
         )  # fmt: skip
     finally:
         out.print(text.rest)  # also ends the line of an answer that Ctrl-C cuts short
@@ -113,15 +118,6 @@ def _read_prompt(text: str) -> str:
     if not text.strip():
         raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
     return text
-
-
-def _print_tokens(text: Detokenizer) -> "OnTokens":
-    def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
-        for token, is_drafted in zip(tokens, drafted, strict=True):
-            if piece := text.append(token):
-                out.print(piece, end="", style="green" if is_drafted else None)
-
-    return on_tokens
 
 
 @stage_command(EvalConfig, name="eval")

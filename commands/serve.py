@@ -3,15 +3,11 @@
 import logging
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 from ..errors import Interrupted
 from ..serving.config import ServeConfig
 from .console import out, tell
 from .options import stage_command
-
-if TYPE_CHECKING:
-    from ..serving.http import Service
 
 
 @stage_command(ServeConfig)
@@ -37,16 +33,25 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
+    import torch
+
     from ..machine import keep_freed_memory, use_huge_pages
+    from ..moa.formats.checkpoint import ready_drafters
+    from ..moa.targets.live import Target
+    from ..serving.access import BearerTokens, read_tokens
+    from ..serving.engine.engine import Engine
     from ..serving.grpc import Identities
+    from ..serving.http import Service
     from ..serving.metrics import JsonLines
     from ..serving.run import ServerRun, check_tls, raise_file_limit
     from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
     if config.tls is not None:
         check_tls(*config.tls)  # before a model is loaded
-    service = _service(config)
-    target, drafters, identities = service.target, service.engine.drafters, None
+    tokens, identities = BearerTokens(read_tokens(config.token_file) if config.token_file else ()), None
+    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
+    drafters = ready_drafters(target, config.drafter, config.template_kwargs, config.model)
+    service = Service(Engine(target, drafters, config.engine), config, tokens)
     if config.grpc_port is not None:
         identities = Identities(
             target_identity(target.identity),
@@ -75,18 +80,3 @@ def serve(config: ServeConfig) -> None:
     if run.signum is not None:
         raise Interrupted(f"stopped; {rest}.", run.signum)
     tell(f"stopped; {rest}.")
-
-
-def _service(config: ServeConfig) -> "Service":
-    import torch
-
-    from ..moa.formats.checkpoint import ready_drafters
-    from ..moa.targets.live import Target
-    from ..serving.access import BearerTokens, read_tokens
-    from ..serving.engine.engine import Engine
-    from ..serving.http import Service
-
-    tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    drafters = ready_drafters(target, config.drafter, config.template_kwargs, config.model)
-    return Service(Engine(target, drafters, config.engine), config, tokens)

@@ -357,7 +357,7 @@ class Engine:
 
     def _choose(self, called: Rows[Scheduled]) -> None:
         """Verify the drafts of all sampled texts at once, since each choice of its own would wait for the device."""
-        sampled = [one for one in called if one.has_root and not one.sequence.is_argmax]
+        sampled = [one for one in called if one.has_root and not one.sequence.text.is_argmax]
         try:
             for one, choice in zip(sampled, accept_chosen([_verified(one) for one in sampled]), strict=True):
                 one.choice = choice
@@ -375,7 +375,9 @@ class Engine:
                 one.n_drafts = len(sequence.drafts)
                 accepted, bonus = one.choice or _accepted(one)
                 new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus])
-                sequence.end_round()
+                sequence.drafts = sequence.parents = ()
+                if sequence.work is Work.VERIFY:
+                    sequence.work = Work.IDLE
             one.kept = [*range(n_known), *(n_known + node for node in accepted)]
             sequence.kv.commit(one.kept)
             one.commit = sequence.commit(first, new, min(len(accepted), len(new)))
@@ -491,7 +493,7 @@ class Engine:
 
 def _accepted(one: Scheduled) -> tuple[list[int], int]:
     """The accepted drafts of a sequence from the root down, and the target's next token."""
-    if one.sequence.is_argmax:
+    if one.sequence.text.is_argmax:
         return accept_argmax(one.sequence.drafts, one.sequence.parents, one.output.best)
     return accept_chosen([_verified(one)])[0]
 

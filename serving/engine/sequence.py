@@ -117,11 +117,6 @@ class Sequence:
         )  # fmt: skip
 
     @property
-    def is_argmax(self) -> bool:
-        """Whether its next token is the plain argmax of the logits."""
-        return self.text.is_argmax
-
-    @property
     def n_cached(self) -> int:
         """Tokens that have target KV."""
         return self.kv.length
@@ -161,12 +156,6 @@ class Sequence:
         self.work, self.drafts, self.answers = work, drafts, answers
         self.parents = tuple(range(-1, len(drafts) - 1))
         self.since_s = time.perf_counter()
-
-    def end_round(self) -> None:
-        """Drop the drafts that were verified; a VERIFY is done then."""
-        self.drafts = self.parents = ()
-        if self.work is Work.VERIFY:
-            self.work = Work.IDLE
 
     def append(self, tokens: list[int]) -> list[int]:
         """Commit tokens up to the end of the answer; returns those that were committed, and sets ``finish``."""
