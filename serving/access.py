@@ -116,7 +116,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it and close its connection."""
         serve = self._app
-        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+        if (error := self._refusal(scope)) is not None:
             scope["moa_data.facts"].error = error.message
             serve = error.response(connection="close")
         await serve(scope, receive, send)

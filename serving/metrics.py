@@ -80,9 +80,6 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request and log it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         facts, began = Facts(), time.perf_counter()
         scope["moa_data.facts"] = facts
 
