@@ -231,7 +231,7 @@ class Target:
 
     def use_static_calls(self, n_slots: int) -> None:
         """Give the calls after a prefill static shapes, for texts of so many tokens; longer ones take other shapes."""
-        self._static = StaticCalls(self.body, n_slots, self.device)
+        self._static = StaticCalls(n_slots)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
@@ -249,8 +249,7 @@ class Target:
         n_tokens, device = tokens.shape[1], tokens.device
         # A static call is short, and comes after a prompt.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
-            with layer_outputs(self.model, cache.watched_layers) as outputs:
-                return self._static.forward(tokens, seen, cache, self._attention_mask, outputs)
+            return self._static.forward(self, tokens, seen, cache)
         if seen is not None and self.has_states:
             raise TargetError(
                 f"layers of {self.config.model_type} carry a state, which has no branches; draft a chain, such as "
@@ -259,7 +258,7 @@ class Target:
         if seen is not None:
             cache.begin_call(n_tokens, device)
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
-            mask = self._attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
+            mask = self.attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
         # In a prefill the kernel's own causal masking is enough, padding comes last.
@@ -277,22 +276,26 @@ class Target:
             at = torch.arange(first, first + part.shape[1], device=device)
             positions = to_device(lengths, device)[:, None] + at  # [B or 1, n]
             build = partial(masks.causal_mask, positions, cache.n_slots)
-            mask = self._attention_mask(build) if needs_mask else None
+            mask = self.attention_mask(build) if needs_mask else None
             hidden.append(self._call(part, positions, mask, cache))
         together = hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)
         return together[:, n_tokens - n_given :]
 
     def _call(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> Tensor:
-        """Run one forward of the model: [B, n] -> [B, n, E]."""
+        hidden, kept = self.run(tokens, positions, mask, cache)
+        if kept:
+            cache.keep_layer_outputs(kept)
+        return hidden
+
+    def run(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> tuple[Tensor, list[Tensor]]:
+        """Run one forward of the model: hidden states of [B, n], and what the watched layers gave, [B, n, E] each."""
         with layer_outputs(self.model, cache.watched_layers) as outputs:
             hidden: Tensor = self.body(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             ).last_hidden_state
-        if outputs:
-            cache.keep_layer_outputs([outputs[layer] for layer in cache.watched_layers])
-        return hidden
+        return hidden, [outputs[layer] for layer in cache.watched_layers]
 
-    def _attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
+    def attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
         """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind where layers differ."""
         by_kind: dict[str, Tensor | None] = {}
         dtype = self.model.dtype
@@ -358,7 +361,8 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
             handle.remove()
 
 
-Inputs = tuple[Tensor, Tensor | None, Tensor]  # tokens, the tree, and numbers, as _static_call takes them
+Inputs = tuple[Tensor, Tensor | None, Tensor]
+"""Tokens [B, P], the tree [B, P, P], and the length of each row with the tokens of its call that are real, [B, 2]."""
 
 
 class _StaticGraph(NamedTuple):
@@ -369,42 +373,38 @@ class _StaticGraph(NamedTuple):
 
 
 class StaticCalls:
-    """The body of a target in calls of static shapes: on a CUDA device one graph serves every round of a size.
+    """A target's calls of static shapes: on a CUDA device one graph serves every round of a size.
 
     A call is padded to one of a few sizes, attends to every slot of a cache of fixed length, and finds its place in it
     by tensors alone, so that nothing in the graph depends on how long the text has become. A text of more than
     ``n_slots`` tokens makes the caches grow, and costs another graph.
     """
 
-    def __init__(self, body: nn.Module, n_slots: int, device: torch.device) -> None:
+    def __init__(self, n_slots: int) -> None:
         self.n_slots = n_slots + STATIC_SIZES[-1]  # padding takes slots too
         self.buffers: Buffers = {}  # that the caches of these calls share in turn
-        self._model = body
-        self._device = device
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
 
-    def forward(
-        self,
-        tokens: Tensor,
-        seen: Tensor | None,
-        cache: TargetCache,
-        as_mask: Callable[[Callable[[int | None], Tensor]], Any],
-        outputs: dict[int, Tensor],
-    ) -> Tensor:
-        """Run tokens as :meth:`Target.forward` does.
-
-        Args:
-            as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
-            outputs: where hooks put the outputs of the cache's watched layers.
-        """
-        n_tokens = tokens.shape[1]
+    def forward(self, target: Target, tokens: Tensor, seen: Tensor | None, cache: TargetCache) -> Tensor:
+        """Run tokens as :meth:`Target.forward` does."""
+        n_tokens, device = tokens.shape[1], tokens.device
         padding = next(size for size in STATIC_SIZES if size >= n_tokens) - n_tokens
-        numbers = to_device([[length, n_tokens] for length in cache.lengths], tokens.device)
+        numbers = to_device([[length, n_tokens] for length in cache.lengths], device)
         tokens = nn.functional.pad(tokens, (0, padding))
         seen = None if seen is None else nn.functional.pad(seen, (0, padding, 0, padding))
+
+        def call(tokens: Tensor, seen: Tensor | None, numbers: Tensor) -> tuple[Tensor, list[Tensor]]:
+            lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and [B, 1, 1]
+            at = torch.arange(tokens.shape[1], device=device)
+            if seen is None:
+                seen = (at <= at[:, None]) & (at[:, None] < n_real)
+            seen = seen | (at == at[:, None])  # padding sees itself alone
+            build = partial(masks.tree_mask_after, lengths, seen, cache.capacity)
+            return target.run(tokens, lengths + seen.sum(dim=2) - 1, target.attention_mask(build), cache)
+
         cache.begin_static_call(n_tokens + padding, numbers[:, :1])
-        call, given = partial(_static_call, self._model, cache, as_mask, outputs), (tokens, seen, numbers)
-        hidden, kept = call(*given) if self._device.type == "cpu" else self._replayed(call, cache, given)
+        given = tokens, seen, numbers
+        hidden, kept = call(*given) if device.type == "cpu" else self._replayed(call, cache, given)
         if kept:
             cache.keep_layer_outputs([states[:, :n_tokens] for states in kept])
         return hidden[:, :n_tokens].clone()  # a graph's next run overwrites it
@@ -418,7 +418,7 @@ class StaticCalls:
         if key not in self._graphs:
             own = given[0].clone(), None if given[1] is None else given[1].clone(), given[2].clone()
             cache.begin_static_call(own[0].shape[1], own[2][:, :1])
-            graph, (hidden, kept) = recorded(lambda: call(*own), self._device)
+            graph, (hidden, kept) = recorded(lambda: call(*own), given[0].device)
             self._graphs[key] = _StaticGraph(graph, own, hidden, kept)
         found = self._graphs[key]
         for place, value in zip(found.inputs, given, strict=True):
@@ -426,27 +426,6 @@ class StaticCalls:
                 place.copy_(value)
         found.graph.replay()
         return found.hidden, found.kept
-
-
-def _static_call(
-    body: nn.Module,
-    cache: TargetCache,
-    as_mask: Callable[[Callable[[int | None], Tensor]], Any],
-    outputs: dict[int, Tensor],
-    tokens: Tensor,
-    seen: Tensor | None,
-    numbers: Tensor,
-) -> tuple[Tensor, list[Tensor]]:
-    lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and, how many tokens of the call, [B, 1, 1]
-    at = torch.arange(tokens.shape[1], device=tokens.device)
-    if seen is None:
-        seen = (at <= at[:, None]) & (at[:, None] < n_real)
-    seen = seen | (at == at[:, None])  # padding sees itself alone
-    hidden = body(
-        input_ids=tokens, position_ids=lengths + seen.sum(dim=2) - 1, past_key_values=cache, use_cache=True,
-        attention_mask=as_mask(lambda window: masks.tree_mask_after(lengths, seen, cache.capacity, window)),
-    ).last_hidden_state  # fmt: skip
-    return hidden, [outputs[layer] for layer in cache.watched_layers]
 
 
 Mark = float | torch.cuda.Event  # seconds of the CPU's clock, or an event in the device's queue
