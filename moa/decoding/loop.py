@@ -32,7 +32,7 @@ from ..drafters.caches import padded
 from ..nn.graphs import n_recorded
 from ..nn.masks import to_device
 from ..targets.cache import TargetCache
-from ..targets.live import DeviceClock, Target
+from ..targets.live import Target, mark_moment, seconds_between
 from .policy import ShapePolicy
 from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
@@ -130,7 +130,7 @@ def generate_batch(
         raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
     if not prompts:
         return []
-    started, clock = time.perf_counter(), DeviceClock(target.device)
+    started = time.perf_counter()
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
     rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
     cache, active = target.new_cache(len(rows)), rows
@@ -140,14 +140,14 @@ def generate_batch(
     prefill_began = time.perf_counter()
     _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
     prefill_s = (time.perf_counter() - prefill_began) / len(rows)
-    began = clock.mark()
+    began = mark_moment(target.device)
     while active := _drop_finished(active, cache, proposer):
         shape, n_before = policy.next_shape(), n_recorded()
         drafts = _propose(target, proposer, shape, active, sampling)
-        drafted_at = clock.mark()
+        drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        verified_at = clock.mark()  # right after what waits for the device, so that reading the clock does not
-        draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
+        verified_at = mark_moment(target.device)  # right after what waits for it, so that reading the clock does not
+        draft_s, verify_s = seconds_between(began, drafted_at), seconds_between(drafted_at, verified_at)
         began, kept = verified_at, [[0, *(node + 1 for node in nodes)] for nodes in accepted]
         cache.commit(kept)
         proposer.observe(hidden, kept)

@@ -431,27 +431,22 @@ class StaticCalls:
 Mark = float | torch.cuda.Event  # seconds of the CPU's clock, or an event in the device's queue
 
 
-class DeviceClock:
-    """Marks moments on a device without waiting for it; waits when their distance is asked for."""
+# A CUDA device lags the CPU that queues its work: a CPU clock would count most of the drafting as verification.
 
-    # A CUDA device lags the CPU that queues its work: a CPU clock would count most of the drafting as verification.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+def mark_moment(device: torch.device) -> Mark:
+    """Mark this moment without waiting, on a CUDA device after all work queued so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
-    def mark(self) -> Mark:
-        """Mark this moment, on a CUDA device after all work queued so far."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
-    @staticmethod
-    def seconds(began: Any, ended: Any) -> float:
-        """Measure the seconds between two marks of one clock, waiting for the second one."""
-        if isinstance(ended, float):
-            return float(ended - began)
-        if not ended.query():
-            ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
+def seconds_between(began: Any, ended: Any) -> float:
+    """Measure the seconds between two marks of one device, waiting for the second one."""
+    if isinstance(ended, float):
+        return float(ended - began)
+    if not ended.query():
+        ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
 from ...moa.targets.families import kv_groups, kv_shapes, text_model
-from ...moa.targets.live import DeviceClock, layer_outputs
+from ...moa.targets.live import layer_outputs, mark_moment, seconds_between
 from ...storage.codecs.registry import StoreCodec
 from ...storage.schema import StoredArray
 from ..config import ActivationSpec
@@ -41,7 +41,6 @@ class HostSlots:
         self._device = device
         self.free = deque(HostSlot(self) for _ in range(n_slots))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._clock = DeviceClock(device)
 
     def allocate(self, n_bytes: int) -> Tensor:
         """Return pinned host memory, uint8 [n_bytes]."""
@@ -52,11 +51,11 @@ class HostSlots:
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            began = self._clock.mark()
+            began = mark_moment(self._device)
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)  # its memory is not given to others before the copy is done
-            return partial(DeviceClock.seconds, began, self._clock.mark())
+            return partial(seconds_between, began, mark_moment(self._device))
 
 
 class HostSlot:

@@ -26,7 +26,7 @@ import torch
 from ...machine import keep_freed_memory
 from ...moa.targets.bundle import held_layers, save_target_bundle
 from ...moa.targets.families import load_target_config
-from ...moa.targets.live import DeviceClock, Mark, Target, load_target_model
+from ...moa.targets.live import Mark, Target, load_target_model, mark_moment, seconds_between
 from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
 from ...storage.plan import numbers
@@ -81,7 +81,7 @@ def run_parts(
     """
     keep_freed_memory()
     start, device = time.perf_counter(), forwards.target.device
-    pool, writer, clock = EncodePool(forwards.n_encode_threads), BackgroundWriter(), DeviceClock(device)
+    pool, writer = EncodePool(forwards.n_encode_threads), BackgroundWriter()
     slots = HostSlots(device, N_HOST_SLOTS) if device.type == "cuda" else None
     open_parts: list[PartWriter] = []
 
@@ -95,7 +95,7 @@ def run_parts(
             # Earlier parts may not be written yet: several, where a part is a batch or less.
             open_parts = [*(before for before in open_parts if before.is_open), out]
             for batch in batches(out.sequences, forwards.batch_tokens):
-                done = _run_batch(forwards, batch, clock, slots)
+                done = _run_batch(forwards, batch, slots)
                 waiting = time.perf_counter()
                 writer.submit(partial(_write_batch, out, done, timings))
                 timings.wait_s += time.perf_counter() - waiting
@@ -128,15 +128,15 @@ class _Batch:
     span: tuple[Mark, Mark]
 
 
-def _run_batch(forwards: Forwards, batch: pa.Table, clock: DeviceClock, slots: HostSlots | None) -> _Batch:
+def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> _Batch:
     """Run the target over sequences of a part, and start copying the activations."""
     ids, rows = batch["sequence_id"].to_pylist(), batch["source_row"].to_pylist()
     names = [f"{key[:12]} (row {row} of the dataset)" for key, row in zip(ids, rows, strict=True)]
     texts = [forwards.text(key) for key in ids]
     tokens = [tokens for tokens, _ in texts]
-    began = clock.mark()
+    began = mark_moment(forwards.target.device)
     captured = forwards.capture(tokens)
-    span = began, clock.mark()
+    span = began, mark_moment(forwards.target.device)
     copied = captured.encode(forwards.codec, names).to_host(slots)
     return _Batch(batch["first_token"].to_pylist(), texts, names, copied, span)
 
@@ -152,7 +152,7 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
             out.write(field, first_token, text[field] if field in text else captured.rows(field, index))
     out.settle()
     captured.release()
-    timings.forward_s += DeviceClock.seconds(*batch.span)  # waits for nothing: the copies come after the forward
+    timings.forward_s += seconds_between(*batch.span)  # waits for nothing: the copies come after the forward
 
 
 def _commit(out: PartWriter, timings: Timings) -> None:

@@ -430,7 +430,7 @@ def test_an_addition_is_timed_too(config: ExtractConfig) -> None:
 
 
 def test_fewer_layers_are_timed_for_all_of_them(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moa_data.moa.targets.live.DeviceClock.seconds", lambda *_: 2.0)  # whatever a batch computes
+    monkeypatch.setattr("moa_data.pipeline.forwards.parts.seconds_between", lambda *_: 2.0)  # whatever a batch computes
     plan = build_plan(config.replaced(activations=("kv",)))
     whole = estimate(plan).forward_s
     monkeypatch.setattr(estimate_module, "_MAX_WEIGHTS", 1)  # one layer of three

@@ -14,7 +14,13 @@ from moa_data.errors import MoaDataError, TargetError
 from moa_data.moa.targets import live as target_module
 from moa_data.moa.targets import model_files
 from moa_data.moa.targets.cache import Buffers, TargetCache
-from moa_data.moa.targets.live import DeviceClock, Target, load_target_model, resolve_model_folder
+from moa_data.moa.targets.live import (
+    Target,
+    load_target_model,
+    mark_moment,
+    resolve_model_folder,
+    seconds_between,
+)
 from moa_data.tests.kit.memory import LiveBytes
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import QUICK_FAMILIES
@@ -107,11 +113,11 @@ def test_each_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) 
     event = MagicMock()
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the queue of {device}")
-    DeviceClock(torch.device("cuda:1")).mark()
+    mark_moment(torch.device("cuda:1"))
     event.assert_called_once_with(enable_timing=True)
     event().record.assert_called_once_with("the queue of cuda:1")
-    clock = DeviceClock(torch.device("cpu"))
-    assert 0 <= clock.seconds(clock.mark(), clock.mark()) < 60
+    cpu = torch.device("cpu")
+    assert 0 <= seconds_between(mark_moment(cpu), mark_moment(cpu)) < 60
 
 
 def test_a_batch_that_shrinks_keeps_one_buffer() -> None:
