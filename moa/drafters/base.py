@@ -62,6 +62,11 @@ class Drafter(nn.Module, ABC):
     config_class: ClassVar[type[DrafterSizes]]
     config: Any  # the sizes, of this class
     by_graph: ClassVar[bool] = False  # whether it drafts from tokens and lengths that only the device knows
+    # Target layers whose outputs :meth:`observe` gets; empty where it gets the last hidden state.
+    observed_layers: tuple[int, ...] = ()
+    drafts_remotely: ClassVar[bool] = False  # whether it can draft on another machine than its target, else beside it
+    context_width: int | None = None  # W, numbers of a position's context, 0 if it needs none; None beside the target
+    context_needs_kv: bool = False  # whether :meth:`encode_context` reads the target's KV
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -71,11 +76,6 @@ class Drafter(nn.Module, ABC):
     def kind(self) -> str:
         """The drafter's name in ``drafter.json`` and on the command line."""
         return self.config_class.kind
-
-    @property
-    def observed_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs :meth:`observe` gets; empty where it gets the last hidden state."""
-        return ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,16 +169,6 @@ class Drafter(nn.Module, ABC):
         """Feed the nodes of one level; returns their features [B, b, E]."""
 
     # Decoding on another machine than the target
-
-    @property
-    def context_width(self) -> int | None:
-        """W, numbers of a position's context; 0 if the drafter needs none, None if it drafts only beside its target."""
-        return None
-
-    @property
-    def context_needs_kv(self) -> bool:
-        """Whether :meth:`encode_context` reads the target's KV."""
-        return False
 
     def new_context_cache(self) -> ContextCache:
         """Make the empty cache that :meth:`take_context` fills and :meth:`draft_root` reads."""

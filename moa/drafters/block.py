@@ -204,6 +204,7 @@ class BlockDrafter(KVEncoder, Drafter):
     """The trained part: what makes the context, the decoder layers, and the heads that a drafter has."""
 
     config: BlockDrafterSizes
+    drafts_remotely = True
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
     t2d: Tensor  # [V] bool, whether a token can be drafted, of a reduced vocabulary
@@ -211,12 +212,17 @@ class BlockDrafter(KVEncoder, Drafter):
     def __init__(self, config: BlockDrafterSizes) -> None:
         super().__init__(config)
         self.markov_head = self.confidence_head = None
-        width = config.hidden_size
+        self.context_needs_kv = config.context != "hidden"
+        self.context_width = width = config.hidden_size
         if config.context == "hidden":
+            self.observed_layers = tuple(layer for layer in config.fused_layers if layer >= 0)
             self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.context == "memory":
             self.build_encoder()
-        if config.context != "kv":
+            self.context_width = self.sent_width
+        if config.context == "kv":
+            self.context_width = len(config.fused_layers) * config.kv_width
+        else:
             self.hidden_norm = RMSNorm(width, eps=config.norm_eps)
         sizes = replace(config.layer, qkv_bias=False, query_key_norm=True)
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(config.block_layers))
@@ -224,12 +230,6 @@ class BlockDrafter(KVEncoder, Drafter):
         self.rotary = config.rotary()
         if config.reduced_vocabulary:
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
-
-    @property
-    @override
-    def observed_layers(self) -> tuple[int, ...]:
-        is_read = self.config.context == "hidden"
-        return tuple(layer for layer in self.config.fused_layers if layer >= 0) if is_read else ()
 
     @classmethod
     @override
@@ -482,18 +482,6 @@ class BlockDrafter(KVEncoder, Drafter):
         state.n_true = [length + count for length, count in zip(state.n_true, counts, strict=True)]
 
     # Where the target is on another machine
-
-    @property
-    @override
-    def context_width(self) -> int:
-        if self.config.context == "kv":
-            return len(self.config.fused_layers) * self.config.kv_width
-        return self.sent_width if self.config.context == "memory" else self.config.hidden_size
-
-    @property
-    @override
-    def context_needs_kv(self) -> bool:
-        return self.config.context != "hidden"
 
     @override
     def new_context_cache(self) -> ContextCache:

@@ -173,9 +173,11 @@ class EagleDrafter(FeatureDrafter):
 
     config_class: ClassVar[type[DrafterSizes]] = EagleSizes
     config: EagleSizes
+    drafts_remotely = True
 
     def __init__(self, config: EagleSizes) -> None:
         super().__init__(config)
+        self.context_width = config.hidden_size
         first = replace(config.layer, input_norm=config.eagle_input_norm)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
         self.layers = nn.ModuleList(DecoderBlock(config.layer if i else first) for i in range(config.eagle_layers))
@@ -199,11 +201,6 @@ class EagleDrafter(FeatureDrafter):
             embeddings = embeddings * scale
         joined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
         return joined.to(embeddings.dtype)  # under autocast the residual stream keeps its precision
-
-    @property
-    @override
-    def context_width(self) -> int | None:
-        return self.config.hidden_size
 
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     def __init__(self, config: Eagle3Sizes) -> None:
         super().__init__(config)
-        width = config.hidden_size
+        self.observed_layers, width = config.fused_layers, config.hidden_size
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(len(config.fused_layers) * width, eps=config.norm_eps)
@@ -152,11 +152,6 @@ class Eagle3Drafter(FeatureDrafter):
     @override
     def blocks(self) -> list[DecoderBlock]:
         return [self.midlayer]
-
-    @property
-    @override
-    def observed_layers(self) -> tuple[int, ...]:
-        return self.config.fused_layers
 
     @property
     def draft_tokens(self) -> Tensor | None:

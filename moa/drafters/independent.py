@@ -71,7 +71,8 @@ class IndependentDrafter(Drafter):
 
     config_class: ClassVar[type[DrafterSizes]] = IndependentSizes
     config: IndependentSizes
-    by_graph = True
+    by_graph = drafts_remotely = True
+    context_width = 0
 
     def __init__(self, config: IndependentSizes) -> None:
         super().__init__(config)
@@ -113,11 +114,6 @@ class IndependentDrafter(Drafter):
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         return F.linear(features, self.embed_tokens.weight)
-
-    @property
-    @override
-    def context_width(self) -> int | None:
-        return 0
 
     @override
     def new_state(self, n_rows: int) -> LayerState:

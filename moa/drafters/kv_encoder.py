@@ -166,6 +166,9 @@ class KVEncoder(nn.Module):
             self.kv_inputs = nn.ModuleDict(inputs)
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
+        # Of a position the means are sent, where they are narrower than what is made of them.
+        self._sends_means = n_means * config.kv_width < config.hidden_size
+        self.sent_width = min(n_means * config.kv_width, config.hidden_size)
         rope = config.rope_parameters, config.max_position_embeddings
         self.layer_rotary = Rotary(config.layer_attention_head_dim, *rope)
 
@@ -225,15 +228,6 @@ class KVEncoder(nn.Module):
         return self.encode_kv(kv.to(self.kv_to_hidden.weight.dtype), positions_from(starts, n_tokens, kv.device))
 
     # On another machine than the target
-
-    @property
-    def sent_width(self) -> int:
-        """Numbers that are sent of a position: the means where they are narrower than what is made of them."""
-        return min(self.kv_to_hidden.in_features, self.kv_to_hidden.out_features)
-
-    @property
-    def _sends_means(self) -> bool:
-        return self.kv_to_hidden.in_features < self.kv_to_hidden.out_features
 
     def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
         """Make what is sent of n positions from their KV [n, L, D]: [n, ``sent_width``]."""

@@ -127,7 +127,7 @@ class MoADrafter(KVEncoder, Drafter):
 
     config_class: ClassVar[type[DrafterSizes]] = MoASizes
     config: MoASizes
-    by_graph = True
+    by_graph = drafts_remotely = context_needs_kv = True
 
     def __init__(self, config: MoASizes) -> None:
         super().__init__(config)
@@ -136,6 +136,7 @@ class MoADrafter(KVEncoder, Drafter):
         self.self_attention, self.cross_attention = DecoderBlock(own), DecoderBlock(cross)
         self.rotary = config.rotary()
         self.build_encoder()
+        self.context_width = self.sent_width + config.target_layer_inference * config.kv_width
         self._draft_head: tuple[Tensor, Tensor, Tensor] | None = None  # the head, tokens, and the head's rows of these
 
     @override
@@ -269,16 +270,6 @@ class MoADrafter(KVEncoder, Drafter):
         """Append encoded KV [B, n, E] of the next positions of each row, of which ``counts`` are real."""
         rotation = self.rotary(positions_from(state.encoded.lengths, encoded.shape[1], encoded.device))
         state.encoded.append(*self.cross_attention.keys_values(encoded, rotation), counts)
-
-    @property
-    @override
-    def context_width(self) -> int | None:
-        return self.sent_width + self.config.target_layer_inference * self.config.kv_width
-
-    @property
-    @override
-    def context_needs_kv(self) -> bool:
-        return True
 
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:

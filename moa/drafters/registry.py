@@ -23,7 +23,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
         IndependentDrafter,
     )
 }
-REMOTE_KINDS = tuple(kind for kind, one in DRAFTERS.items() if one.context_width is not Drafter.context_width)
+REMOTE_KINDS = tuple(kind for kind, one in DRAFTERS.items() if one.drafts_remotely)
 """Kinds that can draft away from the target, as `moa-data chat` does."""
 
 

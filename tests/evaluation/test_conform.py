@@ -20,7 +20,7 @@ from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters import block, caches, eagle3, training
-from moa_data.moa.drafters.eagle import FeatureDrafter, FeatureState
+from moa_data.moa.drafters.eagle import FeatureState
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter, write_layout
 from moa_data.moa.formats.engines import FORMATS
 from moa_data.moa.nn import layers
@@ -119,6 +119,11 @@ def patched(owner: Any, name: str, method: Callable[..., Any]) -> Wrong:
         return drafter
 
     return change
+
+
+def before_the_final_norm(patch: pytest.MonkeyPatch, drafter: Any, target: Target) -> Any:
+    drafter.observed_layers = (N_LAYERS - 1,)
+    return drafter
 
 
 def weighted(change: Callable[[dict[str, Tensor]], object]) -> Wrong:
@@ -229,7 +234,7 @@ SPECULATORS = {"norm_before_fc": True}
 RNN, GATED = {"markov_head": "rnn"}, {"markov_head": "gated"}
 LOW, HIGH = "counted one too low", "counted one too high"
 WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
-    ("before the final norm", "eagle", {}, patched(FeatureDrafter, "observed_layers", lambda self: (N_LAYERS - 1,))),
+    ("before the final norm", "eagle", {}, before_the_final_norm),
     *((LOW, kind, {}, resized(fused_layers=lambda own: tuple(k - 1 for k in own.fused_layers)))
       for kind in ("eagle3", "dflash", "dspark")),
     (HIGH, "eagle3", {"fused_layers": (0, 2, 4)}, resized(fused_layers=(1, 3, 5))),
