@@ -26,7 +26,7 @@ The reference is deepseek-ai/DeepSpec, and z-lab/dflash for drafts at their own 
 contexts memory and kv have none; that drafters gain from the target's own KV is found in arXiv 2604.26412.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -72,29 +72,24 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     block_layers: int = 5  # decoder layers
     reduced_vocabulary: bool = False  # whether only the tokens that ``t2d`` marks are drafted (speculators)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        n_kv_heads = self.kv_width // (2 * self.head_dim)
+        own, n_kv_heads, n_seen = self.self_attention_kv_heads, self.kv_width // (2 * self.head_dim), self.n_seen_layers
         if self.context == "memory":
-            self.check_fit(*self.encoder_problems())
-        if self.context == "kv":
-            own, shared = self.self_attention_kv_heads, self.n_seen_layers * n_kv_heads
-            self.check_fit(
-                (own != n_kv_heads, f"self_attention_kv_heads ({own}) must be the {n_kv_heads} of the target"),
-                (
-                    shared < 1 or self.n_heads % shared > 0,
-                    f"{self.n_heads} query heads cannot share evenly the {n_kv_heads} KV heads of {self.n_seen_layers} "
-                    "layers of the target, which each layer sees: give other fused_layers",
-                ),
+            yield from self.encoder_problems()
+        if self.context == "kv" and own != n_kv_heads:
+            yield f"self_attention_kv_heads ({own}) must be the {n_kv_heads} of the target"
+        if self.context == "kv" and (n_seen * n_kv_heads < 1 or self.n_heads % (n_seen * n_kv_heads)):
+            yield (
+                f"{self.n_heads} query heads cannot share evenly the {n_kv_heads} KV heads of {n_seen} layers of the "
+                "target, which each layer sees: give other fused_layers"
             )
-        self.check_fit(
-            (self.n_drafts < 1, "a block of 1 slot drafts nothing but from its anchor: give a block_size from 2 up"),
-            (
-                not 0 <= self.mask_token < self.vocab_size,
-                f"mask_token ({self.mask_token}) must be one of the {self.vocab_size} tokens",
-            ),
-        )
+        if self.n_drafts < 1:
+            yield "a block of 1 slot drafts nothing but from its anchor: give a block_size from 2 up"
+        if not 0 <= self.mask_token < self.vocab_size:
+            yield f"mask_token ({self.mask_token}) must be one of the {self.vocab_size} tokens"
 
     @property
     def n_seen_layers(self) -> int:

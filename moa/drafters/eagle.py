@@ -19,7 +19,7 @@ computes those of accepted tokens again.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -161,11 +161,11 @@ class EagleSizes(LayerSizes):
     eagle_embedding_scale: float = 1.0
     """What embeddings are multiplied with there, 1 as published; 0 until a new drafter has met its target."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        mantissa, _ = math.frexp(self.eagle_embedding_scale)
-        # Others would be rounded in an export.
-        self.check_fit((mantissa not in (0.0, 0.5), "eagle_embedding_scale must be a power of two"))
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):  # others would be rounded in an export
+            yield "eagle_embedding_scale must be a power of two"
 
 
 class EagleDrafter(FeatureDrafter):

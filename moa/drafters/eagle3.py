@@ -25,7 +25,7 @@ code also begins rounds in the prompt. Its teacher is normalised over the draft 
 likeliest token is outside carry no loss; here only the teacher's probabilities of tokens outside are left out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -69,15 +69,13 @@ class Eagle3Sizes(LayerSizes):
     norm_before_residual: bool = False  # whether the residual begins after the norm of the features (speculators)
     query_key_norm: bool = False  # whether queries and keys have a norm per head, as Qwen3's (speculators)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         # A foreign checkpoint does not say how many layers its target has.
         check_target_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
         if self.draft_vocabulary > self.vocab_size:
-            raise DrafterError(
-                f"draft_vocabulary must be between 1 and the target's {self.vocab_size} tokens, got "
-                f"{self.draft_vocabulary}."
-            )
+            yield f"draft_vocabulary ({self.draft_vocabulary}) must be at most the target's {self.vocab_size} tokens"
 
     @classmethod
     @override

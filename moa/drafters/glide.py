@@ -23,7 +23,7 @@ The released code has offset 0, rotates the target's keys a second time and lets
 before it, attend to all keys alike; here it is a round after position 0, and position 0 itself carries no loss.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -49,6 +49,7 @@ class GlideSizes(LayerSizes):
     """The sizes of a GLIDE drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "glide"
+    left_out: ClassVar[tuple[str, ...]] = ("target_",)
 
     kv_width: int  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
     target_kv: tuple[int, ...] = ()  # attended layer, its heads, widths of key and value; none of Llama's last layer
@@ -68,21 +69,15 @@ class GlideSizes(LayerSizes):
         return super().defaults(config, given) | own
 
     @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         layer, n_heads, key_width, value_width = self.attended
-        self.check_fit(
-            (
-                len(self.target_kv) not in (0, 4) or min(n_heads, key_width, value_width) < 1
-                or n_heads * (key_width + value_width) > self.kv_width or layer >= max(1, self.n_layers),
-                "target_kv must be a layer, its heads, and the widths of a key and a value",
-            ),
-            (self.n_heads % max(1, n_heads) > 0, f"the target's {n_heads} KV heads must divide its {self.n_heads}"),
-        )  # fmt: skip
-
-    @override
-    def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if value or not name.startswith("target_")}
+        is_whole = len(self.target_kv) in (0, 4) and min(n_heads, key_width, value_width) >= 1
+        is_held = n_heads * (key_width + value_width) <= self.kv_width and layer < max(1, self.n_layers)
+        if not (is_whole and is_held):
+            yield "target_kv must be a layer, its heads, and the widths of a key and a value"
+        if self.n_heads % max(1, n_heads):
+            yield f"the target's {n_heads} KV heads must divide its {self.n_heads}"
 
     @property
     def attended(self) -> tuple[int, int, int, int]:

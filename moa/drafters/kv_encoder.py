@@ -12,13 +12,12 @@ position; with a ``layer_stride`` every so many layers are encoded, counted from
 layer self-attention, at the widths of an 8B target most of a training step, has fewer rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
@@ -36,6 +35,8 @@ _MAX_POSITIONS = 1 << 13
 @dataclass(frozen=True, kw_only=True)
 class KVEncoderSizes(DrafterSizes):
     """The sizes of a KV encoder; 0 in a drafter without one."""
+
+    left_out: ClassVar[tuple[str, ...]] = ("kv_group",)
 
     kv_width: int = 0  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
     kv_groups: tuple[int, ...] = ()  # group of each layer with KV, ascending; none where all layers are alike
@@ -60,40 +61,24 @@ class KVEncoderSizes(DrafterSizes):
         layers = strided_layers(self.n_kv_layers, self.layer_stride)
         return layers if self.layer_attention else layers[-1:]
 
-    @override
-    def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if value or not name.startswith("kv_group")}
-
-    def encoder_problems(self) -> list[tuple[bool, str]]:
-        """List what may not fit of a drafter with a KV encoder, see :meth:`check_fit`."""
-        heads, kv_heads, head_dim = (
-            getattr(self, f"layer_attention_{name}") for name in ("heads", "kv_heads", "head_dim")
-        )
+    def encoder_problems(self) -> Iterator[str]:
+        """Yield what does not fit of a drafter with a KV encoder, see :meth:`problems`."""
+        heads, kv_heads = self.layer_attention_heads, self.layer_attention_kv_heads
+        head_dim, mlp_width = self.layer_attention_head_dim, self.layer_attention_mlp_width
         n_layers, n_groups = self.n_kv_layers, len(self.kv_group_widths)
         n_encoded = len(strided_layers(n_layers, self.layer_stride))
-        return [
-            (
-                min(self.kv_width, heads, kv_heads, head_dim, self.layer_attention_mlp_width) < 1,
-                "kv_width and the sizes of layer_attention must be at least 1",
-            ),
-            (
-                heads % max(1, kv_heads) > 0,
-                f"layer_attention_kv_heads ({kv_heads}) must divide layer_attention_heads ({heads})",
-            ),
-            (head_dim % 2 > 0, f"layer_attention_head_dim ({head_dim}) must be even"),
-            (
-                self.layer_stride > max(1, n_layers),
-                f"layer_stride ({self.layer_stride}) must be between 1 and the {n_layers} layers",
-            ),
-            (
-                not set(self.kv_groups) <= set(range(n_groups)) or max(self.kv_group_widths, default=0) > self.kv_width,
-                f"kv_groups must be groups of kv_group_widths, of at most kv_width ({self.kv_width}) numbers",
-            ),
-            (
-                self.layer_groups > max(1, n_encoded),
-                f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers that are encoded",
-            ),
-        ]
+        if min(self.kv_width, heads, kv_heads, head_dim, mlp_width) < 1:
+            yield "kv_width and the sizes of layer_attention must be at least 1"
+        if heads % max(1, kv_heads):
+            yield f"layer_attention_kv_heads ({kv_heads}) must divide layer_attention_heads ({heads})"
+        if head_dim % 2:
+            yield f"layer_attention_head_dim ({head_dim}) must be even"
+        if self.layer_stride > max(1, n_layers):
+            yield f"layer_stride ({self.layer_stride}) must be between 1 and the {n_layers} layers"
+        if not set(self.kv_groups) <= set(range(n_groups)) or max(self.kv_group_widths, default=0) > self.kv_width:
+            yield f"kv_groups must be groups of kv_group_widths, of at most kv_width ({self.kv_width}) numbers"
+        if self.layer_groups > max(1, n_encoded):
+            yield f"layer_groups ({self.layer_groups}) must be between 1 and the {n_encoded} layers that are encoded"
 
     @staticmethod
     def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ With ``cross_attention_drafts``, which is not the paper's, the cross-attention a
 paper a draft knows those before it only as embeddings, and agrees the less with the target the later it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -73,21 +73,15 @@ class MoASizes(KVEncoderSizes):
     draft_vocabulary: int = 0  # V_d, how many tokens are drafted; 0 for all
     draft_tokens: tuple[int, ...] = ()  # they, ascending, once they are chosen
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        n_last, n_tokens = self.target_layer_inference, self.vocab_size
-        self.check_fit(
-            *self.kv_head_problems("self_attention_kv_heads", "cross_attention_kv_heads"),
-            *self.encoder_problems(),
-            (
-                n_last > self.n_layers,
-                f"target_layer_inference ({n_last}) must be between 0 and the target's {self.n_layers} layers",
-            ),
-            (
-                max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > n_tokens,
-                f"draft_vocabulary and draft_tokens must be within the target's {n_tokens} tokens",
-            ),
-        )
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from self.kv_head_problems("self_attention_kv_heads", "cross_attention_kv_heads")
+        yield from self.encoder_problems()
+        n_last, n_layers, n_tokens = self.target_layer_inference, self.n_layers, self.vocab_size
+        if n_last > n_layers:
+            yield f"target_layer_inference ({n_last}) must be between 0 and the target's {n_layers} layers"
+        if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > n_tokens:
+            yield f"draft_vocabulary and draft_tokens must be within the target's {n_tokens} tokens"
 
     @classmethod
     @override

@@ -1,7 +1,7 @@
 """Sizes of drafters: the fields that all have, their defaults for a target, and their JSON."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -19,6 +19,7 @@ class DrafterSizes:
     """The sizes of the target that every drafter records; drafters add their own."""
 
     kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
+    left_out: ClassVar[tuple[str, ...]] = ()  # beginnings of names that the JSON has only with a value
     without_weights: ClassVar[tuple[str, ...]] = ()  # what no weight depends on
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)  # whole numbers, besides those whose default is 0
 
@@ -34,7 +35,7 @@ class DrafterSizes:
     target: dict[str, str] = field(default_factory=dict)  # identity of the target: weights_sha256 and config_sha256
 
     def __post_init__(self) -> None:
-        """Refuse values that no drafter has; subclasses add what must fit each other."""
+        """Refuse values that no drafter has, and those that do not fit each other."""
         for item in fields(self):
             value = getattr(self, item.name)
             if not self._is_valid(value, item):
@@ -44,6 +45,12 @@ class DrafterSizes:
                 )
             if isinstance(value, list):  # JSON has no tuples
                 object.__setattr__(self, item.name, tuple(value))
+        if found := list(self.problems()):
+            raise DrafterError(f"drafter sizes do not fit: {'; '.join(found)}.")
+
+    def problems(self) -> Iterator[str]:
+        """Yield what does not fit together, once each size is one that a drafter can have; by default nothing."""
+        yield from ()
 
     @property
     def target_layer_inference(self) -> int:
@@ -63,19 +70,11 @@ class DrafterSizes:
                 f"give a shape of at most {self.max_depth} levels, or a drafter trained for more."
             )
 
-    @staticmethod
-    def check_fit(*problems: tuple[bool, str]) -> None:
-        """Refuse sizes with all texts of the problems that there are."""
-        if found := [text for is_there, text in problems if is_there]:
-            raise DrafterError(f"drafter sizes do not fit: {'; '.join(found)}.")
-
-    def kv_head_problems(self, *names: str) -> list[tuple[bool, str]]:
-        """List fields with numbers of KV heads, and whether they don't divide the query heads."""
-        counts, n_heads = {name: getattr(self, name) for name in names}, self.n_heads
-        return [
-            (n_heads % count > 0, f"{name} ({count}) must divide the target's {n_heads} query heads")
-            for name, count in counts.items()
-        ]
+    def kv_head_problems(self, *names: str) -> Iterator[str]:
+        """Yield the fields with numbers of KV heads that don't divide the query heads."""
+        for name in names:
+            if self.n_heads % (count := getattr(self, name)):
+                yield f"{name} ({count}) must divide the target's {self.n_heads} query heads"
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
@@ -128,7 +127,10 @@ class DrafterSizes:
 
     def to_dict(self) -> dict[str, Any]:
         """List the sizes as plain values for JSON, with the ``kind``."""
-        return {"kind": self.kind, **asdict(self)}
+        named = asdict(self).items()
+        return {"kind": self.kind} | {
+            name: value for name, value in named if value or not name.startswith(self.left_out)
+        }
 
     def rotary(self) -> Rotary:
         """Make the rotation of the target's heads."""
@@ -148,9 +150,9 @@ class LayerSizes(DrafterSizes):
     self_attention_kv_heads: int  # KV heads of each layer
     self_attention_mlp_width: int  # MLP width of each layer
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_fit(*self.kv_head_problems("self_attention_kv_heads"))
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from self.kv_head_problems("self_attention_kv_heads")
 
     @classmethod
     @override

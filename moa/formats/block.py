@@ -43,8 +43,8 @@ def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
     }
 
 
-def _reads_embedding(sizes: BlockDrafterSizes) -> list[tuple[bool, str]]:
-    return [(-1 in sizes.fused_layers, "it reads the embedding, and theirs outputs of layers")]
+def _reads_embedding(sizes: BlockDrafterSizes) -> list[str]:
+    return ["it reads the embedding, and theirs outputs of layers"] * (-1 in sizes.fused_layers)
 
 
 def _is_dspark(config: ForeignConfig) -> bool:

@@ -125,8 +125,8 @@ EAGLE = Layout(
     needs=(layout.EMBEDDINGS,),
     # Their linear scaling ignores rope_theta.
     unfit=lambda sizes: [
-        layout.unfilled_width(sizes),
-        (layout.is_rope_scaled(sizes), "the target's RoPE is scaled, and theirs is not"),
+        *layout.unfilled_width(sizes),
+        *["the target's RoPE is scaled, and theirs is not"] * layout.is_rope_scaled(sizes),
     ],
     notes=_eagle_notes,
     config=lambda sizes, target_config: _config(sizes, target_config, bias=sizes.eagle_fc_bias, pad_token_id=0),
@@ -247,7 +247,7 @@ EAGLE3 = Layout(
     reader="vLLM and SGLang",
     ignored=(layout.EMBEDDINGS,),
     requires={"qkv_bias": (False,), "query_key_norm": (False,)},
-    unfit=lambda sizes: [(len(sizes.fused_layers) != 3, "the engines join 3 layers: give three fused_layers")],
+    unfit=lambda sizes: ["the engines join 3 layers: give three fused_layers"] * (len(sizes.fused_layers) != 3),
     config=_eagle3_config,
     pack=lambda weights, sizes: {k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)},
     unpack=lambda weights, sizes: _full_vocabulary(sizes) | weights,

@@ -4,7 +4,7 @@ Layouts (:mod:`.moa`, :mod:`.eagle`, :mod:`.block`) say how names of tensors, si
 drafter and the other way; :mod:`.checkpoint` reads and writes folders by them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,7 @@ class Layout:
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
     # Name of a size -> the values with which the reading program runs a drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Lists further reasons why it would run a drafter differently, and whether each is there.
-    unfit: Callable[[Any], list[tuple[bool, str]]] = lambda sizes: []
+    unfit: Callable[[Any], Iterable[str]] = lambda sizes: []  # lists further reasons why it would run it differently
     notes: Callable[[Any], list[str]] = lambda sizes: []  # lists what to know before using the folder
     config: Callable[[Any, Any], dict[str, Any]]  # (sizes, the target's transformers config or None) -> config.json
     file_name: Callable[[str], str] = _unchanged  # a name in the drafter's state dict -> in the file
@@ -62,7 +61,7 @@ class Layout:
             for name, values in self.requires.items()
             if getattr(sizes, name) not in values
         ]
-        return found + [text for is_there, text in self.unfit(sizes) if is_there]
+        return found + list(self.unfit(sizes))
 
 
 def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
@@ -102,12 +101,10 @@ def is_rope_scaled(sizes: DrafterSizes) -> bool:
     return bool(sizes.rope_parameters.get("rope_type", "default") != "default")
 
 
-def unfilled_width(sizes: DrafterSizes) -> tuple[bool, str]:
+def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
     """Refuse other head dims than width / heads."""
-    return (
-        sizes.n_heads * sizes.head_dim != sizes.hidden_size,
-        f"the head dim is {sizes.head_dim}, and theirs width / heads, {sizes.hidden_size} / {sizes.n_heads}",
-    )
+    if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
+        yield f"the head dim is {sizes.head_dim}, and theirs width / heads, {sizes.hidden_size} / {sizes.n_heads}"
 
 
 def drafter_facts(config: ForeignConfig) -> dict[str, Any]:

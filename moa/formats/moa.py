@@ -7,6 +7,7 @@ Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 - vLLM's tensors: ``vllm/vllm/model_executor/models/moa_spec.py`` (``load_weights``, which fuses q, k, v and gate, up).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -56,22 +57,25 @@ _PAPER: dict[str, tuple[Any, ...]] = {  # sizes with which a drafter is that of 
 }
 
 
-def _moa_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
+def _unlike_all(sizes: MoASizes) -> Iterator[str]:
+    yield from layout.unfilled_width(sizes)
+    if sizes.kv_groups:
+        yield "the target's layers do not cache alike, and theirs do"
+
+
+def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
+    yield from _unlike_all(sizes)
     heads, head_dim, n_heads = sizes.layer_attention_heads, sizes.layer_attention_head_dim, sizes.n_heads
-    return [
-        layout.unfilled_width(sizes),
-        (bool(sizes.kv_groups), "the target's layers do not cache alike, and theirs do"),
-        (
-            (heads, head_dim) != (n_heads, sizes.kv_width // n_heads),
+    if (heads, head_dim) != (n_heads, sizes.kv_width // n_heads):
+        yield (
             f"layer self-attention has {heads} heads of {head_dim}, and theirs the target's {n_heads} of "
-            f"{sizes.kv_width // n_heads}: layer_attention_heads={n_heads}",
-        ),
-        (
-            layout.is_rope_scaled(sizes),
+            f"{sizes.kv_width // n_heads}: layer_attention_heads={n_heads}"
+        )
+    if layout.is_rope_scaled(sizes):
+        yield (
             "the target's RoPE is scaled, and theirs leaves cross- and layer self-attention unscaled (moa-vllm scales "
-            "them as they were trained)",
-        ),
-    ]
+            "them as they were trained)"
+        )
 
 
 def _moa_notes(sizes: MoASizes) -> list[str]:
@@ -103,19 +107,17 @@ MOA = Layout(
 )
 
 
-def _vllm_unfit(sizes: MoASizes) -> list[tuple[bool, str]]:
+def _vllm_unfit(sizes: MoASizes) -> Iterator[str]:
+    yield from _unlike_all(sizes)
     heads, n_heads = sizes.layer_attention_heads, sizes.n_heads
     own, cross = sizes.self_attention_kv_heads, sizes.cross_attention_kv_heads
-    return [
-        layout.unfilled_width(sizes),
-        (bool(sizes.kv_groups), "the target's layers do not cache alike, and theirs do"),
-        (own != cross, f"self- and cross-attention have {own} and {cross} KV heads, and the fork one cache for both"),
-        (
-            heads != n_heads or sizes.kv_width % n_heads != 0,
+    if own != cross:
+        yield f"self- and cross-attention have {own} and {cross} KV heads, and the fork one cache for both"
+    if heads != n_heads or sizes.kv_width % n_heads:
+        yield (
             f"layer self-attention has {heads} heads over a KV width of {sizes.kv_width}, and the fork gives it the "
-            f"target's {n_heads}, which have to divide that width",
-        ),
-    ]
+            f"target's {n_heads}, which have to divide that width"
+        )
 
 
 def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _read_block(weights: Weights, config: ForeignConfig) -> Any:
     read = DSPARK if found[_TYPE] == "dspark" else DFLASH
     sizes: Any = read.read_sizes(weights, found)
     sizes = replace(sizes, sample_from_anchor=found["sample_from_anchor"], reduced_vocabulary="d2t" in weights)
-    if refusals := [text for is_there, text in _unfit(sizes) if is_there]:
+    if refusals := _unfit(sizes):
         raise DrafterError(refusals[0])
     return sizes
 
@@ -139,9 +139,9 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     return own
 
 
-def _unfit(sizes: BlockDrafterSizes) -> list[tuple[bool, str]]:
+def _unfit(sizes: BlockDrafterSizes) -> list[str]:
     is_shifted = getattr(sizes, "markov_head", "") == "rnn" and not sizes.sample_from_anchor
-    return [(is_shifted, "their rnn head begins at the anchor's slot, and here at the first that drafts")]
+    return ["their rnn head begins at the anchor's slot, and here at the first that drafts"] * is_shifted
 
 
 SPECULATORS_EAGLE3 = replace(
