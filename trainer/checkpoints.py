@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import DrafterError, TrainingError
 from ..files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
 from ..moa.drafters.base import Drafter
-from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
+from ..moa.drafters.sizes import check_target_fits
 from ..moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, build_drafter, load_drafter, save_drafter
 from ..moa.targets.model_files import write_tensors
 from .config import CHECKPOINTS, DrafterSettings
@@ -154,8 +154,7 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
     The source is a run, or a folder with a drafter in any format that can be loaded.
     """
     other = load_drafter(source)
-    check_sizes_fit(other.config, target)
-    check_identity_fits(other.config, fresh.config.target)
+    check_target_fits(other.config, target, fresh.config.target)
     if other.kind != fresh.kind:
         raise TrainingError(
             f"{source} holds a drafter of kind {other.kind}, this run trains {fresh.kind}. Give --drafter {other.kind}."

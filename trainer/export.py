@@ -16,7 +16,7 @@ from safetensors import safe_open
 from ..errors import DrafterError, OutputOccupied, StoreError, TargetError
 from ..files import PARTIAL_SUFFIX, disk_full_guard
 from ..moa.drafters.base import Drafter
-from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
+from ..moa.drafters.sizes import check_target_fits
 from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from ..moa.formats.layout import EMBEDDINGS, LM_HEAD, Layout
 from ..moa.targets.bundle import FROZEN_FILE, hash_target, weight_files
@@ -64,8 +64,7 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     pieces: dict[str, Any] = {}
     if config.model or (layout.kind == drafter.kind and layout.needs):
         identity, pieces = find_target(config.model, source, layout.needs)
-        check_sizes_fit(drafter.config, target_sizes(pieces["config"]))
-        check_identity_fits(drafter.config, identity)
+        check_target_fits(drafter.config, target_sizes(pieces["config"]), identity)
     _check_embeddings(layout, pieces.get("config") or _config_of(source))
     dtype = getattr(torch, config.dtype)
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import SelectionInvalid, TrainingError
 from ..moa.drafters.base import Drafter
-from ..moa.drafters.sizes import check_identity_fits, check_sizes_fit
+from ..moa.drafters.sizes import check_target_fits
 from ..moa.drafters.training import Draws, Reads, TrainingInputs
 from ..moa.targets.bundle import FrozenTarget
 from ..storage.codecs.transform import TransformCodec
@@ -36,8 +36,8 @@ _LOGITS_BYTES = 1 << 26
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
     """Return what a drafter reads of a store, or refuse a drafter that was not trained on such keys and values."""
     store.refuse_groups("--drafter")
-    check_sizes_fit(drafter.config, store.manifest.target)
-    check_identity_fits(drafter.config, {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")})
+    identity = {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")}
+    check_target_fits(drafter.config, store.manifest.target, identity)
     reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)
     if not reads.kv:
         raise TrainingError(

@@ -183,8 +183,8 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
         )
 
 
-def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
-    """Refuse a drafter of other sizes than the target's, as :func:`.families.target_sizes` gives them."""
+def check_target_fits(config: DrafterSizes, sizes: Mapping[str, Any], identity: Mapping[str, str] = {}) -> None:
+    """Refuse a drafter of a target with other sizes (``families.target_sizes``) or weights (``bundle.hash_target``)."""
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong = [
         f"{name} {getattr(config, name)}, this target has {sizes[name]}"
@@ -198,10 +198,6 @@ def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
             f"the drafter was trained for another target: {wrong[0]}. Pass the target that its store was extracted "
             "from."
         )
-
-
-def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:
-    """Refuse a drafter that names other weights than the target's (``bundle.hash_target``)."""
     expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetError(

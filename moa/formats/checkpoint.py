@@ -17,7 +17,7 @@ from ...files import parsing, write_file
 from ..drafters.base import Drafter
 from ..drafters.mixture import MoASizes
 from ..drafters.registry import drafter_class
-from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
+from ..drafters.sizes import DrafterSizes, check_target_fits
 from ..nn.packed import pack
 from ..targets.live import Target
 from ..targets.model_files import find_problems, load_pickled_tensors, read_header, read_json, write_tensors
@@ -142,8 +142,7 @@ def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "
 
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that was trained for another target."""
-    check_sizes_fit(drafter.config, target.sizes)
-    check_identity_fits(drafter.config, target.identity)
+    check_target_fits(drafter.config, target.sizes, target.identity)
 
 
 def write_layout(

@@ -26,7 +26,7 @@ from ...errors import RequestInvalid
 from ...moa.decoding.proposer import Chain
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, choose, penalised
 from ...moa.drafters.base import Drafter
-from ...moa.drafters.sizes import check_sizes_fit
+from ...moa.drafters.sizes import check_target_fits
 from ...moa.formats.checkpoint import load_drafter
 from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids
 from ...moa.targets.families import target_sizes
@@ -73,7 +73,7 @@ class DraftingModel:
         drafter.new_context_cache()  # refuses drafters that cannot do without their target
         found = find_bundle(folder, bundle)
         frozen = FrozenTarget.load(found, drafter.config.target_layer_inference, dtype).to(device)
-        check_sizes_fit(drafter.config, target_sizes(frozen.config))
+        check_target_fits(drafter.config, target_sizes(frozen.config))
         recorded: Mapping[str, str] = drafter.config.target
         arguments = choose_template_arguments(template_arguments, {str(folder): recorded})
         template = ChatTemplate(load_target_tokenizer(found), arguments, str(found))
