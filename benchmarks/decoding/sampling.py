@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kit.harness import in_turn, quartiles, run
-from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, choose, distribution, draw, noise
+from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, choose, distribution, draw_rows, noise
 from moa_data.moa.decoding.tree import DraftTree
 
 CONFIGS = {
@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     on_host = probability.cpu()
     works = {
         "multinomial": lambda: int(torch.multinomial(on_host, 1, generator=generator)),
-        "draw": lambda: draw(probability, generator),
+        "draw": lambda: draw_rows(probability[None], [generator]),
     }
     sides = in_turn(works, options.repeats, options.device, on_the_wall=True)
     ratios = [one / other for one, other in zip(*sides.values(), strict=True)]

@@ -167,11 +167,6 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probability).index_put_((order[is_kept],), kept / kept.sum())
 
 
-def draw(probability: Tensor, generator: torch.Generator | None) -> int:
-    """Draw a token from a distribution [V]; see :func:`draw_rows`."""
-    return int(draw_rows(probability[None], [generator]))
-
-
 def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
     """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64."""
     # The first at which the cumulative sum exceeds u times the total, for a uniform u of its row's generator;
@@ -305,10 +300,8 @@ class ChainChoice:
     """Chooses the tokens of chains of drafts, level by level, for texts that end with the root, one a row."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
-        self._texts, self._is_argmax = (
-            [replace(text, tokens=list(text.tokens)) for text in texts],
-            all(text.is_argmax for text in texts),
-        )
+        self._texts = [replace(text, tokens=list(text.tokens)) for text in texts]
+        self._is_argmax = all(text.is_argmax for text in texts)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
@@ -383,10 +376,9 @@ def accept_sampled(
         at = accepted[-1] if accepted else -1
         # Padding takes no random number: a row alone has none.
         children = [node for node, parent in enumerate(parents) if parent == at and tokens[node] != NO_DRAFT]
-        try_ = _try_picked if tree.probabilities is None else _try_drawn
-        node, probability = try_(judge, at, children, generator)
+        node, probability = _try(judge, at, children, generator)
         if node is None:
-            return accepted, draw(probability, generator)
+            return accepted, int(draw_rows(probability[None], [generator]))
         accepted.append(node)
 
 
@@ -427,41 +419,31 @@ class _Judge:
         return of_target[None] if self.proposals is None else torch.stack((of_target, self.proposals[node, token]))
 
 
-def _try_picked(
-    judge: _Judge, at: int, children: Sequence[int], generator: torch.Generator | None
-) -> tuple[int | None, Tensor]:
-    """Try drafts that were picked, in order; return the accepted one or None, and what to draw from instead."""
+def _try(judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generator | None) -> tuple[int | None, Tensor]:
+    """Try the drafts after a node, in order; return the accepted one or None, and what to draw from instead.
+
+    Any number of them were picked, or one was drawn from a proposal [V].
+    """
     probability, left = judge.after(at), 1.0
-    if not children:
+    for node in drafts:
+        of_target, *of_drafter = judge.chance(node)
+        if of_drafter:
+            ratio = of_target / of_drafter[0] if of_drafter[0] else math.inf
+        else:
+            ratio = of_target / left if left > 0 else 0.0
+        if _accepts(ratio, generator):
+            return node, probability
+        left -= of_target
+    if not drafts:
         return None, probability
-    for node in children:
-        (p,) = judge.chance(node)
-        if _accepts(p / left if left > 0 else 0.0, generator):
-            return node, probability
-        left -= p
-    drafts = to_device([judge.tokens[node] for node in children], probability.device)
-    return None, _normalised(probability.index_fill(0, drafts, 0.0), probability)
-
-
-def _try_drawn(
-    judge: _Judge, at: int, children: Sequence[int], generator: torch.Generator | None
-) -> tuple[int | None, Tensor]:
-    """Try the draft that was drawn from a proposal [V], at most one, as :func:`_try_picked` does."""
-    probability = judge.after(at)
-    for node in children:
-        of_target, of_drafter = judge.chance(node)
-        if _accepts(of_target / of_drafter if of_drafter else math.inf, generator):
-            return node, probability
-        assert judge.proposals is not None
-        probability = _normalised((probability - judge.proposals[node]).clamp(min=0), probability)
-    return None, probability
+    if judge.proposals is None:
+        tried = to_device([judge.tokens[node] for node in drafts], probability.device)
+        rest = probability.index_fill(0, tried, 0.0)
+    else:
+        rest = (probability - judge.proposals[drafts[0]]).clamp(min=0)
+    total = rest.sum()  # 0 where rounding left no mass
+    return None, torch.where(total > 0, rest / total, probability)
 
 
 def _accepts(ratio: float, generator: torch.Generator | None) -> bool:
     return float(torch.rand((), generator=generator, dtype=torch.float64)) < ratio
-
-
-def _normalised(rest: Tensor, before: Tensor) -> Tensor:
-    """Normalise the rest of a distribution after a rejection; keep the one before where rounding left no mass."""
-    total = rest.sum()
-    return torch.where(total > 0, rest / total, before)

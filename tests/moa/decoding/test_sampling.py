@@ -50,7 +50,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, procedure: Callable[[Pick], Any]) 
         return taken[-1]
 
     monkeypatch.setattr(sampling, "_accepts", lambda ratio, _: pick([1 - min(1, ratio), min(1, ratio)]) == 1)
-    monkeypatch.setattr(sampling, "draw", lambda weights, _: pick(weights.tolist()))
+    monkeypatch.setattr(sampling, "draw_rows", lambda weights, _: pick(weights[0].tolist()))
     while pending:
         forced, taken, probability = pending.pop(), [], 1.0
         yield procedure(pick), probability
@@ -122,7 +122,7 @@ def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
         counts = torch.bincount(drawn[:, row], minlength=5)
         assert chi_square(counts, weight / weight.sum()) < 20  # at most two degrees of freedom: p = 5e-5
         again = torch.Generator().manual_seed(row + 1)
-        assert [sampling.draw(weight, again) for _ in range(9)] == drawn[:9, row].tolist()
+        assert [int(sampling.draw_rows(weight[None], [again])) for _ in range(9)] == drawn[:9, row].tolist()
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 2), (1 - 2**-53, 2)])
@@ -131,7 +131,9 @@ def test_the_ends_of_the_unit_interval_give_tokens_with_mass(
 ) -> None:
     monkeypatch.setattr(torch, "rand", lambda *_args, **_kwargs: torch.tensor([uniform], dtype=torch.float64))
     for total in (1.0, 1.7, 1 / 3):
-        assert sampling.draw(torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64) * total, None) == token
+        assert (
+            int(sampling.draw_rows(torch.tensor([[0.0, 0.5, 0.5, 0.0]], dtype=torch.float64) * total, [None])) == token
+        )
 
 
 @pytest.mark.parametrize(
