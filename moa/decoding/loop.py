@@ -58,13 +58,6 @@ class DecodeStats:
     verify_s: float = 0.0
     total_s: float = 0.0
 
-    def count(self, n_drafted: int, draft_s: float, verify_s: float) -> None:
-        """Add a round."""
-        self.n_drafted += n_drafted
-        self.n_drafted_calls += n_drafted > 0
-        self.draft_s += draft_s
-        self.verify_s += verify_s
-
     @property
     def n_target_calls(self) -> int:
         """The number of target calls after the prefill."""
@@ -155,7 +148,11 @@ def generate_batch(
             policy.observe(drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s)
         draft_s = 0.0 if shape is None else draft_s
         for row, drafted in zip(active, drafts.on_host[0], strict=True):
-            row.stats.count(len(drafted) - drafted.count(NO_DRAFT), draft_s / len(active), verify_s / len(active))
+            n_drafted = len(drafted) - drafted.count(NO_DRAFT)
+            row.stats.n_drafted += n_drafted
+            row.stats.n_drafted_calls += n_drafted > 0
+            row.stats.draft_s += draft_s / len(active)
+            row.stats.verify_s += verify_s / len(active)
         if on_round is not None:
             on_round(drafts, accepted)
     cache.release()

@@ -102,12 +102,6 @@ def cut_answer(tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]
     return kept, "length" if len(kept) == max_tokens else ""
 
 
-def check_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not accept: they take signed 64-bit integers."""
-    if not -(2**63) <= seed < 2**63:
-        raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {seed}.")
-
-
 def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig, n_prompt: int = 0) -> Tensor:
     """The distribution of the next token, given logits [V], prompt and all tokens so far: [V] float64 on their device.
 

@@ -20,9 +20,9 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...config import Count
-from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ...errors import Disconnected, DrafterError, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...files import read_bounded, write_atomic
-from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed
+from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...moa.targets.chat_tokens import prompt_tokens
 from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
@@ -207,7 +207,8 @@ class DraftingClient:
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
         """Continue an answer that another process began; events begin with what it has so far."""
-        check_seed(saved.seed)
+        if not -(2**63) <= saved.seed < 2**63:
+            raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {saved.seed}.")
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
         if SamplingConfig(**sent) != saved.sampling:
             raise RequestInvalid(f"drafting sessions know {', '.join(sent)} of sampling; leave other settings out.")
