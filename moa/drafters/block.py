@@ -103,12 +103,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     @property
     def n_drafts(self) -> int:
         """K, drafts of a block."""
-        return self.block_size - self.first_slot
-
-    @property
-    def first_slot(self) -> int:
-        """The first slot that drafts."""
-        return 0 if self.sample_from_anchor else 1
+        return self.block_size - (not self.sample_from_anchor)
 
     @property
     @override
@@ -280,8 +275,8 @@ class BlockDrafter(KVEncoder, Drafter):
         return self.norm(x)
 
     def drafting(self, hidden: Tensor) -> Tensor:
-        """Pick the slots that draft of blocks [..., N * G, E]: [..., N, K, E]."""
-        picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[..., self.config.first_slot :, :]
+        """Pick the slots that draft, the last K, of blocks [..., N * G, E]: [..., N, K, E]."""
+        picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[..., -self.config.n_drafts :, :]
         return picked
 
     # Features: the hidden state of a slot, and the Markov head's state
@@ -498,7 +493,7 @@ class BlockDrafter(KVEncoder, Drafter):
         if self.config.context == "kv":
             layers = context.unflatten(1, (len(self.config.fused_layers), self.config.kv_width))
         elif self.config.context == "memory":
-            self._append_sent(state, context[None], [len(context)])
+            self._append_context(state, self.hidden_norm(self.encoded_of(context[None])), [len(context)])
         else:
             state.fresh[0] = (*state.fresh[0], context)
         cache.extend(len(context), layers, n_heads)
@@ -509,11 +504,7 @@ class BlockDrafter(KVEncoder, Drafter):
         rows = zip(state.n_true, starts, counts, strict=True)
         fitting = [count if length == start else 0 for length, start, count in rows]
         if self.config.context == "memory" and any(fitting):
-            self._append_sent(state, contexts, fitting)
-
-    def _append_sent(self, state: BlockState, sent: Tensor, counts: Sequence[int]) -> None:
-        """Add the next n positions of each row to the context, from their encoded KV [B, n, W] as it is sent."""
-        self._append_context(state, self.hidden_norm(self.encoded_of(sent)), counts)
+            self._append_context(state, self.hidden_norm(self.encoded_of(contexts)), fitting)
 
     @override
     def draft_level(self, state: BlockState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:

@@ -45,23 +45,17 @@ class FeatureState(LayerState):
         super().__init__(n_rows, n_layers)
         self.last: list[Tensor | None] = [None] * n_rows
 
-    def take_fresh(self) -> list[Tensor]:
-        """Return the states of the slots to feed and clear them; without any, those of the root again."""
-        found = []
-        for row, parts in enumerate(self.fresh):
-            last = self.last[row]
-            if not parts and last is None:
-                raise DrafterError("nothing of the target has been observed: give its states before drafting.")
-            if not parts and last is not None:
-                self.n_true[row] -= 1
-                parts = (last,)
-            found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        self.fresh, self.last = [()] * len(found), [states[-1:] for states in found]
-        return found
-
     @override
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
-        fresh = self.take_fresh()
+        fresh = []
+        for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
+            if not parts:  # the root is fed again
+                if last is None:
+                    raise DrafterError("nothing of the target has been observed: give its states before drafting.")
+                self.n_true[row] -= 1
+                parts = (last,)
+            fresh.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        self.fresh, self.last = [()] * len(fresh), [states[-1:] for states in fresh]
         texts = zip(committed, self.n_true, fresh, strict=True)
         return [row[start + 1 : start + 1 + len(states)] for row, start, states in texts], stacked(fresh)
 

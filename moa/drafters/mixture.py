@@ -299,8 +299,9 @@ class MoADrafter(KVEncoder, Drafter):
         if self.config.cross_attention_drafts:
             x = self.cross_attention.attend_cached(x, fed.rotation, state.encoded.append, fed.mask)
         else:
-            mask = lengths_mask(state.encoded.lengths, x.device)
-            x = self.cross_attention(x, fed.rotation, *state.encoded.view(), mask=mask)
+            lengths = state.encoded.lengths
+            encoded = state.encoded.layer_view(0, max(lengths))
+            x = self.cross_attention(x, fed.rotation, *encoded, lengths_mask(lengths, x.device))
         n_layers = self.config.target_layer_inference
         if not n_layers:
             return x

@@ -115,8 +115,7 @@ class Draws:
         """
         found = []
         if self.on_policy_weight:
-            drafted = masks.drafted_positions(response_mask, self.step_bound, self.offset)
-            found.append((self.on_policy_weight, drafted, masks.last_context(drafted)))
+            found.append((self.on_policy_weight, *draft_rounds(response_mask, self, first=0)))
         if self.teacher_forced_weight:
             # All positions before a drafted one are verified; nothing precedes position 0.
             drafted = response_mask.bool().clone()

@@ -85,15 +85,11 @@ class KVBuffer:
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Add keys and values [B, H_kv, n, d], ``counts`` of them real, after each row of the only layer."""
+        """Add keys and values [B, H_kv, n, d], ``counts`` of them real, after each row of the only layer; gives all."""
         n_tokens = keys.shape[2]
         self.reserve(max(self.lengths) + n_tokens, keys)
         write_slots(self._layers[0], keys, values, slots_after(self.lengths, n_tokens, keys.device))
         self.lengths = added(self.lengths, counts or n_tokens)
-        return self.view()
-
-    def view(self) -> tuple[Tensor, Tensor]:
-        """View all keys and values of the only layer, each [B, H_kv, max(lengths), d]."""
         return self.layer_view(0, max(self.lengths))
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def compare(drafter: Any, model: Any, vectors: dict[str, Tensor]) -> None:
             n_slots = theirs.shape[1] - step
             torch.testing.assert_close(logits[step, :n_slots], theirs[step, :n_slots], **CLOSE)
         return
-    first = drafter.config.first_slot
+    first = drafter.config.block_size - drafter.config.n_drafts
     torch.testing.assert_close(logits, theirs[:, first:], **CLOSE)
     if "confidence" in found:
         torch.testing.assert_close(found["confidence"], vectors["confidence"].view(len(theirs), -1)[:, first:], **CLOSE)

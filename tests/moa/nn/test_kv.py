@@ -62,7 +62,7 @@ def test_layers_are_committed_packed_taken_and_joined() -> None:
 def test_kv_buffer_grows_crops_and_keeps_rows_of_different_lengths() -> None:
     buffer = KVBuffer(n_rows=2, n_slots=1)
     with pytest.raises(DrafterError):
-        buffer.view()
+        buffer.layer_view(0, 1)
     first = torch.arange(6.0).view(2, 1, 3, 1)
     buffer.append(first, first, counts=[3, 1])
     keys, values = buffer.append(first + 10, -first, counts=[1, 3])
@@ -72,4 +72,4 @@ def test_kv_buffer_grows_crops_and_keeps_rows_of_different_lengths() -> None:
     buffer.crop([2])
     buffer.append(first[:1], first[:1])
     assert buffer.lengths == [5]
-    assert buffer.view()[0][0, 0, :, 0].tolist() == [3, 13, 0, 1, 2]
+    assert buffer.layer_view(0, 5)[0][0, 0, :, 0].tolist() == [3, 13, 0, 1, 2]
