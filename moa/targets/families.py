@@ -309,8 +309,7 @@ def mlp_width(config: Any) -> int:
 
 def embedding_scale(config: Any) -> float:
     """What a target's embedding layer multiplies what it looks up with, as Gemma's does; 1 of others."""
-    with torch.device("meta"):
-        table = AutoModelForCausalLM.from_config(config, trust_remote_code=False).get_input_embeddings()
+    table = empty_model(config).get_input_embeddings()
     return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
 
 

@@ -126,8 +126,7 @@ def _check_memory(folder: Path, n_values: int, dtype: torch.dtype, device: str) 
     for place, n_free in rooms.items():
         if n_free is not None and n_bytes > n_free:
             narrow = n_values * torch.bfloat16.itemsize
-            fits = narrow <= n_free < n_bytes
-            way = f"In bfloat16 they take {format_bytes(narrow)}." if fits else "Free some memory."
+            way = f"In bfloat16 they take {format_bytes(narrow)}." if narrow <= n_free else "Free some memory."
             raise TargetError(
                 f"the weights of {folder} take {format_bytes(n_bytes)} in {str(dtype).removeprefix('torch.')}, and "
                 f"{format_bytes(n_free)} are free in {place}. {way}"
@@ -158,6 +157,7 @@ class Target:
         self._head = model.get_output_embeddings()
         self.config = self.body.config
         self.sizes = families.target_sizes(self.config)
+        self.is_llama = families.family_of(self.config).has_llama_layers  # whose calls need no proof
         # Tokens of the longest text. From some position on layers of Llama 4 sharpen attention by positions that they
         # count themselves, not knowing of drafts.
         bound = (
@@ -201,11 +201,6 @@ class Target:
     def template(self) -> ChatTemplate:
         """The chat template, without arguments unless the caller sets one that has some."""
         return ChatTemplate(self.tokenizer)
-
-    @property
-    def is_llama(self) -> bool:
-        """Whether the layers are those of Llama, whose calls need no proof."""
-        return families.family_of(self.config).has_llama_layers
 
     @cached_property
     def decoding_problem(self) -> str:
