@@ -23,7 +23,7 @@ import functools
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -340,9 +340,7 @@ def resolve(
         chosen = [layer.pop("preset") for _, layer in layers if "preset" in layer]
         if chosen and chosen[-1] is not None:
             if chosen[-1] not in presets:
-                near = difflib.get_close_matches(str(chosen[-1]), presets, 1, 0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known presets: {', '.join(presets)}"
-                raise OptionInvalid(f"unknown preset {chosen[-1]!r} ({hint}).")
+                raise OptionInvalid(f"unknown preset {chosen[-1]!r} ({_hint(str(chosen[-1]), presets, 'presets')}).")
             layers.insert(0, (f"preset {chosen[-1]}", dict(presets[chosen[-1]])))
     if earlier:
         layers.insert(0, earlier(functools.reduce(_merge, (layer for _, layer in layers), {})))
@@ -436,6 +434,9 @@ def _unknown(config_class: type[Config], name: str, called: str, kind: str | Non
         return f"{called} is a setting of {' or '.join(owners)}, {kind} has none; leave it out"
     names = sorted({setting.name for setting in settings})
     last = name.rpartition(".")[2]
-    near = [last] if last in names else difflib.get_close_matches(name, names, 1, 0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(names)}"
-    return f"unknown setting {name!r} ({hint})"
+    return f"unknown setting {name!r} ({_hint(last if last in names else name, names, 'settings')})"
+
+
+def _hint(name: str, known: Collection[str], kind: str) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known {kind}: {', '.join(known)}"

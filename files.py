@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"{len(text)} bytes, at most {MAX_JSON_BYTES} are read")
     try:
-        document = json.loads(text, parse_constant=_parse_infinity if allows_infinity else _refuse_constant)
+        document = json.loads(text, parse_constant=partial(_parse_constant, allows_infinity))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(document, dict):
@@ -284,13 +285,9 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"the number {name}")
-
-
-def _parse_infinity(name: str) -> float:
-    if name == "NaN":
-        _refuse_constant(name)
+def _parse_constant(allows_infinity: bool, name: str) -> float:
+    if name == "NaN" or not allows_infinity:
+        raise ValueError(f"the number {name}")
     return float(name)
 
 
