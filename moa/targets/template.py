@@ -72,17 +72,16 @@ def template_text(tokenizer: Any) -> str:
 
 def _check_constants(tree: nodes.Template) -> None:
     """Refuse numbers and widths of formats that stand for more text than any chat has."""
+    asked = [0]
     for product in tree.find_all(nodes.Mul):  # which compiling computes, and a text is multiplied by repeating it
         if product.find(nodes.Pow):
             raise TemplateError("the chat template multiplies by a power. Correct the template.")
-        factors = [abs(one.value) for one in product.find_all(nodes.Const) if isinstance(one.value, int)]
-        if math.prod(factors) > MAX_CHAT_CHARS:
-            raise TemplateError(f"the chat template asks for {math.prod(factors):,} characters. Correct the template.")
+        asked.append(math.prod(abs(one.value) for one in product.find_all(nodes.Const) if isinstance(one.value, int)))
     for node in tree.find_all(nodes.Const):
         widths = [int(width) for width in _WIDTH.findall(node.value)] if isinstance(node.value, str) else []
-        numbers = [node.value] if isinstance(node.value, int) else widths
-        if max(numbers, default=0) > MAX_CHAT_CHARS:
-            raise TemplateError(f"the chat template asks for {max(numbers):,} characters. Correct the template.")
+        asked += [node.value] if isinstance(node.value, int) else widths
+    if max(asked) > MAX_CHAT_CHARS:
+        raise TemplateError(f"the chat template asks for {max(asked):,} characters. Correct the template.")
 
 
 class ChatTemplate:
