@@ -96,17 +96,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self.watched_layers: tuple[int, ...] = ()  # decoder layers whose outputs each call leaves here
         self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
         self._slots: int | Tensor = 0  # of a call or chunk, by slots_after; of a static call the lengths [B, 1]
-        self._states = [LinearAttentionLayer() for shape in shapes or () if shape is None]
         self._before: list[list[Tensor]] = []  # the states before the last call, where it may be taken back
         self._tokens = torch.empty(0)  # of the last call, [1, n], where layers carry a state
         self._n_again = 0  # tokens of the call that an earlier one had, and whose states were taken back
-        states = iter(self._states)
-        Cache.__init__(
-            self,
-            layers=[
-                next(states) if shapes and shapes[layer] is None else _Layer(self, layer) for layer in range(n_layers)
-            ],
-        )
+        stateful = [shapes is not None and shapes[layer] is None for layer in range(n_layers)]
+        layers: list[Any] = [LinearAttentionLayer() if one else _Layer(self, i) for i, one in enumerate(stateful)]
+        self._states = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+        Cache.__init__(self, layers=layers)
 
     @property
     def n_slots(self) -> int:
