@@ -142,22 +142,15 @@ class Rounds:
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
         """Pack the drafted positions of each pass over response masks [B, T] to the left."""
-        parts: list[dict[str, Tensor]] = []
+        parts: list[tuple[Tensor, ...]] = []  # of each field
         for index, (weight, drafted, context) in enumerate(draws.passes(response_mask)):
             queries, valid = loss_queries(drafted)
             # With one token to a round the drafted block would be the token itself.
             own_block = draws.staircase_rows[:, None] & (index == 0 and draws.on_policy_weight > 0)
-            parts.append(
-                {
-                    "queries": queries,
-                    "context": context.gather(1, queries),
-                    "drafted": valid,
-                    "weights": weight * valid,
-                    "staircase": own_block.expand_as(valid),
-                    "pass_index": torch.full_like(queries[0], index),
-                }
-            )
-        return cls(**{name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]})
+            pass_index = torch.full_like(queries[0], index)
+            seen = context.gather(1, queries)
+            parts.append((queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index))
+        return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
         """Weigh the positions [P] at ``at`` by D-PACE (:func:`..nn.losses.d_pace_weights`), each round as a block: [P].
