@@ -15,7 +15,7 @@ from moa_data.pipeline.estimate import field_specs
 from moa_data.pipeline.forwards.capture import capture
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.plan import plan_parts
-from moa_data.storage.schema import StoreManifest
+from moa_data.storage.schema import StoreManifest, to_float32
 from moa_data.storage.write.store import StoreWriter
 
 from .models import build_text_model
@@ -76,6 +76,9 @@ def build_store(
                     part.write("tokens", row["first_token"], tokens)
                     part.write("response_mask", row["first_token"], response)
                     for name in spec.fields:
-                        part.write(name, row["first_token"], host.rows(name, 0))
+                        given, own = host.rows(name, 0), part.codec.fields[name]
+                        if not own.is_identity and isinstance(given, np.ndarray):
+                            given = own.encode(to_float32(given, own.spec.dtype), tokens)
+                        part.write(name, row["first_token"], given)
                 part.commit()
     return path

@@ -2,6 +2,7 @@
 
 import errno
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
 class FullDisk:
     """A part whose disk is full after some time, as the writer of a store sees it."""
 
-    part, fields, is_open, was_first = 0, ("kv",), True, True
+    part, codec, is_open, was_first = 0, SimpleNamespace(fields=("kv",)), True, True
 
     def __init__(self, sequences: pa.Table) -> None:
         self.sequences = sequences

@@ -1,5 +1,6 @@
 """The connection by itself: made, ended, made again, with tokens and TLS."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -152,10 +153,11 @@ def test_a_port_that_speaks_http_alone_is_named_as_such(links: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            for _ in range(2):  # the connection, and the one that asks why it failed
-                connection, _ = listener.accept()
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-                connection.close()
+            with contextlib.suppress(OSError):  # closed at the end
+                while True:  # the connection, and those that ask why it failed
+                    connection, _ = listener.accept()
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+                    connection.close()
 
         threading.Thread(target=answer, daemon=True).start()
         error = error_of(links(f"127.0.0.1:{listener.getsockname()[1]}"))
