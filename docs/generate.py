@@ -137,12 +137,13 @@ SUPPORTED = """# What works with what
 ## Targets
 
 Causal language models as transformers loads them, the text model of those that also see and hear where transformers has
-it as one (not of Qwen's VL models). On loading, our logits are compared with the model's on a few tokens, and calls
-over cached tokens with one call over all. Hidden states can be stored of every family whose logits are its last hidden
-states times a matrix, scaled or bounded as known here; others are refused in a line, such as Phi 1 and 2, GPT-J and
-BERT, whose LM head has a bias, or OPT-350m, which projects states to a narrower LM head. Families that are not in the
+it as one (not of Qwen's VL models). On loading, our logits are compared with the model's on a few tokens, and before
+decoding, but for Llama's kinds, calls over cached tokens with one call over all. Hidden states can be stored of every
+family whose logits are its last hidden states times a matrix, scaled or bounded as known here; others are refused in a
+line, such as Phi 1 and 2, GPT-J and BERT, whose LM head has a bias, or OPT-350m, which projects states to a narrower LM
+head. Families that are not in the
 table are decoded where the calls over cached tokens prove right, and hold hidden states alone; where they do not, as
-with many whose layers carry a state (Mamba, LFM 2, Jamba), `generate` says so in a line, and stores of hidden states,
+with many whose layers carry a state (Mamba, LFM 2), `generate` says so in a line, and stores of hidden states,
 and what trains from them, remain.
 
 The table is the list that the tests go through. A drafter with a letter trains from the family's stores:
@@ -153,9 +154,9 @@ The table is the list that the tests go through. A drafter with a letter trains 
   values. It compares the engine's calls with one of the model, and refuses those whose attention is their own;
 - **E**: all its formats of `export-drafter` ([below](#drafters)) hold it; **e**: some, which are `moa`, and of Gemma,
   whose embeddings are scaled after they are looked up, those that bring embeddings of their own (`speculators-eagle3`,
-  `dspark`, `eagle`, `llama`). The formats `eagle`, `eagle3`, `moa` and `moa-vllm` want heads that fill the width, `moa`
-  a rotation that is not scaled, and both of `moa` the sizes of `--preset paper`. Whether an engine drafts for a family
-  is the engine's matter;
+  `dspark`, `eagle`, `llama`). The formats `eagle`, `eagle3`, `moa` and `moa-vllm` want heads that fill the width,
+  `eagle` and `moa` a rotation that is not scaled, and both of `moa` the sizes of `--preset paper`. Whether an engine
+  drafts for a family is the engine's matter;
 - **no**: drafts pass through the last layers of Llama's kinds alone; block drafters of context `kv` take keys that are
   alike in all layers and rotated as Llama's.
 

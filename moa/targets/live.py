@@ -248,7 +248,7 @@ class Target:
         if seen is not None and self.has_states:
             raise TargetError(
                 f"layers of {self.config.model_type} carry a state, which has no branches; draft a chain, such as "
-                "--method chain."
+                "--tree 5, or with eval --method chain."
             )
         if seen is not None:
             cache.begin_call(n_tokens, device)

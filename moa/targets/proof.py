@@ -27,7 +27,8 @@ def prove_logits(target: Target) -> None:
     model: Any = target.model
     states = list[Tensor]()
     # A bound doesn't show on small logits, and only the bound on large ones: states of some tokens are enlarged.
-    sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % 3))[:, None].to(model.dtype)
+    n_sizes = 1 if model.dtype == torch.float16 else 3  # which ends at 65,504
+    sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(model.dtype)
 
     def enlarged(_module: Any, _inputs: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * sizes
@@ -37,7 +38,9 @@ def prove_logits(target: Target) -> None:
     trouble = f"{target.config.model_type} of transformers can't compute a text by these weights and config.json"
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
-        half = target.body(input_ids=tokens[:, : _N_TOKENS // 2], use_cache=False).last_hidden_state
+        half = _N_TOKENS // 2
+        others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)  # in as long a text, whose rounding is the same
+        before = target.body(input_ids=others, use_cache=False).last_hidden_state[:, :half]
         handle = target.body.register_forward_hook(enlarged)
         try:
             known = model(input_ids=tokens, use_cache=False).logits
@@ -45,12 +48,13 @@ def prove_logits(target: Target) -> None:
             handle.remove()
     if not known.isfinite().all():
         return  # what is wrong with the weights shows in the first sequence
-    if not _agrees(half, hidden[:, : half.shape[1]]):
+    if not _agrees(before, hidden[:, :half]):
         raise TargetError(f"tokens of this {target.config.model_type} see those after them. Choose another target.")
-    own = capped(logits_of(states[0], scaled_head(model)), families.logit_cap(target.config))
+    given = states[0].to(model.dtype)  # Mamba's are wider
+    own = capped(logits_of(given, scaled_head(model)), families.logit_cap(target.config))
     largest = known.float().abs().amax(dim=-1, keepdim=True)
-    bound = (1e-3 if known.dtype == torch.float32 else _HEAD_ERROR) * largest
-    if any(((one.float() - known.float()).abs() > bound).any() for one in (own, target.logits(states[0]))):
+    bound = (1e-3 if model.dtype == torch.float32 else _HEAD_ERROR) * largest
+    if any(((one.float() - known.float()).abs() > bound).any() for one in (own, target.logits(given))):
         raise TargetError(
             f"{target.config.model_type} does something to its logits that is not known here, so drafters would learn "
             "from wrong ones. Choose another target."

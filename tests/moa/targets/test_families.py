@@ -58,6 +58,7 @@ from moa_data.tests.kit.variants import quick
 from moa_data.text import printable
 
 N_NEW = 24
+_LAYERS = ["sliding_attention", "full_attention"] * 21
 SOME_CONFIGS = ("mamba", "rwkv", "bamba", "blt", "gemma3n", "qwen2_moe", "dots3_note", "beam")
 
 
@@ -349,6 +350,23 @@ def test_what_transformers_itself_cannot_compute_is_refused() -> None:
 def test_bounds_of_logits_by_their_names(name: str, sizes: dict[str, Any]) -> None:
     config = AutoConfig.for_model(name, hidden_size=48, num_hidden_layers=2, vocab_size=67, **sizes)
     prove_logits(Target(AutoModelForCausalLM.from_config(config).eval()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("mamba", {"state_size": 8}), ("xlstm", {"num_heads": 4, "output_logit_soft_cap": 5.0})],
+)
+def test_states_or_logits_wider_than_the_weights_are_proven(
+    name: str, sizes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    config = AutoConfig.for_model(name, hidden_size=48, num_hidden_layers=2, vocab_size=67, **sizes)
+    prove_logits(Target(AutoModelForCausalLM.from_config(config).eval().to(dtype)))
+
+
+def test_rounding_of_many_layers_is_not_taken_for_sight_of_later_tokens() -> None:
+    model = build_family("gemma4_text", num_hidden_layers=42, initializer_range=0.02, layer_types=_LAYERS)
+    prove_logits(Target(model.to(torch.bfloat16)))
 
 
 def write_other(folder: Path, name: str, **sizes: Any) -> Path:
