@@ -142,6 +142,8 @@ def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tool
             found = text[slice(*span)] if span else ""
             if span is None or message["content"].strip() not in found or not _shows_calls(found, message):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
+            if _holds_results(template, messages, tools, index, text[: span[1]]):
+                return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index} has a tool's result inside")
             spans.append(_with_end_of_turn(template, text, span))
     return spans
 
@@ -194,6 +196,15 @@ def _located_span(template: ChatTemplate, messages: list[Message], tools: Tools,
     if "tool_calls" not in message and text[len(before) : end].strip() != message["content"].strip():
         return None
     return len(before), end
+
+
+def _holds_results(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> bool:
+    """Whether the text up to a response's end shows results of its calls, as Gemma 4's puts them before its content."""
+    message = messages[index]
+    if "tool_calls" not in message or not message["content"]:
+        return False
+    later = [one | ({"content": PLACEHOLDER} if one["role"] == "tool" else {}) for one in messages[index + 1 :]]
+    return not template.render([*messages[: index + 1], *later], tools).startswith(text)
 
 
 def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:

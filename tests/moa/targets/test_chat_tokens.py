@@ -120,6 +120,24 @@ def test_answers_of_harmony_have_their_channels_and_ends() -> None:
     assert marked_texts(tokenizer, chat) == [asked + called, f"{head}noon<|return|>"]
 
 
+def test_results_of_tools_inside_a_response_are_refused() -> None:
+    """As in Gemma 4's templates, which write a call, its result and then what was said beside the call."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+        "{% for c in m.tool_calls or [] %}{{ 'call:' + c.function.name + (c.function.arguments | tojson) }}"
+        "{{ messages[2].content if messages | length > 2 }}{% endfor %}{{ m.content + '<|im_end|>' }}"
+        "{% elif m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "utc"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "the time?"}, {"role": "assistant", "content": "I ask", "tool_calls": [call]},
+        {"role": "tool", "content": "noon"},
+    ]  # fmt: skip
+    rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 99), RejectReason.TEMPLATE_REWRITES_RESPONSE)
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
