@@ -1,12 +1,16 @@
 """Linear layers whose weights stay as they are, laid out once as the kernels of a CPU want them.
 
 With a matrix as PyTorch keeps it a product of six rows takes two to four times as long as one of a single row; with
-oneDNN's layout it takes about as long, so that verifying a chain of drafts costs little more than a plain step. It is a
-copy, which takes as much memory as the weights. ``benchmarks/decoding/products.py`` measures both.
+oneDNN's layout it takes about as long, so that verifying a chain of drafts costs little more than a plain step. Weights
+that float16 holds, as it does those that were stored in bfloat16 or float16 and are computed in float32, are laid out
+for FBGEMM too: it reads half the bytes, computes in float32, and is two to four times as fast for a few rows. These are
+copies, which take one and a half times the memory of the weights. ``benchmarks/decoding/products.py`` measures them.
 """
 
 import functools
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,38 +19,65 @@ from typing_extensions import override
 
 from ...machine import free_memory
 
-_FEWEST_VALUES = 1 << 17  # of fewer values a product takes no longer than asking what to do with it
-_ROWS = 8  # that the layout is for; with fewer and with more it is nearly as fast
+_FEWEST_VALUES = 1 << 15  # of fewer values a product takes no longer than asking what to do with it
+_ROWS = 8  # that oneDNN's layout is for; with fewer and with more it is nearly as fast
+# Of the weights' size, by which float16 may miss them: less than what float32 rounds in a product of hundreds of
+# values. Of bfloat16's, float16 misses those below 1e-5 alone.
+MAX_ERROR = 2.0**-22
 _DTYPES = (torch.float32, torch.bfloat16)
-OPERATIONS: Any = torch.ops.mkldnn
+_HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def scripted(function: _Function) -> _Function:
+    """Compile a function by TorchScript, which takes a third of the time to call an operation; itself without one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is to be replaced some day
+            compiled: _Function = torch.jit.script(function)
+            return compiled
+    except Exception:  # noqa: BLE001 - whatever it is
+        return function
+
+
+class Laid(NamedTuple):
+    """A laid out weight and its bias, and both for FBGEMM, where float16 holds the weight."""
+
+    blocked: Tensor  # in no layout that PyTorch knows
+    bias: Tensor | None
+    halves: Optional[_HALVES]  # noqa: UP045 - TorchScript's classes know no |
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with a copy of its weight for products of two rows and more that need no gradient."""
+    """A linear layer with copies of its weight for products that need no gradient."""
 
-    packed: Tensor | None  # in no layout that PyTorch knows
+    packed: Laid | None
     packed_state: tuple[int, int]  # of the weight, when it was copied
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        # The first question spares plain steps the others: with one row PyTorch's own product is as fast.
-        if x.numel() <= x.shape[-1] or torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
         weight, packed = self.weight, vars(self).get("packed")
-        if packed is None or x.dtype != weight.dtype or self.packed_state != state_of(weight):
+        if packed is None or torch.is_grad_enabled() or not x.numel():
             return F.linear(x, weight, self.bias)
-        return product(x, packed, self.bias)
+        # With one row PyTorch's own product is as fast as oneDNN's.
+        is_faster = packed.halves is not None or x.numel() > x.shape[-1]
+        if not is_faster or x.dtype != weight.dtype or self.packed_state != state_of(weight):
+            return F.linear(x, weight, self.bias)
+        return product(x, packed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the copy out, which cannot be pickled, nor copied with its layer."""
+        """Leave the copies out, which cannot be pickled, nor copied with their layer."""
         return {name: value for name, value in vars(self).items() if not name.startswith("packed")}
 
 
-def pack(module: nn.Module) -> None:
-    """Lay out the large weights of linear layers for decoding, on a CPU with AVX2, if memory holds the copy twice.
+def pack(module: nn.Module, max_error: float = MAX_ERROR) -> None:
+    """Lay out the large weights of linear layers for decoding, on a CPU with AVX2, if memory holds twice their size.
 
     For weights that don't change any more. A copy of a weight that changed in place is not used, and made anew by the
     next call; changes behind PyTorch's back (``weight.data``, fused optimizers) are not seen.
+
+    Args:
+        max_error: by which float16 may miss a weight, of its size; 1 for drafts, which need not be exact.
     """
     found = (one for one in module.modules() if isinstance(one, nn.Linear))
     layers = [one for one in found if type(one) in (nn.Linear, PackedLinear) and _takes(one)]
@@ -55,7 +86,8 @@ def pack(module: nn.Module) -> None:
         return
     for layer in layers:
         layer.__class__ = PackedLinear
-        vars(layer).update(packed=laid_out(layer.weight.detach()), packed_state=state_of(layer.weight))
+        laid = laid_out(layer.weight.detach(), layer.bias, max_error)
+        vars(layer).update(packed=laid, packed_state=state_of(layer.weight))
 
 
 def _takes(layer: nn.Linear) -> bool:
@@ -71,22 +103,53 @@ def state_of(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), weight._version
 
 
-def laid_out(weight: Tensor) -> Tensor:
-    """Copy a weight to the layout of products."""
-    packed: Tensor = OPERATIONS._reorder_linear_weight(weight, _ROWS)
-    return packed
+@torch.no_grad()
+def laid_out(weight: Tensor, bias: Tensor | None = None, max_error: float = MAX_ERROR) -> Laid:
+    """Copy a weight [out, in] to the layouts of products; ``max_error`` as in :func:`pack`."""
+    halves = None
+    if weight.dtype == torch.float32 and _halves_work():
+        missed = torch.dist(weight.half().float(), weight)
+        if missed <= max_error * torch.linalg.vector_norm(weight):
+            halves = _halves(weight, bias)
+    return Laid(_blocked(weight), bias, halves)
 
 
-def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by a laid out weight."""
-    found: Tensor = OPERATIONS._linear_pointwise(x, packed, bias, "none", [], "")
-    return found
+def _blocked(weight: Tensor) -> Tensor:
+    blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    return blocked
+
+
+def _halves(weight: Tensor, bias: Tensor | None) -> Any:
+    return torch.ops.quantized.linear_prepack_fp16(weight, bias)
+
+
+@scripted
+def product(x: Tensor, laid: Laid) -> Tensor:
+    """Multiply x [..., in] by a laid out weight and add its bias: [..., out]."""
+    halves, most_rows = laid.halves, 24  # with more oneDNN is faster
+    if halves is not None and x.numel() <= most_rows * x.shape[-1]:
+        few: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, halves)
+        return few
+    many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")
+    return many
+
+
+# Both are PyTorch's own, without a promise for other versions, so they are tried.
 
 
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
-    """Whether this machine gains by the products, and this build of PyTorch has them and they are right."""
-    # They are the compiler's own, without a promise for other versions, so they are tried.
+    """Whether this machine gains by oneDNN's layout, and this build of PyTorch has it and it is right."""
+    return _is_right(lambda weight, bias: Laid(_blocked(weight), bias, None), dtype)
+
+
+@functools.cache
+def _halves_work() -> bool:
+    """Whether FBGEMM's products are there and right."""
+    return _is_right(lambda weight, bias: Laid(_blocked(weight), bias, _halves(weight, bias)), torch.float32)
+
+
+def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> bool:
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -94,7 +157,6 @@ def _works(dtype: torch.dtype) -> bool:
     x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
     try:
         with torch.inference_mode():
-            own = product(x, laid_out(weight), bias)
-            return torch.allclose(own, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
+            return torch.allclose(product(x, lay_out(weight, bias)), F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
     except (RuntimeError, AttributeError, TypeError):
         return False

@@ -32,8 +32,7 @@ from ...moa.nn.masks import to_device
 from ...moa.targets.fused import RunLayers
 from ...text import first_line
 from .pool import BLOCK_TOKENS, Pool, PooledKV
-from .steps import Rows, attend_rows
-from .steps import compiled as steps_compiled
+from .steps import Rows, attend_rows, run_layers
 
 try:
     from torch.nn.attention import varlen
@@ -147,7 +146,7 @@ class PartsAttention:
         if not self._are_steps or (n_planes, most, most**-0.5) != (n_kv_heads, head_dim, scale):
             return None
         steps = self._steps_of(n_heads, self._planes[0][0].dtype)
-        return functools.partial(steps[0].run_layers, self._pending) if len(steps) == 1 and steps_compiled() else None
+        return functools.partial(steps[0].run_layers, self._pending) if len(steps) == 1 else None
 
     def _steps_of(self, n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
         if n_heads not in self._steps:
@@ -246,10 +245,7 @@ class _Steps:
 
     def run_layers(self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any) -> list[Tensor]:
         """Run all layers of a target, as :data:`.fused.RunLayers` says; ``pending``, [T]: the tokens' slots."""
-        outputs: list[Tensor] = steps_compiled()(
-            x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows
-        )
-        return outputs
+        return run_layers(x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows)
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
         return attend_rows(q, *self._pool.rows[layer], self._rows).view(q.shape)

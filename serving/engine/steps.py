@@ -2,19 +2,16 @@
 
 Between the operations of a call the interpreter takes as long as some of them, and each time it has to wait until the
 event loop's thread lets it go. TorchScript runs all of them without it: 10 % more tokens/s with eight streams of a
-small target. Where it is no more, the same functions run in Python (``attention``).
+small target.
 
 Shapes: T texts of one token each, H query heads, H_kv key/value heads, d head dim, S slots of a row, N of the pool.
 """
 
-import functools
-import warnings
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...moa.targets.fused import Weights, after_attention, before_attention
+from ...moa.nn.joined import Weights, after_attention, before_attention
+from ...moa.nn.packed import scripted
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What :func:`attend_rows` works with, of all layers: see there."""
@@ -33,7 +30,8 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
     return torch.embedding_bag(values, columns, starts, False, 0, False, probability, True)[0]
 
 
-def _run(
+@scripted
+def run_layers(
     x: Tensor,
     cosines: Tensor,
     sines: Tensor,
@@ -43,6 +41,7 @@ def _run(
     pending: Tensor,
     rows: Rows,
 ) -> list[Tensor]:
+    """Run all layers of a target over x [1, T, E], as :data:`..fused.RunLayers` says; ``pending``, [T]: their slots."""
     outputs: list[Tensor] = []
     for index, ((first, second), (before, gates, o, down)) in enumerate(weights):
         (key_plane, value_plane), (keys, values) = planes[index], by_slot[index]
@@ -53,14 +52,3 @@ def _run(
         x = after_attention(attended.view(1, x.shape[1], -1), x, second, gates, o, down)
         outputs.append(x)
     return outputs
-
-
-@functools.cache
-def compiled() -> Any:
-    """The layers as one function; None where this PyTorch has no TorchScript, or another one."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is to be replaced some day
-            return torch.jit.script(_run)
-    except Exception:  # noqa: BLE001 - whatever it is
-        return None

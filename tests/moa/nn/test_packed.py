@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moa_data.moa.nn import packed
-from moa_data.moa.nn.packed import PackedLinear, pack
+from moa_data.moa.nn.packed import Laid, PackedLinear, pack
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def products(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     found: list[int] = []
     real = packed.product
 
-    def counted(x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    def counted(x: Tensor, laid: Laid) -> Tensor:
         found.append(x.shape[:-1].numel())
-        return real(x, values, bias)
+        return real(x, laid)
 
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
@@ -50,6 +50,51 @@ def test_a_product_is_that_of_torch(
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         n_rows = x.shape[:-1].numel()
         assert products == ([n_rows] if n_rows > 1 else [])
+
+
+@pytest.fixture
+def halves() -> None:
+    if not packed._halves_work():
+        pytest.skip("this machine has no products of float16 weights")
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (6,), (2, 3), (24,), (25,), (0,)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_that_float16_holds_are_as_exact(products: list[int], shape: tuple[int, ...], has_bias: bool) -> None:
+    """As those that were stored in bfloat16; one row takes their layout too."""
+    layer, wide = linear(bias=has_bias), torch.randn(*shape, 96)
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.bfloat16())
+        layer.weight[0, :3] = torch.tensor([1e-7, 3e-10, 0])  # float16 has fewer digits, or none, of these
+    pack(layer)
+    assert vars(layer)["packed"].halves is not None
+    for x in (wide[..., :48].contiguous(), wide[..., ::2]):
+        products.clear()
+        with torch.inference_mode():
+            found = layer(x)
+        exact = x.double() @ layer.weight.double().T + (layer.bias.double() if has_bias else 0)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=2e-6)
+        n_rows = x.shape[:-1].numel()
+        assert products == ([n_rows] if n_rows else [])
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e6])
+def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size: float) -> None:
+    layer = linear()
+    with torch.no_grad():
+        layer.weight.mul_(size)
+    x = torch.randn(3, 48)
+    expected = layer(x)
+    for max_error, tolerance in ((packed.MAX_ERROR, 1e-5), (1, 3e-2)):
+        layer.__dict__.pop("packed_state", None)
+        pack(layer, max_error)
+        laid: Laid = vars(layer)["packed"]
+        assert (laid.halves is not None) == (max_error == 1 and size < 1e6)
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance * size)
+    assert products == [3, 3]
 
 
 def test_weights_that_change_and_gradients_are_computed_plainly(products: list[int]) -> None:
@@ -93,3 +138,8 @@ def test_what_gains_nothing_is_left(products: list[int], monkeypatch: pytest.Mon
     pack(layer)
     packed._works.cache_clear()
     assert type(layer) is nn.Linear
+
+
+def test_without_torchscript_functions_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.jit, "script")
+    assert packed.scripted(copy.copy) is copy.copy

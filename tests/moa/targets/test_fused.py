@@ -42,8 +42,10 @@ def hidden_of(model: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["plain", "biases"])
-def test_layers_compute_what_the_models_own_do(family: str, changes: dict[str, Any]) -> None:
-    model = build_model(family, **changes)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_compute_what_the_models_own_do(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    """Of weights that were stored in either dtype."""
+    model = build_model(family, **changes).to(dtype).float()
     expected = hidden_of(model)
     Target(model).prepare()
     assert joined(model) == [family != "qwen3"] * len(decoder_layers(model))  # whose heads have norms

@@ -37,18 +37,18 @@ def test_all_layers_at_once_are_layer_by_layer(
     if not packed._works(torch.float32):
         pytest.skip("this machine gains nothing by the layout")
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
-    calls, compiled = list[int](), steps.compiled()
-    assert compiled is not None
+    assert isinstance(steps.run_layers, torch.jit.ScriptFunction)
+    calls, compiled = list[int](), steps.run_layers
 
     def counted(*given: Any) -> Any:
         calls.append(len(given))
         return compiled(*given)
 
-    monkeypatch.setattr(attention, "steps_compiled", lambda: counted)
+    monkeypatch.setattr(attention, "run_layers", counted)
     found, held = stepped(family, lengths)
     # Layers of qwen3 have another form, and texts of unlike lengths are rows of their own.
     assert bool(calls) == (family != "qwen3" and lengths != [1, 2, 3, 90])
-    monkeypatch.setattr(attention, "steps_compiled", lambda: None)
+    monkeypatch.setattr(attention.PartsAttention, "run_layers", lambda *given: None)
     expected, expected_held = stepped(family, lengths)
     torch.testing.assert_close(held, expected_held, rtol=1e-5, atol=1e-6, equal_nan=True)
     for own, other in zip(found, expected, strict=True):
@@ -79,10 +79,3 @@ def test_layers_of_unlike_query_heads_run_one_by_one(monkeypatch: pytest.MonkeyP
     assert runner._fused is not None
     assert output.logits is not None
     torch.testing.assert_close(output.logits[0], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_build_without_torchscript_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.jit, "script")
-    steps.compiled.cache_clear()
-    assert steps.compiled() is None
-    steps.compiled.cache_clear()
