@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ...errors import DrafterError
 from ..nn.layers import DecoderBlock
+from ..nn.packed import pack
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
@@ -135,6 +136,13 @@ class Drafter(nn.Module, ABC):
         """
 
     # Decoding beside the target
+
+    def prepare(self) -> None:
+        """Lay out the weights for drafting on a CPU, once they don't change any more; drafts need not be exact."""
+        pack(self, max_error=1)
+        for module in self.modules():
+            if isinstance(module, DecoderBlock):
+                module.join()
 
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         """Turn features [..., E] into logits [..., V], -inf where a token is never drafted; by default the target's."""

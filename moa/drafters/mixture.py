@@ -30,12 +30,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import DecoderBlock
+from ..nn.packed import pack
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from ..targets.families import mlp_width, target_sizes
@@ -131,7 +132,7 @@ class MoADrafter(KVEncoder, Drafter):
         self.rotary = config.rotary()
         self.build_encoder()
         self.context_width = self.sent_width + config.target_layer_inference * config.kv_width
-        self._draft_head: tuple[Tensor, Tensor, Tensor] | None = None  # the head, tokens, and the head's rows of these
+        self._draft_head: tuple[Tensor, Tensor, nn.Linear] | None = None  # the head, tokens, and its rows of these
 
     @override
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
@@ -148,9 +149,14 @@ class MoADrafter(KVEncoder, Drafter):
         head = frozen.lm_head_weight
         if self._draft_head is None or self._draft_head[0] is not head:
             tokens = torch.tensor(self.config.draft_tokens, device=head.device)
-            self._draft_head = head, tokens, head[tokens]
+            rows = nn.Linear(head.shape[1], len(tokens), bias=False, device="meta")
+            rows.weight = nn.Parameter(head[tokens], requires_grad=False)
+            pack(rows, max_error=1)
+            self._draft_head = head, tokens, rows
         _, tokens, rows = self._draft_head
-        logits = losses.capped(losses.logits_of(features, rows), frozen.logit_cap)
+        is_alike = features.dtype == head.dtype
+        logits = rows(features) if is_alike else losses.logits_of(features, rows.weight)
+        logits = losses.capped(logits, frozen.logit_cap)
         return logits.new_full((*logits.shape[:-1], len(head)), -torch.inf).index_copy(-1, tokens, logits)
 
     @classmethod

@@ -18,7 +18,6 @@ from ..drafters.base import Drafter
 from ..drafters.mixture import MoASizes
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_target_fits
-from ..nn.packed import pack
 from ..targets.live import Target
 from ..targets.model_files import find_problems, load_pickled_tensors, read_header, read_json, write_tensors
 from ..targets.template import ChatTemplate, choose_template_arguments
@@ -121,7 +120,7 @@ def ready_drafters(
     """
     drafters = load_drafters(folders, target, target.model.dtype)
     for drafter in drafters.values():
-        pack(drafter)
+        drafter.prepare()
     arguments = choose_template_arguments(template_kwargs, {name: one.config.target for name, one in drafters.items()})
     target.template = ChatTemplate(target.tokenizer, arguments, where)
     return drafters

@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ...errors import DrafterError
 from ...files import parsing
 from .attention import attend
+from .joined import Joined, group_means, join
 from .masks import Mask
 
 Rotation = tuple[Tensor, Tensor]
@@ -291,8 +292,40 @@ class DecoderBlock(nn.Module):
 
     def attend_cached(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, Q, E] attend to what came before and to itself: :meth:`forward` on what ``append`` gives."""
+        if (joined := self._current(x)) is not None:
+            return self._attend_joined(joined, x, rotation, append, mask)
         queries, keys, values = self.self_attn.project(self.normed(x), rotation)
         return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
+
+    def join(self) -> None:
+        """Draft by joined products (:mod:`.joined`), where the weights are laid out; they need not be exact."""
+        has_head_norms = hasattr(self.self_attn, "q_norm")
+        vars(self)["joined"] = None if has_head_norms else join(self, max_error=1)
+
+    def _current(self, x: Tensor) -> Joined | None:
+        joined: Joined | None = vars(self).get("joined")
+        if joined is None or torch.is_grad_enabled() or x.dtype != torch.float32 or not joined.is_current():
+            return None
+        return joined
+
+    def _attend_joined(
+        self,
+        joined: Joined,
+        x: Tensor,
+        rotation: Rotation,
+        append: AppendKV,
+        mask: Mask | Tensor | None,
+        n_groups: int = 0,
+    ) -> Tensor:
+        has_own_norms = type(self).normed is not DecoderBlock.normed
+        given, (cosines, sines) = self.normed(x) if has_own_norms else x, rotation
+        queries, keys, values = joined.project(given, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms)
+        attended = attend(queries, *append(keys, values), mask).transpose(1, 2).flatten(2)
+        return joined.finish(attended, self.residual(x), n_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave joined products out, which cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "joined"}
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, T, E] attend to itself; equals :meth:`forward` on x's own keys and values with one norm less."""
@@ -300,10 +333,12 @@ class DecoderBlock(nn.Module):
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
         """Average :meth:`attend_self` without a mask over G groups of consecutive tokens: [B, T, E] -> [B, G, E]."""
+        if (joined := self._current(x)) is not None:
+            return self._attend_joined(joined, x, rotation, lambda keys, values: (keys, values), None, n_groups)
         # The down projection and the residual sums are linear, so they are done once on a mean instead of T times.
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
-        out: Tensor = _group_means(x, n_groups) + self.mlp.down_proj(_group_means(gated, n_groups))
+        out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -323,8 +358,3 @@ class DecoderBlock(nn.Module):
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
         out: Tensor = self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
         return out
-
-
-def _group_means(x: Tensor, n_groups: int) -> Tensor:
-    """Average groups of consecutive tokens, [B, T, E] -> [B, G, E]; where they can't be equal the first are longer."""
-    return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)

@@ -27,6 +27,7 @@ from ...files import write_atomic
 from ...text import Progress
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
+from ..nn.packed import PackedLinear, pack
 from . import families
 from .model_files import find_problems, read_header, read_json
 
@@ -223,6 +224,7 @@ class FrozenTarget(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=families.norm_eps(config), dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
+        self._laid_head: tuple[nn.Linear, ...] = ()  # that weight as a layer, in a tuple, since it is no part of this
         self.logit_cap = families.logit_cap(config)
         sizes = families.target_sizes(config)
         self.rotary = Rotary(sizes["head_dim"], families.rope_parameters(config), sizes["max_position_embeddings"])
@@ -279,7 +281,11 @@ class FrozenTarget(nn.Module):
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
         """Make the frozen target from a live one, sharing its weights."""
         weights = frozen_weights(model, n_layers)
-        return cls(families.text_model(model).config, weights, n_layers).to(weights["lm_head.weight"].device)
+        frozen = cls(families.text_model(model).config, weights, n_layers).to(weights["lm_head.weight"].device)
+        head = cast(Any, model).get_output_embeddings()
+        if isinstance(head, PackedLinear) and head.weight.data_ptr() == frozen.lm_head_weight.data_ptr():
+            frozen._laid_head = (head,)
+        return frozen
 
     @property
     def blocks(self) -> list[DecoderBlock]:
@@ -294,6 +300,14 @@ class FrozenTarget(nn.Module):
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
+    def prepare(self) -> None:
+        """Lay out the LM head for drafting, with weights that don't change any more, see :func:`..nn.packed.pack`."""
+        n_tokens, width = self.lm_head_weight.shape
+        head = nn.Linear(width, n_tokens, bias=False, device="meta")
+        head.weight = self.lm_head_weight
+        pack(head, max_error=1)
+        self._laid_head = (head,)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed token ids: [B, T] -> [B, T, E]."""
         embedded: Tensor = self.embed_tokens(tokens)
@@ -301,4 +315,6 @@ class FrozenTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to features (after the final norm): [..., E] -> [..., V]."""
+        if self._laid_head and not torch.is_grad_enabled() and hidden.dtype == self.lm_head_weight.dtype:
+            return capped(self._laid_head[0](hidden), self.logit_cap)
         return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)

@@ -74,6 +74,8 @@ class DraftingModel:
         found = find_bundle(folder, bundle)
         frozen = FrozenTarget.load(found, drafter.config.target_layer_inference, dtype).to(device)
         check_target_fits(drafter.config, target_sizes(frozen.config))
+        drafter.prepare()
+        frozen.prepare()
         recorded: Mapping[str, str] = drafter.config.target
         arguments = choose_template_arguments(template_arguments, {str(folder): recorded})
         template = ChatTemplate(load_target_tokenizer(found), arguments, str(found))

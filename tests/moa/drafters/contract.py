@@ -28,7 +28,8 @@ from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
-from moa_data.moa.nn import losses, masks
+from moa_data.moa.nn import losses, masks, packed
+from moa_data.moa.nn.layers import DecoderBlock
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
 from moa_data.tests.kit.models import SIZES, build_model, random_prompts
@@ -308,6 +309,28 @@ class DrafterContract:
         """What the forward computes for whole batches is what decoding computes, with rejected drafts between."""
         target = Target(build_model(family))
         assert_steps_equal_training(target, self.build(target.model), ROUNDS[rounds], self.close)
+
+    def test_once_prepared_it_drafts_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of weights that float16 holds; others may be rounded to it."""
+        monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
+        target = Target(build_model())
+        drafter = self.build(target.model)
+        with torch.no_grad():
+            for weight in drafter.parameters():
+                weight.copy_(weight.bfloat16())
+        text = batch_of(drafter, target.model).tokens[0].tolist()
+
+        def drafts() -> list[Tensor]:
+            rows, roots = Rows(drafter, target), (5, 9, 10)
+            return [rows.chain(text, root, 3 if drafter.config.max_depth is None else 1) for root in roots]
+
+        plain = drafts()
+        drafter.prepare()
+        blocks = [module for module in drafter.modules() if isinstance(module, DecoderBlock)]
+        are_alike = [not hasattr(block.self_attn, "q_norm") and block.input_layernorm._parameters for block in blocks]
+        assert [vars(block)["joined"] is not None for block in blocks] == [bool(one) for one in are_alike]
+        for own, other in zip(drafts(), plain, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=10 * self.close)
 
     @pytest.mark.parametrize("family", QUICK_FAMILIES)
     def test_nodes_of_a_tree_equal_their_paths(self, family: str) -> None:
