@@ -1,7 +1,7 @@
 """Times the products of a target's layers with one to 64 rows: weights as PyTorch keeps them, and laid out for the CPU.
 
-Both take turns on the same rows; figures are the CPU milliseconds of all products of a call, medians, and the quartiles
-of the ratio. ::
+Laid out they are of float32, or such as float16 holds too. The sides take turns on the same rows; figures are the CPU
+milliseconds of all products of a call, medians, and the quartiles of the ratios to how PyTorch keeps them. ::
 
     python -m benchmarks.decoding.products [--shape llama-3-8b] [--layers 1] [--dtype float32] [--threads 1]
 """
@@ -33,22 +33,27 @@ def matrices(shape: str, n_layers: int, dtype: torch.dtype) -> nn.ModuleList:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Time both sides for each number of rows."""
-    plain = matrices(options.shape, options.layers, getattr(torch, options.dtype)).requires_grad_(False)
-    packed = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
-    pack(packed)
+    dtype = getattr(torch, options.dtype)
+    plain = matrices(options.shape, options.layers, dtype).requires_grad_(False)
+    sides: dict[str, nn.ModuleList] = {"plain": plain}
+    for name, max_error in (("packed", 0), ("halves", 1)):
+        sides[name] = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
+        pack(sides[name], max_error)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for n_rows in options.rows:
-            widths = [weight.shape[1] for weight in plain.parameters()]
-            given = [torch.randn(n_rows, width, dtype=getattr(torch, options.dtype)) for width in widths]
+            given = [torch.randn(n_rows, weight.shape[1], dtype=dtype) for weight in plain.parameters()]
             works = {
                 name: lambda layers=layers, given=given: [layer(x) for x, layer in zip(given, layers, strict=True)]
-                for name, layers in (("plain", plain), ("packed", packed))
+                for name, layers in sides.items()
             }
-            sides = in_turn(works, options.repeats, "cpu")
-            found = {f"{name}_ms": 1e3 * statistics.median(taken) for name, taken in sides.items()}
-            ratios = [one / other for one, other in zip(*sides.values(), strict=True)]
-            rows.append({"n_rows": n_rows} | found | {"plain_over_packed": quartiles(ratios)})
+            taken = in_turn(works, options.repeats, "cpu")
+            found = {f"{name}_ms": 1e3 * statistics.median(times) for name, times in taken.items()}
+            ratios = {
+                f"plain_over_{name}": quartiles([a / b for a, b in zip(taken["plain"], taken[name], strict=True)])
+                for name in ("packed", "halves")
+            }
+            rows.append({"n_rows": n_rows} | found | ratios)
     return {"rows": rows}
 
 
