@@ -247,6 +247,8 @@ def _read_value(value: Any, field: FieldInfo) -> Any:
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
         items = [item.strip() if isinstance(item, str) else item for item in items]
         return tuple(item for item in items if item != "")
+    if value == "none" and type(None) in kinds and str not in kinds:
+        return None
     return str(value).lower() if isinstance(value, bool) and {int, float} & {*kinds} else value
 
 

@@ -83,6 +83,7 @@ def test_each_source_wins_over_those_before(tmp_path: Path) -> None:
     }  # fmt: skip
     config = resolve(Stage, {"steps.size": "2"}, path, ["steps.n_steps=8", "limit=none", "steps.size=9"], SETS)
     assert (config.steps, config.limit) == (Steps(kind="long", size=2, n_steps=8), None)
+    assert resolve(Stage, {"store": "none", "limit": "none"}) == Stage(store=Path("none"), limit=None)
 
 
 def test_values_take_the_type_of_their_field(tmp_path: Path) -> None:
