@@ -33,7 +33,7 @@ class Joined:
 
     products: tuple[Laid, Laid, Laid, Laid]  # of JOINED and PRODUCTS
     norms: tuple[Norm, Norm]
-    weights: list[Tensor]  # of the whole layer
+    weights: list[Tensor]  # of the whole layer, and biases
     states: list[tuple[int, int]]  # of the weights, when they were joined
     # What else the layer computes with, since asking modules for it takes as long as a small operation.
     attention: Any
@@ -83,7 +83,8 @@ def join(layer: Any, max_error: float = MAX_ERROR) -> Joined | None:
         for group in joined
     )
     o, down = (one.packed for one in products)
-    weights = [one.weight for one in itertools.chain(*joined, products, norms)]
+    layers = [*itertools.chain(*joined, products)]
+    weights = [one.weight for one in (*layers, *norms)] + [one.bias for one in layers if one.bias is not None]
     states = [state_of(weight) for weight in weights]
     return Joined((before, gates, o, down), (first, second), weights, states, layer.self_attn, n_kv_heads)
 

@@ -52,7 +52,7 @@ class PackedLinear(nn.Linear):
     """A linear layer with copies of its weight for products that need no gradient."""
 
     packed: Laid | None
-    packed_state: tuple[int, int]  # of the weight, when it was copied
+    packed_state: list[tuple[int, int]]  # of weight and bias, when they were copied
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class PackedLinear(nn.Linear):
             return F.linear(x, weight, self.bias)
         # With one row PyTorch's own product is as fast as oneDNN's.
         is_faster = packed.halves is not None or x.numel() > x.shape[-1]
-        if not is_faster or x.dtype != weight.dtype or self.packed_state != state_of(weight):
+        if not is_faster or x.dtype != weight.dtype or self.packed_state != _states(self):
             return F.linear(x, weight, self.bias)
         return product(x, packed)
 
@@ -87,15 +87,19 @@ def pack(module: nn.Module, max_error: float = MAX_ERROR) -> None:
     for layer in layers:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, max_error)
-        vars(layer).update(packed=laid, packed_state=state_of(layer.weight))
+        vars(layer).update(packed=laid, packed_state=_states(layer))
 
 
 def _takes(layer: nn.Linear) -> bool:
     weight = layer.weight
     if weight.device.type != "cpu" or weight.dtype not in _DTYPES or weight.is_inference():
         return False
-    is_new = vars(layer).get("packed_state") != state_of(weight)
+    is_new = vars(layer).get("packed_state") != _states(layer)
     return is_new and weight.numel() >= _FEWEST_VALUES and _works(weight.dtype)
+
+
+def _states(layer: nn.Linear) -> list[tuple[int, int]]:
+    return [state_of(weight) for weight in (layer.weight, layer.bias) if weight is not None]
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:

@@ -108,6 +108,9 @@ def test_weights_that_change_and_gradients_are_computed_plainly(products: list[i
         assert not products
         pack(layer)
         layer(x)
+        assert products == [5]
+        layer.bias.add_(1)
+        torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
     assert products == [5]
 
 
