@@ -36,7 +36,6 @@ from typing_extensions import override
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import DecoderBlock
-from ..nn.packed import pack
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from ..targets.families import mlp_width, target_sizes
@@ -149,10 +148,7 @@ class MoADrafter(KVEncoder, Drafter):
         head = frozen.lm_head_weight
         if self._draft_head is None or self._draft_head[0] is not head:
             tokens = torch.tensor(self.config.draft_tokens, device=head.device)
-            rows = nn.Linear(head.shape[1], len(tokens), bias=False, device="meta")
-            rows.weight = nn.Parameter(head[tokens], requires_grad=False)
-            pack(rows, max_error=1)
-            self._draft_head = head, tokens, rows
+            self._draft_head = head, tokens, frozen.head_of(self.config.draft_tokens)
         _, tokens, rows = self._draft_head
         is_alike = features.dtype == head.dtype
         logits = rows(features) if is_alike else losses.logits_of(features, rows.weight)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -302,11 +302,16 @@ class FrozenTarget(nn.Module):
 
     def prepare(self) -> None:
         """Lay out the LM head for drafting, with weights that don't change any more, see :func:`..nn.packed.pack`."""
-        n_tokens, width = self.lm_head_weight.shape
-        head = nn.Linear(width, n_tokens, bias=False, device="meta")
-        head.weight = self.lm_head_weight
-        pack(head, max_error=1)
-        self._laid_head = (head,)
+        self._laid_head = (_as_layer(self.lm_head_weight),)
+        pack(self._laid_head[0], max_error=1)
+
+    def head_of(self, tokens: Sequence[int]) -> nn.Linear:
+        """The LM head of some tokens, as a layer; laid out for drafting if the whole head is."""
+        with torch.inference_mode(False), torch.no_grad():
+            layer = _as_layer(self.lm_head_weight[torch.tensor(tokens, device=self.lm_head_weight.device)])
+            if self._laid_head:
+                pack(layer, max_error=1)
+        return layer
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed token ids: [B, T] -> [B, T, E]."""
@@ -318,3 +323,9 @@ class FrozenTarget(nn.Module):
         if self._laid_head and not torch.is_grad_enabled() and hidden.dtype == self.lm_head_weight.dtype:
             return capped(self._laid_head[0](hidden), self.logit_cap)
         return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)
+
+
+def _as_layer(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer

@@ -13,6 +13,7 @@ from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import Draws, LossWeights, Rounds, TrainingInputs, TrainingStep
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
+from moa_data.moa.nn import packed
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.nn.losses import d_pace_weights
@@ -82,6 +83,27 @@ def test_the_most_frequent_tokens_are_drafted(tmp_path: Path) -> None:
         assert bool(torch.isneginf(logits[..., ~chosen]).all())
     with pytest.raises(DrafterError):
         dataclasses.replace(drafter.config, draft_tokens=(len(counts),))
+
+
+def test_rows_of_the_head_are_laid_out_for_drafting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is prepared, as in validation, no weight is rounded; drafting runs in inference mode."""
+    monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
+    if not packed._halves_work():
+        pytest.skip("this machine has no products of float16 weights")
+    model, features = build_model(), torch.randn(2, 3, 48)
+    for is_prepared in (False, True):
+        drafter = build_drafter(model, 0, draft_vocabulary=30)
+        frozen = frozen_for(drafter, model)
+        if is_prepared:
+            frozen.prepare()
+        rows = frozen.head_of(drafter.config.draft_tokens)
+        assert ("packed" in vars(rows)) == is_prepared
+        with torch.inference_mode():
+            found = drafter.draft_logits(frozen, features)[..., list(drafter.config.draft_tokens)]
+        tolerance = 1e-2 if is_prepared else 1e-6
+        torch.testing.assert_close(found, features @ rows.weight.T, rtol=tolerance, atol=tolerance)
+        if is_prepared:
+            assert not torch.equal(found, features @ rows.weight.T)
 
 
 N_TOKENS, PROMPT = 22, 9
