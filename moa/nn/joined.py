@@ -35,6 +35,7 @@ class Joined:
     norms: tuple[Norm, Norm]
     weights: list[Tensor]  # of the whole layer, and biases
     states: list[tuple[int, int]]  # of the weights, when they were joined
+    held: list[Tensor]  # they, since others could be where they were once they are gone
     # What else the layer computes with, since asking modules for it takes as long as a small operation.
     attention: Any
     n_kv_heads: int
@@ -85,8 +86,8 @@ def join(layer: Any, max_error: float = MAX_ERROR) -> Joined | None:
     o, down = (one.packed for one in products)
     layers = [*itertools.chain(*joined, products)]
     weights = [one.weight for one in (*layers, *norms)] + [one.bias for one in layers if one.bias is not None]
-    states = [state_of(weight) for weight in weights]
-    return Joined((before, gates, o, down), (first, second), weights, states, layer.self_attn, n_kv_heads)
+    states, held = [state_of(weight) for weight in weights], [weight.detach() for weight in weights]
+    return Joined((before, gates, o, down), (first, second), weights, states, held, layer.self_attn, n_kv_heads)
 
 
 def prepared_norm(norm: Any) -> Norm:

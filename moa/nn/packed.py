@@ -21,9 +21,10 @@ from ...machine import free_memory
 
 _FEWEST_VALUES = 1 << 15  # of fewer values a product takes no longer than asking what to do with it
 _ROWS = 8  # that oneDNN's layout is for; with fewer and with more it is nearly as fast
-# Of the weights' size, by which float16 may miss them: less than what float32 rounds in a product of hundreds of
-# values. Of bfloat16's, float16 misses those below 1e-5 alone.
-MAX_ERROR = 2.0**-22
+# Of a row's size, by which float16 may miss it: as much as float32 rounds in a product of some hundred values. Of
+# bfloat16's, float16 misses those below 1e-5 alone. Rows that are far smaller than others are held to these.
+MAX_ERROR = 2.0**-20
+_SMALLEST_ROW = 2.0**-12
 _DTYPES = (torch.float32, torch.bfloat16)
 _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -57,7 +58,7 @@ class PackedLinear(nn.Linear):
     @override
     def forward(self, x: Tensor) -> Tensor:
         weight, packed = self.weight, vars(self).get("packed")
-        if packed is None or torch.is_grad_enabled() or not x.numel():
+        if packed is None or torch.is_grad_enabled() or x.ndim < 2 or not x.numel():
             return F.linear(x, weight, self.bias)
         # With one row PyTorch's own product is as fast as oneDNN's.
         is_faster = packed.halves is not None or x.numel() > x.shape[-1]
@@ -77,7 +78,7 @@ def pack(module: nn.Module, max_error: float = MAX_ERROR) -> None:
     next call; changes behind PyTorch's back (``weight.data``, fused optimizers) are not seen.
 
     Args:
-        max_error: by which float16 may miss a weight, of its size; 1 for drafts, which need not be exact.
+        max_error: by which float16 may miss a row of a weight, of its size; 1 for drafts, which need not be exact.
     """
     found = (one for one in module.modules() if isinstance(one, nn.Linear))
     layers = [one for one in found if type(one) in (nn.Linear, PackedLinear) and _takes(one)]
@@ -87,7 +88,9 @@ def pack(module: nn.Module, max_error: float = MAX_ERROR) -> None:
     for layer in layers:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, max_error)
-        vars(layer).update(packed=laid, packed_state=_states(layer))
+        # The weights themselves, since others could be where they were once they are gone.
+        held = [weight.detach() for weight in layer.parameters()]
+        vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 
 
 def _takes(layer: nn.Linear) -> bool:
@@ -110,12 +113,19 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 @torch.no_grad()
 def laid_out(weight: Tensor, bias: Tensor | None = None, max_error: float = MAX_ERROR) -> Laid:
     """Copy a weight [out, in] to the layouts of products; ``max_error`` as in :func:`pack`."""
-    halves = None
-    if weight.dtype == torch.float32 and _halves_work():
-        missed = torch.dist(weight.half().float(), weight)
-        if missed <= max_error * torch.linalg.vector_norm(weight):
-            halves = _halves(weight, bias)
-    return Laid(_blocked(weight), bias, halves)
+    bias = None if bias is None else bias.contiguous()
+    is_held = weight.dtype == torch.float32 and _halves_work() and _misses(weight) <= max_error
+    return Laid(_blocked(weight), bias, _halves(weight, bias) if is_held else None)
+
+
+def _misses(weight: Tensor) -> float:
+    """The largest error of a row as float16, of its size; infinite where a value is too large."""
+    if not weight.abs().max() <= torch.finfo(torch.float16).max:  # no number is too large too
+        return float("inf")
+    sizes = torch.linalg.vector_norm(weight, dim=1)
+    errors = torch.linalg.vector_norm(weight.half().float() - weight, dim=1)
+    least = max(float(sizes.max()) * _SMALLEST_ROW, torch.finfo(torch.float32).tiny)
+    return float((errors / sizes.clamp(min=least)).max())
 
 
 def _blocked(weight: Tensor) -> Tensor:

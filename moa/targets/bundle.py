@@ -320,12 +320,13 @@ class FrozenTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to features (after the final norm): [..., E] -> [..., V]."""
-        if self._laid_head and not torch.is_grad_enabled() and hidden.dtype == self.lm_head_weight.dtype:
-            return capped(self._laid_head[0](hidden), self.logit_cap)
+        for head in self._laid_head if not torch.is_grad_enabled() else ():
+            if hidden.dtype == head.weight.dtype and head.weight.data_ptr() == self.lm_head_weight.data_ptr():
+                return capped(head(hidden), self.logit_cap)
         return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)
 
 
 def _as_layer(weight: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
     return layer

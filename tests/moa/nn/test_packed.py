@@ -34,7 +34,7 @@ def linear(**options: object) -> nn.Linear:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1,), (3,), (6,), (64,), (2, 3), (1, 1), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (6,), (64,), (2, 3), (1, 1), (0,), (2, 0)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_is_that_of_torch(
     products: list[int], shape: tuple[int, ...], dtype: torch.dtype, has_bias: bool
@@ -59,7 +59,7 @@ def halves() -> None:
 
 
 @pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (6,), (2, 3), (24,), (25,), (0,)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (6,), (2, 3), (24,), (25,), (0,)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_weights_that_float16_holds_are_as_exact(products: list[int], shape: tuple[int, ...], has_bias: bool) -> None:
     """As those that were stored in bfloat16; one row takes their layout too."""
@@ -76,16 +76,17 @@ def test_weights_that_float16_holds_are_as_exact(products: list[int], shape: tup
         exact = x.double() @ layer.weight.double().T + (layer.bias.double() if has_bias else 0)
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=2e-6)
         n_rows = x.shape[:-1].numel()
-        assert products == ([n_rows] if n_rows else [])
+        assert products == ([n_rows] if n_rows and shape else [])
 
 
 @pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("size", [1.0, 1e-4, 1e6])
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e6, 1e25])
 def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size: float) -> None:
+    """Nor changed themselves."""
     layer = linear()
     with torch.no_grad():
         layer.weight.mul_(size)
-    x = torch.randn(3, 48)
+    x = torch.randn(3, 48) / max(1.0, size)
     expected = layer(x)
     for max_error, tolerance in ((packed.MAX_ERROR, 1e-5), (1, 3e-2)):
         layer.__dict__.pop("packed_state", None)
@@ -93,8 +94,31 @@ def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size:
         laid: Laid = vars(layer)["packed"]
         assert (laid.halves is not None) == (max_error == 1 and size < 1e6)
         with torch.inference_mode():
-            torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance * size)
+            torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance * min(1.0, size))
     assert products == [3, 3]
+
+
+@pytest.mark.usefixtures("halves", "products")
+@pytest.mark.parametrize(("row", "is_taken"), [(0.0, True), (1e-20, True), (1e-5, False), (1.0, True)])
+def test_a_row_of_small_weights_is_as_exact_as_others(row: float, is_taken: bool) -> None:
+    """Unless it is so small that others' rounding is more."""
+    layer = linear()
+    with torch.no_grad():
+        layer.weight[5].mul_(row)
+        layer.weight.copy_(layer.weight.bfloat16())
+    pack(layer)
+    assert (vars(layer)["packed"].halves is not None) == is_taken
+
+
+@pytest.mark.usefixtures("products")
+def test_weights_in_the_place_of_others_are_not_taken_for_them() -> None:
+    """Memory of weights that are gone is given to the next ones."""
+    for _ in range(8):
+        layer, x = linear(), torch.randn(5, 48)
+        pack(layer)
+        layer.to(torch.bfloat16).float()
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
 
 
 def test_weights_that_change_and_gradients_are_computed_plainly(products: list[int]) -> None:
