@@ -36,9 +36,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, options.dtype)
     plain = matrices(options.shape, options.layers, dtype).requires_grad_(False)
     sides: dict[str, nn.ModuleList] = {"plain": plain}
-    for name, max_error in (("packed", 0), ("halves", 1)):
+    for name, is_exact in (("packed", True), ("halves", False)):
         sides[name] = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
-        pack(sides[name], max_error)
+        pack(sides[name], is_exact)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for n_rows in options.rows:

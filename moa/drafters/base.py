@@ -139,7 +139,7 @@ class Drafter(nn.Module, ABC):
 
     def prepare(self) -> None:
         """Lay out the weights for drafting on a CPU, once they don't change any more; drafts need not be exact."""
-        pack(self, max_error=1)
+        pack(self, is_exact=False)
         for module in self.modules():
             if isinstance(module, DecoderBlock):
                 module.join()

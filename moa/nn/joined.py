@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .packed import MAX_ERROR, Laid, PackedLinear, laid_out, product, scripted, state_of
+from .packed import Laid, PackedLinear, laid_out, product, scripted, state_of
 
 PRODUCTS = ("self_attn.o_proj", "mlp.down_proj")
 JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
@@ -59,7 +59,7 @@ class Joined:
 
 
 @torch.inference_mode()
-def join(layer: Any, max_error: float = MAX_ERROR) -> Joined | None:
+def join(layer: Any, is_exact: bool = True) -> Joined | None:
     """Join products of a layer of Llama's form, see :func:`.packed.pack`; None for others, and where none is gained."""
     try:
         products = [layer.get_submodule(name) for name in PRODUCTS]
@@ -79,7 +79,7 @@ def join(layer: Any, max_error: float = MAX_ERROR) -> Joined | None:
         laid_out(
             torch.cat([one.weight for one in group]),
             None if group[0].bias is None else torch.cat([one.bias for one in group]),
-            max_error,
+            is_exact,
         )
         for group in joined
     )

@@ -300,7 +300,7 @@ class DecoderBlock(nn.Module):
     def join(self) -> None:
         """Draft by joined products (:mod:`.joined`), where the weights are laid out; they need not be exact."""
         has_head_norms = hasattr(self.self_attn, "q_norm")
-        vars(self)["joined"] = None if has_head_norms else join(self, max_error=1)
+        vars(self)["joined"] = None if has_head_norms else join(self, is_exact=False)
 
     def _current(self, x: Tensor) -> Joined | None:
         joined: Joined | None = vars(self).get("joined")

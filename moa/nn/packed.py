@@ -3,8 +3,9 @@
 With a matrix as PyTorch keeps it a product of six rows takes two to four times as long as one of a single row; with
 oneDNN's layout it takes about as long, so that verifying a chain of drafts costs little more than a plain step. Weights
 that float16 holds, as it does those that were stored in bfloat16 or float16 and are computed in float32, are laid out
-for FBGEMM too: it reads half the bytes, computes in float32, and is two to four times as fast for a few rows. These are
-copies, which take one and a half times the memory of the weights. ``benchmarks/decoding/products.py`` measures them.
+for FBGEMM too: it reads half the bytes, computes in float32, and is up to two and a half times as fast for a few rows.
+These are copies, which take one and a half times the memory of the weights. ``benchmarks/decoding/products.py``
+measures them.
 """
 
 import functools
@@ -21,10 +22,10 @@ from ...machine import free_memory
 
 _FEWEST_VALUES = 1 << 15  # of fewer values a product takes no longer than asking what to do with it
 _ROWS = 8  # that oneDNN's layout is for; with fewer and with more it is nearly as fast
-# Of a row's size, by which float16 may miss it: as much as float32 rounds in a product of some hundred values. Of
-# bfloat16's, float16 misses those below 1e-5 alone. Rows that are far smaller than others are held to these.
-MAX_ERROR = 2.0**-20
-_SMALLEST_ROW = 2.0**-12
+_SMALLEST_NORMAL = 2.0**-14  # of float16, which below it has ever fewer digits
+# Of the size of a weight's largest row, by which float16 may miss a row in what is smaller than that: what float32
+# rounds in a product of some thousand values. Drafts may be rounded to float16's eleven digits.
+_MAX_ERROR, _MAX_DRAFT_ERROR = 2.0**-19, 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
 _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -71,14 +72,14 @@ class PackedLinear(nn.Linear):
         return {name: value for name, value in vars(self).items() if not name.startswith("packed")}
 
 
-def pack(module: nn.Module, max_error: float = MAX_ERROR) -> None:
+def pack(module: nn.Module, is_exact: bool = True) -> None:
     """Lay out the large weights of linear layers for decoding, on a CPU with AVX2, if memory holds twice their size.
 
     For weights that don't change any more. A copy of a weight that changed in place is not used, and made anew by the
     next call; changes behind PyTorch's back (``weight.data``, fused optimizers) are not seen.
 
     Args:
-        max_error: by which float16 may miss a row of a weight, of its size; 1 for drafts, which need not be exact.
+        is_exact: whether weights that float16 does not hold stay float32; drafts need not be exact.
     """
     found = (one for one in module.modules() if isinstance(one, nn.Linear))
     layers = [one for one in found if type(one) in (nn.Linear, PackedLinear) and _takes(one)]
@@ -87,7 +88,7 @@ def pack(module: nn.Module, max_error: float = MAX_ERROR) -> None:
         return
     for layer in layers:
         layer.__class__ = PackedLinear
-        laid = laid_out(layer.weight.detach(), layer.bias, max_error)
+        laid = laid_out(layer.weight.detach(), layer.bias, is_exact)
         # The weights themselves, since others could be where they were once they are gone.
         held = [weight.detach() for weight in layer.parameters()]
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
@@ -111,21 +112,22 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def laid_out(weight: Tensor, bias: Tensor | None = None, max_error: float = MAX_ERROR) -> Laid:
-    """Copy a weight [out, in] to the layouts of products; ``max_error`` as in :func:`pack`."""
+def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Laid:
+    """Copy a weight [out, in] to the layouts of products; ``is_exact`` as in :func:`pack`."""
     bias = None if bias is None else bias.contiguous()
-    is_held = weight.dtype == torch.float32 and _halves_work() and _misses(weight) <= max_error
+    is_held = weight.dtype == torch.float32 and _halves_work() and _holds(weight, is_exact)
     return Laid(_blocked(weight), bias, _halves(weight, bias) if is_held else None)
 
 
-def _misses(weight: Tensor) -> float:
-    """The largest error of a row as float16, of its size; infinite where a value is too large."""
+def _holds(weight: Tensor, is_exact: bool) -> bool:
+    """Whether float16 holds a weight, as it does those that were stored in bfloat16 or float16."""
     if not weight.abs().max() <= torch.finfo(torch.float16).max:  # no number is too large too
-        return float("inf")
-    sizes = torch.linalg.vector_norm(weight, dim=1)
-    errors = torch.linalg.vector_norm(weight.half().float() - weight, dim=1)
-    least = max(float(sizes.max()) * _SMALLEST_ROW, torch.finfo(torch.float32).tiny)
-    return float((errors / sizes.clamp(min=least)).max())
+        return False
+    missed = weight.half().float() - weight
+    if is_exact and bool(missed[weight.abs() >= _SMALLEST_NORMAL].any()):
+        return False
+    size, error = (float(torch.linalg.vector_norm(one, dim=1).max()) for one in (weight, missed))
+    return error <= (_MAX_ERROR if is_exact else _MAX_DRAFT_ERROR) * size
 
 
 def _blocked(weight: Tensor) -> Tensor:

@@ -303,14 +303,14 @@ class FrozenTarget(nn.Module):
     def prepare(self) -> None:
         """Lay out the LM head for drafting, with weights that don't change any more, see :func:`..nn.packed.pack`."""
         self._laid_head = (_as_layer(self.lm_head_weight),)
-        pack(self._laid_head[0], max_error=1)
+        pack(self._laid_head[0], is_exact=False)
 
     def head_of(self, tokens: Sequence[int]) -> nn.Linear:
         """The LM head of some tokens, as a layer; laid out for drafting if the whole head is."""
         with torch.inference_mode(False), torch.no_grad():
             layer = _as_layer(self.lm_head_weight[torch.tensor(tokens, device=self.lm_head_weight.device)])
             if self._laid_head:
-                pack(layer, max_error=1)
+                pack(layer, is_exact=False)
         return layer
 
     def embed(self, tokens: Tensor) -> Tensor:

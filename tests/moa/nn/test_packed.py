@@ -80,7 +80,7 @@ def test_weights_that_float16_holds_are_as_exact(products: list[int], shape: tup
 
 
 @pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("size", [1.0, 1e-4, 1e6, 1e25])
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-9, 1e6, 1e25])
 def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size: float) -> None:
     """Nor changed themselves."""
     layer = linear()
@@ -88,26 +88,27 @@ def test_other_weights_are_not_rounded_but_for_drafts(products: list[int], size:
         layer.weight.mul_(size)
     x = torch.randn(3, 48) / max(1.0, size)
     expected = layer(x)
-    for max_error, tolerance in ((packed.MAX_ERROR, 1e-5), (1, 3e-2)):
+    for is_exact, tolerance in ((True, 1e-5), (False, 3e-2)):
         layer.__dict__.pop("packed_state", None)
-        pack(layer, max_error)
+        pack(layer, is_exact)
         laid: Laid = vars(layer)["packed"]
-        assert (laid.halves is not None) == (max_error == 1 and size < 1e6)
+        assert (laid.halves is not None) == (not is_exact and size == 1)
         with torch.inference_mode():
             torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance * min(1.0, size))
     assert products == [3, 3]
 
 
 @pytest.mark.usefixtures("halves", "products")
-@pytest.mark.parametrize(("row", "is_taken"), [(0.0, True), (1e-20, True), (1e-5, False), (1.0, True)])
-def test_a_row_of_small_weights_is_as_exact_as_others(row: float, is_taken: bool) -> None:
-    """Unless it is so small that others' rounding is more."""
+@pytest.mark.parametrize("row", [0.0, 1e-20, 1e-5, 1e-3, 8192.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_other_sizes_decide_nothing(row: float, dtype: torch.dtype) -> None:
+    """What was stored in bfloat16 is held, with small rows too; what was not isn't, beside large rows too."""
     layer = linear()
     with torch.no_grad():
         layer.weight[5].mul_(row)
-        layer.weight.copy_(layer.weight.bfloat16())
+        layer.weight.copy_(layer.weight.to(dtype))
     pack(layer)
-    assert (vars(layer)["packed"].halves is not None) == is_taken
+    assert (vars(layer)["packed"].halves is not None) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.usefixtures("products")
