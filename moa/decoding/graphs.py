@@ -30,7 +30,7 @@ class _Graph(NamedTuple):
 
 
 class ChainGraphs:
-    """The graphs of a drafter, one for each number of rows, shape, and place of the target's cache."""
+    """The graphs of a drafter, one for each number of rows, shape of the drafts, and home of the target's cache."""
 
     def __init__(self) -> None:
         self._homes: list[Tensor] = []  # of the buffers of states, [2, L, B, H_kv, S, d] each
@@ -52,7 +52,7 @@ class ChainGraphs:
         columns = [len(new) for new in tokens], state.n_true, *(buffer.lengths for buffer in buffers)
         rows = zip([new + [0] * (n_new - len(new)) for new in tokens], zip(*columns, strict=True), strict=True)
         numbers = torch.tensor([[*new, *lengths] for new, lengths in rows]).pin_memory()
-        key = len(committed), shape, n_slots, cache.buffer.data_ptr()
+        key = len(committed), shape, cache.home
         if key not in self._graphs:
             room = None if states is None else states.new_zeros(len(states), n_new, *states.shape[2:])
             place = numbers.to(cache.buffer.device)

@@ -126,13 +126,34 @@ def generate_batch(
     started = time.perf_counter()
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
     rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
-    cache, active = target.new_cache(len(rows)), rows
-    proposer.begin(cache, [row.generator for row in rows])
     policy = tree if isinstance(tree, ShapePolicy) else ShapePolicy(tree)
     policy.begin()
-    prefill_began = time.perf_counter()
-    _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
-    prefill_s = (time.perf_counter() - prefill_began) / len(rows)
+    cache = target.new_cache(len(rows))
+    try:
+        proposer.begin(cache, [row.generator for row in rows])
+        prefill_began = time.perf_counter()
+        _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
+        prefill_s = (time.perf_counter() - prefill_began) / len(rows)
+        _decode(target, cache, rows, proposer, policy, sampling, on_round)
+    finally:
+        cache.release()  # after an interruption too: recorded CUDA graphs use its buffer
+    for row in rows:
+        row.stats.prefill_s = prefill_s
+        row.stats.total_s = (time.perf_counter() - started) / len(rows)
+    return [Generation(row.tokens, row.stats, target.tokenizer) for row in rows]
+
+
+def _decode(
+    target: Target,
+    cache: TargetCache,
+    rows: list["_Row"],
+    proposer: Proposer,
+    policy: ShapePolicy,
+    sampling: SamplingConfig,
+    on_round: OnRound | None,
+) -> None:
+    """Run rounds until the answers of all rows have ended."""
+    active = rows
     began = mark_moment(target.device)
     while active := _drop_finished(active, cache, proposer):
         shape, n_before = policy.next_shape(), n_recorded()
@@ -155,10 +176,6 @@ def generate_batch(
             row.stats.verify_s += verify_s / len(active)
         if on_round is not None:
             on_round(drafts, accepted)
-    cache.release()
-    for row in rows:
-        row.stats.prefill_s, row.stats.total_s = prefill_s, (time.perf_counter() - started) / len(rows)
-    return [Generation(row.tokens, row.stats, target.tokenizer) for row in rows]
 
 
 def prefill(target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN) -> Tensor:

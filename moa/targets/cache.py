@@ -114,6 +114,11 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         """The tokens of the longest row before the present call, or the present chunk of it."""
         return max(self.lengths) + self._n_before
 
+    @property
+    def home(self) -> tuple[int, torch.Size, tuple[int, ...]]:
+        """Address, shape and strides of the buffer. A CUDA graph that reads or writes it is valid for these alone."""
+        return self.buffer.data_ptr(), self.buffer.shape, self.buffer.stride()
+
     def take_up(self, tokens: Tensor) -> Tensor:
         """Put before the tokens [1, n] of a call those that were accepted and whose states were taken back.
 

@@ -408,8 +408,7 @@ class StaticCalls:
         self, call: Callable[..., tuple[Tensor, list[Tensor]]], cache: TargetCache, given: Inputs
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the graph of such a call, which the first one records."""
-        home = cache.buffer.data_ptr(), cache.buffer.shape, cache.buffer.stride()
-        key = given[0].shape, given[1] is None, cache.watched_layers, home
+        key = given[0].shape, given[1] is None, cache.watched_layers, cache.home
         if key not in self._graphs:
             own = given[0].clone(), None if given[1] is None else given[1].clone(), given[2].clone()
             cache.begin_static_call(own[0].shape[1], own[2][:, :1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from moa_data.moa.decoding.loop import generate_batch, prefill
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.nn.graphs import n_recorded
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.device import Counts
 from moa_data.tests.kit.drafters import build
@@ -57,7 +58,7 @@ def drafts_of(
     proposer.begin(cache)
     prefill(target, cache, prompts, proposer)
     for index in range(8):
-        if index == 5 and len(committed) > 1:
+        if index == 5 and len(committed) == 3:
             committed = [committed[0], committed[2]]
             cache.select_rows([0, 2])
             proposer.select_rows([0, 2])
@@ -162,6 +163,45 @@ def test_what_depends_on_the_host_cannot_be_captured(
     monkeypatch.setattr(proposer.drafter, "draft_level", dependent)
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         drafts_of(target, proposer, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("name", ["moa", "moa, a target layer"])
+@pytest.mark.usefixtures("device")
+def test_a_graph_is_not_run_on_a_buffer_of_other_strides_at_its_address(name: str) -> None:
+    """Memory that the device frees and gives out again can hold a buffer of fewer rows at the same address."""
+    plain = proposer_on("cpu", name, is_static=False)
+    target, proposer = proposer_on("cuda", name, is_static=True)
+    drafts_of(target, proposer, PROMPTS)  # its last rounds are of two rows in a buffer of three
+    assert target._static is not None
+    ((shape, (freed,)),) = target._static.buffers.items()
+    fewer_rows = (*shape[:2], 2, *shape[3:])
+    size = torch.Size(fewer_rows).numel()
+    target._static.buffers = {fewer_rows: [freed.flatten()[:size].view(fewer_rows)]}
+    assert target._static.buffers[fewer_rows][0].data_ptr() == freed.data_ptr()
+    assert drafts_of(target, proposer, PROMPTS[:2]) == drafts_of(*plain, PROMPTS[:2])
+
+
+@pytest.mark.parametrize("drafter", [None, "moa"])
+@pytest.mark.usefixtures("device")
+def test_an_interrupted_generation_gives_its_buffer_back(drafter: str | None) -> None:
+    """The next generation is in the same buffer, with the same graphs."""
+    target, proposer = proposer_on("cuda", drafter or "moa", is_static=True)
+    settings: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 24}
+    if drafter:
+        settings |= {"proposer": proposer, "tree": TreeShape(DEPTH)}
+    expected = generate_batch(target, **settings)
+    n_before = n_recorded()
+    n_rounds = itertools.count()
+
+    def interrupt(*_: Any) -> None:
+        if next(n_rounds) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate_batch(target, **settings, on_round=interrupt)
+    found = generate_batch(target, **settings)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert n_recorded() == n_before
 
 
 @pytest.mark.parametrize("shape", quick(["3", "4@0.000001", "2x2x4"], ["3"]))
