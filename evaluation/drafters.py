@@ -9,14 +9,12 @@ import yaml
 
 from ..errors import OptionInvalid
 from ..moa.drafters.base import Drafter
+from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # that `moa-data train` leaves beside a drafter
-# Settings that change no result, or are compared otherwise: stores by their identity, steps as they were taken.
-_MAY_DIFFER = {
-    "store", "out", "drafter", "preset", "resume", "stop_after_steps", "max_steps", "epochs", "micro_batch_size",
-    "devices", "accelerator", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every", "checkpoint_every",
-    "dry_run", "compile",
-}  # fmt: skip
+# Kinds of drafters are what is compared, and steps are compared as they were taken. Presets are in the settings that
+# they set. The other two change rounding alone.
+_MAY_DIFFER = CHANGE_NO_RESULT | {"drafter", "preset", "max_steps", "epochs", "micro_batch_size", "compile"}
 
 
 def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "moa.formats": MOA,
     "pipeline": {"config", "storage", "storage.write", "moa.decoding", "moa.formats"} | MOA,
     "trainer": {"config", "storage", "moa.formats"} | MOA,
-    "evaluation": {"config", "moa.decoding", "moa.formats", "pipeline"} | MOA,
+    "evaluation": {"config", "moa.decoding", "moa.formats", "pipeline", "trainer"} | MOA,
     "serving": {"config", "moa.decoding"} | MOA,
     "serving.client": {"config", "moa.decoding", "moa.formats", "serving"} | MOA,
     "demo": {"config", "storage", "moa.decoding", "pipeline", "trainer", "evaluation", "serving.client"} | MOA,

@@ -27,6 +27,12 @@ DRAFTER = "drafter"  # of the best validation
 CHECKPOINTS = "checkpoints"
 LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"  # --resume goes on from the last one
 
+CHANGE_NO_RESULT = frozenset(
+    {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "cache_dir",
+     "cache_gb", "log_every", "checkpoint_every", "logger", "project", "devices", "num_nodes", "accelerator", "dry_run"}
+)  # fmt: skip
+"""Settings that may differ between two invocations of a run, and between two runs that were trained alike."""
+
 PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 
 

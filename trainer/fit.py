@@ -34,7 +34,16 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, TrainingError
-from ..files import PARTIAL_SUFFIX, LockHeld, check_room, disk_full_guard, lock_file, nearest_folder, write_atomic
+from ..files import (
+    PARTIAL_SUFFIX,
+    LockHeld,
+    check_room,
+    disk_full_guard,
+    kind_of,
+    lock_file,
+    nearest_folder,
+    write_atomic,
+)
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.registry import drafter_class
 from ..moa.targets.bundle import FrozenTarget
@@ -45,6 +54,7 @@ from ..storage.read_cache import cache_at
 from ..text import Progress, first_line
 from . import callbacks, checkpoints
 from .config import (
+    CHANGE_NO_RESULT,
     CURVES_FILE,
     DRAFTER,
     LAST,
@@ -64,12 +74,8 @@ from .step import WHAT_HELPS, DrafterModule
 matplotlib.use("Agg")  # no display is needed; before pyplot is imported
 import matplotlib.pyplot as plt
 
-# Settings that may differ between two invocations of one run; of its length see :func:`_check_resumed`.
-_FREE_TO_CHANGE = frozenset(
-    {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
-     "checkpoint_every", "devices", "num_nodes", "accelerator", "logger", "project", "max_steps", "epochs",
-     "decay_steps", "dry_run", "cache_dir", "cache_gb"}
-)  # fmt: skip
+# Settings that may differ between two invocations of one run; :func:`_check_resumed` compares the length.
+_FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
 _WEIGHT_COPIES_ON_DISK = 3 * 3 + 1  # two checkpoints and one that is being written, with two moments each; drafter/
 
 
@@ -404,7 +410,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         if changed := _changes(_recorded_config(out).named(), now):
             raise OutputOccupied(f"cannot resume {out} with other settings: {changed}.")
     elif out.exists() and not out.is_dir():
-        raise OutputOccupied(f"{out} is a file, expected a folder or nothing; choose another --out.")
+        raise OutputOccupied(f"{out} is {kind_of(out)}, expected a folder or nothing; choose another --out.")
     elif record.is_file():
         if not last.is_file():
             return  # it ended before its first checkpoint: there is nothing to go on from, so it starts again

@@ -13,6 +13,7 @@ from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.drafters import drafter_facts, training_differences
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.trainer.config import CHANGE_NO_RESULT, TrainConfig
 
 STORE: dict[str, Any] = {"n_sequences": 60, "codec": "lossless", "dataset.sha256": "ab" * 32}
 SETTINGS: dict[str, Any] = {"store": "/somewhere", "batch_size": 8, "optimizer": "muon", "seed": 0}
@@ -85,6 +86,9 @@ def test_differences_are_named() -> None:
         ({}, {"decay_steps": -1}, None),  # an older run did not record it
         ({"drafter": {"eagle_layers": 1}}, {"drafter": {"eagle_layers": 2}}, None),
         ({"reader_threads": 1}, {"reader_threads": 2}, None),
+        ({"record": {"logger": None, "project": "a"}}, {"record": {"logger": "wandb", "project": "b"}}, None),
+        ({"data": {"cache_dir": None, "cache_gb": None}}, {"data": {"cache_dir": "/c", "cache_gb": 5.0}}, None),
+        ({"machine": {"num_nodes": 1}}, {"machine": {"num_nodes": 2}}, None),
     ],
 )  # fmt: skip
 def test_every_setting_that_changes_a_result_is_compared(
@@ -92,6 +96,14 @@ def test_every_setting_that_changes_a_result_is_compared(
 ) -> None:
     found = training_differences({"a": facts(settings=SETTINGS | one), "b": facts(settings=SETTINGS | other)})
     assert found == ([f"settings differ in {line}"] if line else [])
+
+
+def test_every_setting_that_changes_no_result_is_one_of_a_run_and_is_not_compared() -> None:
+    names = {setting.name for setting in TrainConfig.settings()}
+    assert names >= CHANGE_NO_RESULT
+    for name in CHANGE_NO_RESULT:
+        one, other = (facts(settings=SETTINGS | {name: value}) for value in ("a", "b"))
+        assert training_differences({"a": one, "b": other}) == [], name
 
 
 def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
