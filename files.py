@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -13,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .errors import DrafterError, NotEnoughMemory, StorageUnavailable, StoreDamaged
+from .errors import DrafterError, MoaDataError, NotEnoughMemory, StorageUnavailable, StoreDamaged
 from .text import first_line, format_bytes
 
 PARTIAL_SUFFIX = ".partial"  # suffix of files and folders that are being written; after a crash they are rubbish
+FILE_MODE = 0o666  # rights of a new file, from which the umask takes some, as for any other program
 MAX_JSON_BYTES = 16 << 20  # longest JSON document that is parsed; a commit of a part has about 100 bytes per file
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that a document may hold; sums and products of a few of them still fit 64 bits or are Python's."""
@@ -24,8 +26,31 @@ FULL_DISK_ADVICE = (
     "What was finished is safe. Free some space and run the same command again: it continues with what is missing."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ABOUT_THE_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # errors that a wrong path or damaged file explains
+# How libraries that raise errors of their own write the number of a system error: Rust's, then Python's and Arrow's.
+_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+# Words of libraries that leave the number out.
+_ERROR_WORDS = {
+    "no space left on device": errno.ENOSPC, "disk quota exceeded": errno.EDQUOT, "file too large": errno.EFBIG,
+    "read-only file system": errno.EROFS, "disk is full": errno.ENOSPC, "pytorchstreamwriter failed": errno.EIO,
+}  # fmt: skip
+_ASK_FOR_RIGHTS = "Give yourself the rights to it, or choose another path."
+_LOOK_AT_DISK = "What was finished is safe. Check the disk or the mount, and run the same command again."
+# What to do about a system error that says something about the machine, whatever was being done.
+_ADVICE = {
+    errno.ENOSPC: FULL_DISK_ADVICE,
+    errno.EDQUOT: FULL_DISK_ADVICE,
+    errno.EFBIG: "What was finished is safe. Raise the limit of file sizes (ulimit -f), or choose another file system.",
+    errno.EROFS: _ASK_FOR_RIGHTS,
+    errno.EACCES: _ASK_FOR_RIGHTS,
+    errno.EPERM: _ASK_FOR_RIGHTS,
+    errno.EIO: _LOOK_AT_DISK,
+    errno.ESTALE: _LOOK_AT_DISK,
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the limit of open files of the system, or end other programs.",
+}
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # EACCES on some network file systems
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder"}
+_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
 # Writing
@@ -51,10 +76,11 @@ def fsync_directory(path: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Create and sync a file, not atomically; a link in its place is refused."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
-        write_all(fd, data)
-        os.fsync(fd)
+        with naming(path):
+            write_all(fd, data)
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -71,13 +97,25 @@ def replacing(path: Path, advice: str = FULL_DISK_ADVICE) -> Iterator[Path]:
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with disk_full_guard(path, advice):
         try:
-            yield partial
+            with naming(path):
+                yield partial
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
         # Without it the rename itself may be lost with the power.
         fsync_directory(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an error of the system that does not, as that of a write to a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -95,16 +133,45 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
     """Turn a full disk, an exhausted quota and a read-only file system into one line with advice."""
     try:
         yield
-    except StorageUnavailable:
+    except MoaDataError:
         raise
-    except OSError as error:
-        if error.errno == errno.EROFS:
-            raise read_only(error.filename or path, error) from error
-        if error.errno not in _FULL_ERRNOS:
+    except Exception as error:  # also what libraries make of it
+        cause = system_error(error)
+        if cause is not None and cause.errno == errno.EROFS:
+            raise read_only(cause.filename or path, cause) from error
+        if cause is None or cause.errno not in _FULL_ERRNOS:
             raise
         raise StorageUnavailable(
-            f"No space left while writing {path} ({os.strerror(error.errno)}). {advice}"
+            f"No space left while writing {path} ({os.strerror(cause.errno)}). {advice}"
         ) from error
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """Find the system error behind an error: the error itself, one of its causes, or what a library says of it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno not in _ABOUT_THE_PATH:
+            return error
+        number = _error_number(str(error))
+        if number not in _ABOUT_THE_PATH:
+            return OSError(number, os.strerror(number))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _error_number(text: str) -> int | None:
+    if (found := _ERROR_NUMBER.search(text)) is not None:
+        return int(found[1] or found[2])
+    lower = text.lower()
+    return next((number for words, number in _ERROR_WORDS.items() if words in lower), None)
+
+
+def machine_trouble(error: BaseException) -> str | None:
+    """Say in one line which disk, rights or limits stopped the work, and what to do; None for any other error."""
+    cause = system_error(error)
+    if cause is None or cause.errno not in _ADVICE:
+        return None
+    path = cause.filename if cause.filename is not None else "a file"
+    return f"{path}: {os.strerror(cause.errno)}. {_ADVICE[cause.errno]}"
 
 
 def read_only(path: object, error: OSError) -> StorageUnavailable:
@@ -152,7 +219,7 @@ def open_lock(path: Path) -> int:
     """Open a lock's file, made if missing; a link is refused, as the file behind it is somebody else's."""
     try:
         # Readable and writable: flock on NFS is a byte-range lock, which needs a writable descriptor.
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         if error.errno != errno.ELOOP or not path.is_symlink():
             raise
@@ -222,6 +289,11 @@ def open_regular(path: Path) -> int:
         os.close(fd)
         raise StoreDamaged(f"{path} is {_KINDS.get(kind, 'a device')}, expected a regular file")
     return fd
+
+
+def kind_of(path: Path) -> str:
+    """Name the kind of a path that exists: "a file", "a folder", "a FIFO", "a socket" or "a device"."""
+    return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
 
 
 def read_bounded(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -312,16 +384,7 @@ def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore t
     except MemoryError as error:
         raise NotEnoughMemory(f"{trouble}, or there is too little memory ({first_line(error)}). {advice}") from error
     except Exception as error:
-        if (cause := _system_error(error)) is not None:
+        if (cause := system_error(error)) is not None:
             raise cause from error
         reason = f"it lacks {first_line(error)}" if isinstance(error, KeyError) else first_line(error)
         raise error_class(f"{trouble} ({reason.rstrip('.')}). {advice}") from error
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """Find the system error among the causes of an error, if any: transformers wraps it in its own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            return error
-        error = error.__cause__ or error.__context__
-    return None

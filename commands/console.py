@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..errors import Interrupted, MoaDataError
+from ..files import machine_trouble
 from ..machine import is_first_process
 from ..text import printable
 from .signals import end_command, interruption_code
@@ -195,8 +196,8 @@ def user_message(error: BaseException, command: str = "") -> str | None:
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
         advice = f"Free some, or lower {flag}" if flag else "Free some"
         return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{text}. Raise the limit of open files (ulimit -n)."
+    if (trouble := machine_trouble(error)) is not None:
+        return trouble
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}. Check the path and the room there, or choose another."
     return text if isinstance(error, OSError) else None

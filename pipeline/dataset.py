@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
+from ..files import kind_of
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
 from ..text import counted, first_line, format_bytes
 
@@ -67,6 +68,8 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
                 f"{path} has the suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}. Convert it to jsonl."
             )
         return [path], None, 0
+    if not path.is_dir():
+        raise DatasetError(f"{path} is {kind_of(path)}, expected a file of chats or a folder of such files.")
     found = _files_by_split(path)
     if not found:
         raise DatasetError(

@@ -373,6 +373,19 @@ def test_files_of_a_model_folder_that_never_end(work: Path, name: str, kind: str
         refused(run(*shlex.split(GENERATE)))
 
 
+@pytest.mark.parametrize("kind", ["a FIFO", "a device", "a file"])
+def test_what_is_given_in_place_of_a_folder_is_named(work: Path, kind: str) -> None:
+    os.mkfifo(work / "a FIFO")
+    (work / "a device").symlink_to("/dev/null")
+    (work / "a file").write_text("")
+    refused(run("inspect", kind), f"it is {kind}")
+    refused(run(*shlex.split(EXTRACT), "--model", kind), f"{kind} is {kind}, expected a model folder")
+    refused(run(*shlex.split(EXTRACT), "--out", kind), f"is {kind}, not a folder")
+    refused(run(*shlex.split(TRAINING), "--out", kind), f"is {kind}, expected a folder")
+    if kind != "a file":
+        refused(run(*shlex.split(EXTRACT), "--dataset", kind), f"{kind} is {kind}, expected a file of chats")
+
+
 def test_repair_says_what_it_needs_and_what_is_whole(work: Path) -> None:
     flip(work / "store/target/frozen.safetensors")
     refused(run("verify", "store"), "damaged", exit_code=1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ...errors import TargetError
-from ...files import parsing
+from ...files import kind_of, parsing
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 from ..nn import masks
@@ -47,6 +47,8 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: s
         if revision:
             raise TargetError(f"{path_or_id} is a folder and has no revision {revision}. Leave out --revision.")
         return folder
+    if folder.exists():
+        raise TargetError(f"{path_or_id} is {kind_of(folder)}, expected a model folder.")
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
         raise TargetError(f"{path_or_id} is neither a folder nor a Hub id of the form owner/name.")
     from huggingface_hub import snapshot_download
@@ -91,6 +93,11 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
         raise TargetError(f"{folder} lacks {len(missing)} weights, the first is {missing[0]}.")
     frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return frozen
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a target that can't be loaded, as far as its config.json and the headers of its weights tell."""
+    _check_weights(folder, families.load_target_config(folder))
 
 
 def _check_weights(folder: Path, config: Any) -> int:

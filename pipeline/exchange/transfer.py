@@ -191,7 +191,7 @@ def import_folder(
     """
     folder = Path(config.folder).expanduser()
     if not folder.is_dir():
-        raise DatasetError(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
+        raise DatasetError(f"{folder} is not a folder. Point to the folder with the files of {config.format}.")
     target_folder = resolve_model_folder(config.model)
     target_config = load_target_config(target_folder)
     sizes = target_sizes(target_config)
@@ -207,7 +207,7 @@ def import_folder(
     # That of Llama is in the store, others are not all of its kind.
     norm_of = None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
     norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
-    with StoreWriter.create_or_resume(config.out, manifest, plan) as store:
+    with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:
             target = norm_of or load()
             with store.target() as bundle:

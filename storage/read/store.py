@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...errors import SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
+from ...files import kind_of
 from ..backend import MISSING, download, exists, listed_sizes, open_path, read_file
 from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
@@ -350,7 +351,9 @@ def read_manifest(store: StorePath) -> StoreManifest:
     try:
         text = read_file(path)
     except MISSING as error:
-        reason = "there is no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
+        reason = f"it has no {MANIFEST_NAME}" if store.exists() else "there is no such folder"
+        if isinstance(error, NotADirectoryError) and isinstance(store, Path):
+            reason = f"it is {kind_of(store)}"
         raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error
     except ValueError as error:
         raise StoreDamaged(f"{path} is no manifest of an activation store: {error}. Restore it.") from error

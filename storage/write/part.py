@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...errors import StoreError
-from ...files import disk_full_guard, write_all
+from ...files import FILE_MODE, disk_full_guard, naming, write_all
 from ..backend import crc32c
 from ..chunk import CRC_BYTES, EncodePool
 from ..codecs.registry import StoreCodec
@@ -68,7 +68,7 @@ class ShardWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_guard(path):
             # O_EXCL: no two writers have a partial name in common, and a link in its place is not followed.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     @property
     def is_full(self) -> bool:
@@ -121,7 +121,7 @@ class ShardWriter:
         self._encoding.popleft()
 
     def _write(self, data: bytes) -> None:
-        with disk_full_guard(self._path):
+        with disk_full_guard(self._path), naming(self._path):
             write_all(self._fd, data)
         self._n_bytes += len(data)
         self._crc = zlib.crc32(data, self._crc)

@@ -1,6 +1,8 @@
-"""Progress: lines that a log can hold, one bar at a time on a terminal; provenance."""
+"""Errors as one line; progress: lines that a log can hold, one bar at a time on a terminal; provenance."""
 
+import errno
 import io
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moa_data.commands import console
-from moa_data.commands.console import ProgressLine, collect_provenance
+from moa_data.commands.console import FAULT, UNUSABLE, ProgressLine, collect_provenance, failure_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +61,44 @@ def test_a_terminal_has_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+class RustError(Exception):
+    """Stands for an error class of a library, which knows nothing of errno."""
+
+
+def caused_by(cause: BaseException) -> Exception:
+    error = RustError("could not save")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "x", "/out/file"), errno.ENOSPC),
+        (OSError(errno.EIO, "x"), errno.EIO),
+        (OSError(errno.EPERM, "x", "/out/file"), errno.EPERM),
+        (RustError("Error while serializing: I/O error: No space left on device (os error 28)"), errno.ENOSPC),
+        (RustError("Permission denied (os error 13)"), errno.EACCES),
+        (RustError("Generic LocalFileSystem error: disk quota exceeded"), errno.EDQUOT),
+        (OSError("[Errno 27] Error writing bytes to file. Detail: [errno 27] File too large"), errno.EFBIG),
+        (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), errno.EIO),
+        (RustError("database or disk is full"), errno.ENOSPC),
+        (caused_by(caused_by(OSError(errno.EROFS, "x", "/out/file"))), errno.EROFS),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line_whoever_says_it(error: Exception, reason: int) -> None:
+    failure = failure_of(error, "extract")
+    assert failure.exit_code == UNUSABLE
+    assert os.strerror(reason) in failure.message
+    assert failure.message.endswith(".")
+    assert "\n" not in failure.message
+
+
+@pytest.mark.parametrize("error", [RustError("28 tokens"), KeyError("x"), caused_by(OSError(errno.ENOENT, "x", "y"))])
+def test_any_other_error_is_a_fault(error: Exception) -> None:
+    assert failure_of(error, "extract").exit_code == FAULT
+
+
 def test_provenance_names_the_commit_of_the_checkout() -> None:
     head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
     assert collect_provenance()["git_sha"] == head.stdout.strip()
