@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..files import write_atomic
+from ..files import replacing, write_atomic
+from ..moa.targets.model_files import write_tensors
 from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
@@ -124,6 +126,9 @@ def train_target(
     facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):  # the library's own writer lets nobody else read them
+        with replacing(file) as partial:
+            write_tensors(partial, load_file(file))
     tokenizer.save_pretrained(folder)
     write_atomic(folder / MARKER, json.dumps(facts, indent=1).encode())
     return facts

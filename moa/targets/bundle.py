@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,11 +28,13 @@ from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
 from ..nn.packed import PackedLinear, pack
 from . import families
-from .model_files import find_problems, read_header, read_json
+from .model_files import find_problems, read_header, read_json, write_tensors
 
 FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
+# What transformers notes in tokenizer_config.json about how the tokenizer was loaded, which is not part of it.
+_LOADING_KEYS = ("is_local", "local_files_only")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # A file that changed less than this before it was hashed could change again within one tick of its clock.
 _SETTLED_S = 2.0
@@ -127,12 +128,19 @@ def save_target_bundle(
     config.save_pretrained(path)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    weights = {
-        name: value.to("cpu", config.dtype, copy=True).contiguous()
-        for name, value in frozen_weights(model, n_layers_kept).items()
-    }
-    save_file(weights, path / FROZEN_FILE, metadata={"format": "pt"})
+    _save_tokenizer(tokenizer, path)
+    weights = {name: value.to(config.dtype) for name, value in frozen_weights(model, n_layers_kept).items()}
+    write_tensors(path / FROZEN_FILE, weights)
+
+
+def _save_tokenizer(tokenizer: Any, path: Path) -> None:
+    """Save a tokenizer as equal bytes wherever it was loaded from, with or without a network."""
+    given = tokenizer.init_kwargs
+    tokenizer.init_kwargs = {name: value for name, value in given.items() if name not in _LOADING_KEYS}
+    try:
+        tokenizer.save_pretrained(path)
+    finally:
+        tokenizer.init_kwargs = given
 
 
 def held_layers(path: str | Path) -> int:

@@ -1,4 +1,4 @@
-"""File systems in memory that are small or read-only, for tests that fill them; mounting needs root."""
+"""Rights of files; and file systems in memory that are small or read-only, to be filled; mounting needs root."""
 
 import subprocess
 from collections.abc import Iterator
@@ -6,6 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+
+def check_rights(folder: Path, mask: int) -> None:
+    """Check that a tree was written under a umask: its files and folders have all the rights that it leaves."""
+    for path in (folder, *folder.rglob("*")):
+        given = 0o777 if path.is_dir() else 0o666
+        found = path.stat().st_mode & 0o777
+        assert found == given & ~mask, f"{path} has {found:o}, expected {given & ~mask:o}"
 
 
 @contextmanager
