@@ -16,6 +16,7 @@ from ..moa.targets.bundle import held_layers
 from ..moa.targets.families import kv_groups, layer_sizes, load_target_config, target_sizes
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
+from ..storage.commit import has_parts
 from ..storage.paths import StorePath
 from ..storage.plan import numbers, read_plan, rows_where
 from ..storage.read.store import ActivationStore, read_manifest
@@ -267,6 +268,8 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
 def refuse_addition(plan: ExtractPlan) -> None:
     """Refuse an extraction to a store that lacks some of its fields or decoder layers, and agrees with it otherwise."""
     # A resumption does not run the target again over parts that are complete.
+    if not has_parts(plan.store):
+        return
     try:
         old, new = read_manifest(plan.store), plan.manifest
     except StoreError:

@@ -20,15 +20,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import Interrupted, OptionInvalid, StoreMismatch, WorkerError
 from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
-from ..moa.targets.live import Target
+from ..moa.targets.live import Target, check_weights
 from ..storage.backend import open_path
 from ..storage.codecs.registry import StoreCodec
+from ..storage.commit import has_parts
 from ..storage.plan import numbers
 from ..storage.schema import CODEC_NAME, TARGET_NAME, TEXTS_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
@@ -39,11 +41,14 @@ from .add import refuse_addition
 from .card import write_card
 from .config import ExtractConfig, ScaleSettings, core_share
 from .forwards.calibrate import learned_before
+from .forwards.parts import Forwards, sequence_name
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible, recorded_config
 from .report import PartProgress, Timings, WriteReport
 from .sequences import keep_texts, write_texts
 from .workers import WorkOrder, device_orders, is_done, run_on_ray, run_processes, work_until_done
+
+_N_PROVEN_TOKENS = 16  # tokens of the first sequence that the target runs before anything is created
 
 
 def extract(
@@ -74,15 +79,23 @@ def extract(
     refuse_addition(plan)
     with interruptible("while the codec learned; nothing was written"):
         codec, target = _learn_codec(plan, progress)
-    with _open_store(plan, codec, shares=redo is None) as store:
+    with ExitStack() as opened:
+        forwards = None
+        if not has_parts(plan.store):  # nothing is created for a target that cannot be used
+            with interruptible("while the target was loaded; nothing was written"):
+                forwards = _prove_target(plan, codec, target, progress, opened)
+            target = None
+        store = opened.enter_context(_open_store(plan, codec, is_repair=redo is not None))
         if not plan.keeps_texts:  # mapped from the store's own file they take no memory of this process
             with store.publishing(TEXTS_BYTE):
                 plan = replace(plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin))
         if redo is not None:
             store.replace_parts(retract_damage(store, redo).parts)
-        target = target if config.scale.is_alone else None  # else its memory is the workers'
         had_target, counter = store.has_target, PartProgress(store, progress)
-        timings, lost = _work(plan, store, target, counter, progress)
+        if forwards is None and config.scale.is_alone and not is_done(store):
+            forwards = _load_forwards(plan, codec, target, progress, opened)
+        target = None  # of workers, whose memory it would take
+        timings, lost = _work(plan, store, forwards, counter)
         if timings.n_padded_tokens:
             counter.tell(timings, looks=True)
         timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
@@ -112,7 +125,7 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCod
     codec, forward = plan.forward.codec, plan.forward
     if not codec.learned:
         return codec, None
-    if (before := learned_before(codec, plan.store)) is not None:
+    if (before := learned_before(codec, plan.store, plan.manifest)) is not None:
         return before, None
     target = forward.load_target(progress)
     ids, lengths = plan.table["sequence_id"].to_pylist(), numbers(plan.table, "n_tokens")
@@ -120,30 +133,61 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCod
     return codec, target
 
 
-def _open_store(plan: ExtractPlan, codec: StoreCodec, shares: bool) -> StoreWriter:
+def _prove_target(
+    plan: ExtractPlan, codec: StoreCodec, target: Target | None, progress: Progress | None, opened: ExitStack
+) -> Forwards | None:
+    """Refuse a target that cannot be loaded or run; returns its forwards, None if workers will load it."""
+    if not plan.config.scale.is_alone:
+        check_weights(plan.forward.folder)
+        return None
+    forwards = _load_forwards(plan, codec, target, progress, opened)
+    if forwards.engine is None:
+        first = plan.table.slice(0, 1).to_pylist()[0]
+        tokens, _ = plan.sequences.text(first["sequence_id"])
+        captured = forwards.capture([tokens[:_N_PROVEN_TOKENS]])
+        captured.check_finite([sequence_name(first)])
+    return forwards
+
+
+def _load_forwards(
+    plan: ExtractPlan, codec: StoreCodec, target: Target | None, progress: Progress | None, opened: ExitStack
+) -> Forwards:
+    """Load the target, and start the engine that runs it if that is another one."""
+    target = target or plan.forward.load_target(progress)
+    forwards = plan.forward.forwards(target, codec, plan.sequences.text)
+    if plan.config.forward.source == "vllm":
+        longest = int(numbers(plan.table, "n_tokens").max())
+        source = VllmSource(plan.forward.folder, target, forwards.spec, forwards.dtype, longest)
+        forwards = replace(forwards, engine=opened.enter_context(source).capture)
+    return forwards
+
+
+def _open_store(plan: ExtractPlan, codec: StoreCodec, is_repair: bool) -> StoreWriter:
     """Begin or join the store; where another run was first to learn the codec, with what that one learned."""
-    manifest = replace(plan.manifest, codec=codec.describe())
+    manifest, shares = replace(plan.manifest, codec=codec.describe()), not is_repair
+    create = partial(StoreWriter.create_or_resume, plan.store, shares=shares, begins_anew=not is_repair)
     try:
-        return StoreWriter.create_or_resume(plan.store, manifest, plan.table, codec.files(), shares)
+        return create(manifest, plan.table, codec.files())
     except StoreMismatch as error:
         is_basis = set(error.changes) == {"codec.basis_sha256"} and shares
-        learned = learned_before(codec, plan.store) if is_basis else None
+        learned = learned_before(codec, plan.store, plan.manifest) if is_basis else None
         if learned is None:
             raise
         manifest = replace(manifest, codec=learned.describe())
-        return StoreWriter.create_or_resume(plan.store, manifest, plan.table, learned.files(), shares)
+        return create(manifest, plan.table, learned.files())
 
 
 def _work(
-    plan: ExtractPlan, store: StoreWriter, target: Target | None, counter: PartProgress, progress: Progress | None
+    plan: ExtractPlan, store: StoreWriter, forwards: Forwards | None, counter: PartProgress
 ) -> tuple[Timings, list[str]]:
     """Write what is pending, in this process or in workers; returns what was spent, and how workers were lost."""
     timings = Timings()
     try:
-        if not is_done(store):
-            if not plan.config.scale.is_alone:
-                return _run_workers(plan, store, counter)
-            _work_alone(plan, store, target or plan.forward.load_target(progress), timings, counter)
+        if forwards is not None:
+            forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
+            work_until_done(store, forwards, plan.forward.folder, timings, counter.tell)
+        elif not is_done(store):
+            return _run_workers(plan, store, counter)
         return timings, []
     except KeyboardInterrupt as error:
         n_done = len(store.committed_parts())
@@ -152,16 +196,6 @@ def _work(
             f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
             f"{store.path}. Run the same command again to continue."
         ) from error
-
-
-def _work_alone(plan: ExtractPlan, store: StoreWriter, target: Target, timings: Timings, counter: PartProgress) -> None:
-    forwards = plan.forward.forwards(target, store.codec, plan.sequences.text)
-    with ExitStack() as stack:
-        if plan.config.forward.source == "vllm":
-            longest = int(numbers(plan.table, "n_tokens").max())
-            engine = VllmSource(plan.forward.folder, target, forwards.spec, forwards.dtype, longest)
-            forwards = replace(forwards, engine=stack.enter_context(engine).capture)
-        work_until_done(store, forwards, plan.forward.folder, timings, counter.tell)
 
 
 def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> tuple[Timings, list[str]]:

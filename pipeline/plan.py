@@ -39,7 +39,7 @@ from ..moa.targets.model_files import read_config
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
 from ..storage.backend import names_in, open_path, read_file
 from ..storage.codecs.registry import StoreCodec
-from ..storage.commit import committed_bytes
+from ..storage.commit import committed_bytes, has_parts
 from ..storage.paths import StorePath
 from ..storage.plan import numbers, plan_counts, plan_parts
 from ..storage.read.store import read_manifest
@@ -307,7 +307,9 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
 
 
 def stored_sources(store: StorePath) -> Sources | None:
-    """Return the sources of a store; None where there is no store yet."""
+    """Return the sources of a store; None for one that has no part, which may be begun anew from others."""
+    if not has_parts(store):
+        return None
     try:
         return recorded_sources(read_manifest(store).extraction)
     except StorageUnavailable:

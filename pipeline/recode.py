@@ -21,7 +21,7 @@ from ..storage.codecs.transform import TransformCodec
 from ..storage.paths import StorePath
 from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore
-from ..storage.schema import TARGET_NAME, TOKENS, to_float32
+from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.store import StoreWriter
 from ..text import Progress
 from .estimate import existing_parent
@@ -78,11 +78,11 @@ def recode(
         is_folder = isinstance(target_store, Path) and target_store.exists() and isinstance(source.path, Path)
         if target_store == source.path or (is_folder and os.path.samefile(str(target_store), str(source.path))):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
-        new = _learned_codec(source, codec, target_store, progress, kv_metrics)
         metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
-        identities = {**source.manifest.identities, **metric}
-        manifest = dataclasses.replace(source.manifest, codec=new.describe(), identities=identities)
-        with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
+        manifest = dataclasses.replace(source.manifest, identities={**source.manifest.identities, **metric})
+        new = _learned_codec(source, codec, target_store, manifest, progress, kv_metrics)
+        manifest, plan = dataclasses.replace(manifest, codec=new.describe()), source.sequences
+        with StoreWriter.create_or_resume(target_store, manifest, plan, new.files(), begins_anew=True) as writer:
             rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
             try:
                 _copy_target(source, writer)
@@ -105,7 +105,12 @@ def recode(
 
 
 def _learned_codec(
-    source: ActivationStore, name: str, out: StorePath, progress: Progress | None, kv_metrics: KVMetrics | None
+    source: ActivationStore,
+    name: str,
+    out: StorePath,
+    manifest: StoreManifest,
+    progress: Progress | None,
+    kv_metrics: KVMetrics | None,
 ) -> StoreCodec:
     """Make a codec, and let it learn from a lossless store if it must; ``out`` may hold what an earlier run learned."""
     try:
@@ -122,7 +127,7 @@ def _learned_codec(
         )
     if not codec.learned:
         return codec
-    if (before := learned_before(codec, out)) is not None:
+    if (before := learned_before(codec, out, manifest)) is not None:
         return before
 
     def read(row: int) -> dict[str, np.ndarray]:

@@ -83,6 +83,7 @@ class WriteReport:
     timings: Timings = field(repr=False)
     compared: str = ""  # what ``stored_bytes`` is a fraction of, as text; empty for nothing
     lines: list[str] = field(default_factory=list)  # what the command adds to the text
+    has_begun_anew: bool = False  # whether the folder held a store of other inputs, without any part
     restored: str = ""  # what this run wrote beside parts, of a store whose parts were all there
 
     @classmethod
@@ -96,6 +97,7 @@ class WriteReport:
             len(commits),
             sum(commit.stored_bytes for commit in commits),
             timings,
+            has_begun_anew=writer.has_begun_anew,
         )
 
     @property
@@ -113,6 +115,11 @@ class WriteReport:
             f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
+            *(
+                ["begun anew   the folder held a store of other inputs, which had no part"]
+                if self.has_begun_anew
+                else []
+            ),
             f"this run     {f'{did}, every part was there' if is_whole else self.timings.describe()}",
         ]
         return "\n".join(lines)

@@ -97,6 +97,11 @@ def committed_bytes(store: StorePath) -> int:
     return n_bytes
 
 
+def has_parts(store: StorePath) -> bool:
+    """Whether a store, whatever it was made from, has a commit of any part; what has none may be begun anew."""
+    return any(name.startswith("part-") and name.endswith(".json") for name in names_in(store / schema.COMMITS_NAME))
+
+
 def array_of(file: str) -> str | None:
     """Return the name of the array that a committed file is a shard of; None for metadata."""
     found = _SHARD_NAME.fullmatch(file)

@@ -18,9 +18,10 @@ from ...storage.codecs.field import Learning
 from ...storage.codecs.fit import left_variances, split_bits
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform import Observation, Rope
+from ...storage.commit import has_parts
 from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
-from ...storage.schema import HIDDEN_LAST, TOKENS
+from ...storage.schema import HIDDEN_LAST, TOKENS, StoreManifest
 from ...text import Progress
 
 SAMPLE_TOKENS = 30_000
@@ -35,13 +36,18 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
     return list(np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist())
 
 
-def learned_before(codec: StoreCodec, store: StorePath) -> StoreCodec | None:
-    """Return the codec of a store that an earlier run began, with what it learned; None where there is none."""
+def learned_before(codec: StoreCodec, store: StorePath, manifest: StoreManifest) -> StoreCodec | None:
+    """Return the codec of a store that an earlier run began, with what it learned; None where there is none.
+
+    The codec of a store that has no part and was begun from other inputs than ``manifest`` says is not used.
+    """
     if not codec.learned or not (store / "store.json").exists():
         return None
     try:
-        manifest = read_manifest(store)
-        return StoreCodec.open(manifest, store) if manifest.codec.get("name") == codec.name else None
+        stored = read_manifest(store)
+        if not has_parts(store) and replace(stored, codec=manifest.codec) != manifest:
+            return None
+        return StoreCodec.open(stored, store) if stored.codec.get("name") == codec.name else None
     except (StoreDamaged, CodecUnknown, SchemaVersionError):
         return None  # opening the store for writing names the damage, or repairs it
 

@@ -5,14 +5,14 @@
     main thread    forward, gathering, lossy codecs on the device
     copy stream    from the device to pinned host memory (``capture``)
     writer thread  cuts values into chunks, hands them out, writes what comes back (``storage.write.part``)
-    encoders       chunks to bytes, on ``n_encode_threads`` threads (``storage.encoding``)
+    encoders       chunks to bytes, on ``n_encode_threads`` threads (``storage.chunk``)
 
 A stage that is slower than those before it makes them wait: at most ``_BATCHES_AHEAD`` batches wait for the writer.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -128,10 +128,15 @@ class _Batch:
     span: tuple[Mark, Mark]
 
 
+def sequence_name(row: Mapping[str, Any]) -> str:
+    """Return how messages call a sequence of the plan."""
+    return f"{row['sequence_id'][:12]} (row {row['source_row']} of the dataset)"
+
+
 def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> _Batch:
     """Run the target over sequences of a part, and start copying the activations."""
-    ids, rows = batch["sequence_id"].to_pylist(), batch["source_row"].to_pylist()
-    names = [f"{key[:12]} (row {row} of the dataset)" for key, row in zip(ids, rows, strict=True)]
+    ids = batch["sequence_id"].to_pylist()
+    names = [sequence_name(row) for row in batch.to_pylist()]
     texts = [forwards.text(key) for key in ids]
     tokens = [tokens for tokens, _ in texts]
     began = mark_moment(forwards.target.device)

@@ -28,6 +28,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
@@ -36,8 +37,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreError, StoreMismatch
-from ...files import disk_full_guard
+from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreError, StoreLocked, StoreMismatch
+from ...files import disk_full_guard, kind_of
 from .. import backend
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
@@ -46,6 +47,7 @@ from ..commit import (
     PartCommit,
     find_manifest_damage,
     find_size_damage,
+    has_parts,
     metadata_names,
     read_commits,
     read_file_records,
@@ -58,6 +60,7 @@ from ..paths import RemotePath, StorePath
 from ..plan import check_plan, numbers, part_counts, plan_bytes, plan_counts, read_plan, rows_where
 from ..read.store import read_manifest
 from ..schema import (
+    CARD_NAME,
     CODEC_NAME,
     COMMITS_NAME,
     LOCK_NAME,
@@ -66,6 +69,7 @@ from ..schema import (
     PLAN_NAME,
     RUNS_NAME,
     TARGET_NAME,
+    TEXTS_NAME,
     StoredArray,
     StoreManifest,
     commit_path,
@@ -100,6 +104,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.joined = self._lock is not None and not self._lock.is_alone  # others wrote to it when this one came
         # Parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
         self.repaired_parts: tuple[int, ...] = ()
+        self.has_begun_anew = False  # whether it took the place of a store of other inputs, which had no part
         self._counts = part_counts(plan, manifest.alignment_tokens)
         self.n_parts = len(self._counts)  # planned parts
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
@@ -116,6 +121,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         plan: pa.Table,
         codec_files: Mapping[str, bytes] | None = None,
         shares: bool = False,
+        begins_anew: bool = False,
     ) -> "StoreWriter":
         """Start a store, or continue one that was made from the same inputs.
 
@@ -123,6 +129,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
             shares: whether others that share it too may write beside this process, as in a bucket they always may.
+            begins_anew: whether to replace a store of other inputs that has no part and that nobody is writing to.
 
         Raises:
             OutputOccupied: the folder holds something else.
@@ -141,10 +148,10 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
             if writer.joined:  # those who were there first keep it in order
-                _check_same(store, manifest, plan)
+                writer._check_joined()
                 writer._open_codec()
             else:
-                writer._open_alone(codec_files or {})
+                writer._open_alone(codec_files or {}, begins_anew)
                 if shares and writer._lock is not None:
                     writer._lock.share()
         return writer
@@ -174,12 +181,27 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.codec = StoreCodec.open(self.manifest, self.path)
         self.lay_out(self.codec)
 
-    def _open_alone(self, codec_files: Mapping[str, bytes]) -> None:
+    def _check_joined(self) -> None:
+        """Refuse other inputs than those from which other processes are writing the store."""
+        try:
+            _check_same(self.path, self.manifest, self.plan)
+        except StoreMismatch as error:
+            if has_parts(self.path) or all(key.startswith("codec.") for key in error.changes):
+                raise
+            raise StoreLocked(
+                f"{self.path} was begun from other inputs by a process that is still writing to it. Wait until it "
+                "ends, or choose another output folder."
+            ) from error
+
+    def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
         """Begin a store, or put one in order that nobody else writes to, or that lies in a bucket."""
         refuse_links(self.path)
-        if backend.exists(manifest_commit_path(self.path)) or backend.exists(self.path / MANIFEST_NAME):
-            self._restore()
-            _check_same(self.path, self.manifest, self.plan)
+        has_begun = backend.exists(manifest_commit_path(self.path)) or backend.exists(self.path / MANIFEST_NAME)
+        if has_begun and not self._is_of_these_inputs(begins_anew):
+            self._delete_all()
+            self.has_begun_anew = True
+            has_begun = False
+        if has_begun:
             for name, content in codec_files.items():
                 path = self.path / CODEC_NAME / name
                 backend.make_folder(path.parent)
@@ -193,6 +215,31 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.lay_out(self.codec)
         if not backend.exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
             self._record_manifest()  # all files were found equal to what the inputs give
+
+    def _is_of_these_inputs(self, begins_anew: bool) -> bool:
+        """Whether the store can be continued; refuses other inputs and damage, unless it may be begun anew."""
+        try:
+            self._restore()
+            _check_same(self.path, self.manifest, self.plan)
+        except (StoreMismatch, StoreDamaged) as error:
+            if not begins_anew or has_parts(self.path):
+                raise
+            if isinstance(self.path, RemotePath):  # which has no lock that would keep others out
+                raise StoreMismatch(
+                    str(self.path),
+                    getattr(error, "changes", {}),
+                    "It has no part yet: delete it if no process is writing to it, or choose another place.",
+                ) from error
+            return False
+        return True
+
+    def _delete_all(self) -> None:
+        """Delete a store without parts, but not its lock; its manifest goes last, so that a kill leaves no mixture."""
+        for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
+            if backend.exists(self.path / name):
+                shutil.rmtree(str(self.path / name))
+        backend.remove_files(*(self.path / name for name in (TEXTS_NAME, CARD_NAME, PLAN_NAME, MANIFEST_NAME)))
+        backend.sync_names(self.path)
 
     def _restore(self) -> None:
         """Write damaged or lost store.json and plan.parquet again if these inputs are the store's."""
@@ -406,7 +453,7 @@ def _check_unoccupied(store: StorePath) -> None:
     if isinstance(store, Path):
         there = next(path for path in (store, *store.absolute().parents) if path.exists())
         if not there.is_dir():
-            raise OutputOccupied(f"{store}: {there} is a file, not a folder. Choose another output folder.")
+            raise OutputOccupied(f"{store}: {there} is {kind_of(there)}, not a folder. Choose another output folder.")
         if there is not store:
             return
     manifest, has_commit = store / MANIFEST_NAME, backend.exists(manifest_commit_path(store))
@@ -420,8 +467,7 @@ def _check_unoccupied(store: StorePath) -> None:
             if not has_commit:  # else `restore` repairs it, or names the damage
                 raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
-    commits = backend.names_in(store / COMMITS_NAME)
-    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not has_commit:
+    if has_parts(store) and not has_commit:
         raise OutputOccupied(
             f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
             f"Restore {MANIFEST_NAME}, or choose another output folder."

@@ -3,14 +3,18 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moa_data import files
@@ -132,7 +136,7 @@ KEPT = r"\d of \d parts are committed in .*Run the same command again"
             StorageUnavailable,
             r"No space left while writing .*run the same command again",
         ),
-        (forwards_module, "capture", 0, KeyboardInterrupt(), Interrupted, KEPT),
+        (forwards_module, "capture", 1, KeyboardInterrupt(), Interrupted, KEPT),  # 0 proves the target
         (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, KEPT),
     ],
 )
@@ -166,6 +170,92 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
     assert len(commits) < 5
     extract(config)
     assert read_tree(config.out) == read_tree(elsewhere(config).out)
+
+
+def shard_weights(folder: Path) -> Path:
+    """Split the weights into two files with an index; returns the second one."""
+    whole = folder / "model.safetensors"
+    weights, weight_map = load_file(whole), dict[str, str]()
+    for number, names in enumerate((list(weights)[::2], list(weights)[1::2]), start=1):
+        file = folder / f"model-0000{number}-of-00002.safetensors"
+        save_file({name: weights[name] for name in names}, file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    whole.unlink()
+    return file
+
+
+def spoil_weights(file: Path, value: float) -> None:
+    weights = load_file(file)
+    weights[next(name for name in weights if "mlp" in name)].fill_(value)
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_target_that_lacks_weights_leaves_nothing(config: ExtractConfig, model: Path, workers: int) -> None:
+    config = config.replaced(model=str(model), workers=workers, activations=("hidden:last",))
+    shard = shard_weights(model)
+    content = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(TargetError):
+        extract(config)
+    assert not Path(config.out).exists()
+    shard.write_bytes(content)
+    assert extract(config.replaced(workers=1)).n_parts_done > 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3e38])
+def test_a_target_whose_values_are_not_finite_leaves_nothing(config: ExtractConfig, model: Path, value: float) -> None:
+    spoil_weights(model / "model.safetensors", value)
+    with pytest.raises(TargetError):
+        extract(config.replaced(model=str(model)))
+    assert not Path(config.out).exists()
+
+
+def test_a_store_of_another_target_without_parts_is_begun_anew(
+    config: ExtractConfig, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of it nothing is used: no sequences, no bundle, and not what the codec learned."""
+    config = config.replaced(codec="transform:3", activations=("hidden:last",))
+    other = config.replaced(model=str(model))
+    spoil_weights(model / "model.safetensors", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(part_writer.PartWriter, "commit", lambda _: pytest.fail("stopped"))
+        with pytest.raises(pytest.fail.Exception):
+            extract(other)
+    assert (Path(config.out) / "commits/target.json").exists()
+    report = extract(config)
+    assert report.has_begun_anew
+    assert not extract(config).has_begun_anew
+    extract(elsewhere(config))
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_the_bytes_do_not_depend_on_the_network(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch, is_offline: bool
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+    extract(config)
+    saved = json.loads((Path(config.out) / "target/tokenizer_config.json").read_text())
+    assert not saved.keys() & {"local_files_only", "is_local", "name_or_path"}
+
+
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_the_process(config: ExtractConfig) -> None:
+    """Ten processes with other seeds of hashes, with and without a network."""
+    trees = []
+    for seed in range(10):
+        out = elsewhere(config, f"store-{seed}").out
+        settings = config.named() | {"out": out}
+        code = (
+            "import torch; torch.set_num_threads(1); from moa_data.pipeline.config import ExtractConfig; "
+            f"from moa_data.pipeline.extract import extract; extract(ExtractConfig.of(**{settings!r}))"
+        )
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "HF_HUB_OFFLINE": str(seed % 2)}
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=environment)
+        trees.append(read_tree(out))
+    assert all(tree == trees[0] for tree in trees)
 
 
 CHANGES = {

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,16 +18,17 @@ from moa_data.errors import (
     StorageUnavailable,
     StoreDamaged,
     StoreError,
+    StoreLocked,
     StoreMismatch,
 )
 from moa_data.storage.chunk import EncodePool
 from moa_data.storage.commit import committed_bytes
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import hidden_field
+from moa_data.storage.schema import hidden_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.disks import tmpfs
-from moa_data.tests.kit.kills import full_at
+from moa_data.tests.kit.disks import check_rights, tmpfs
+from moa_data.tests.kit.kills import full_at, killed_everywhere
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 
@@ -111,6 +113,69 @@ def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
     for key, (old, new) in caught.value.changes.items():
         assert f"{key}: store has {old!r}, given {new!r}" in notes
     assert read_tree(store) == before
+
+
+def begin(recipe: Recipe, store: Path, begins_anew: bool = True, shares: bool = False) -> StoreWriter:
+    return StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan, shares=shares, begins_anew=begins_anew)
+
+
+def test_a_store_without_parts_is_begun_anew_from_other_inputs(tmp_path: Path, recipe: Recipe) -> None:
+    other = make_recipe((70, 90), (tokens_field(), response_mask_field(), hidden_field("last", 32)), part_tokens=128)
+    expected = read_tree(other.write_bundled(tmp_path / "expected"))
+    store = tmp_path / "store"
+    recipe.write_bundled(store)
+    for commit in (store / "commits").glob("part-*"):
+        commit.unlink()
+    with pytest.raises(StoreMismatch):
+        other.write(store)  # what only continues, such as a repair
+    with begin(other, store) as writer:
+        assert writer.has_begun_anew
+        assert not writer.has_target
+    with begin(other, store) as writer:
+        assert not writer.has_begun_anew
+    assert read_tree(other.write_bundled(store)) == expected
+
+
+def test_a_kill_while_a_store_is_begun_anew_leaves_no_mixture(tmp_path: Path, recipe: Recipe) -> None:
+    other = make_recipe((70, 90), (tokens_field(), response_mask_field(), hidden_field("last", 32)), part_tokens=128)
+    expected = read_tree(other.write_bundled(tmp_path / "expected"))
+    first = recipe.write_bundled(tmp_path / "first")
+    for commit in (first / "commits").glob("part-*"):
+        commit.unlink()
+
+    def make(n: int) -> Path:
+        return Path(shutil.copytree(first, tmp_path / str(n)))
+
+    for store in killed_everywhere(make, lambda store: begin(other, store).close(), every=7):
+        begin(other, store).close()
+        assert read_tree(other.write_bundled(store)) == expected
+
+
+def test_a_store_that_others_write_to_or_that_has_a_part_is_not_begun_anew(tmp_path: Path, recipe: Recipe) -> None:
+    other, store = recipe.with_manifest(extraction={"max_length": 128}), tmp_path / "store"
+    with begin(recipe, store, shares=True) as writer:
+        with pytest.raises(StoreLocked):
+            begin(other, store, shares=True)
+        with pytest.raises(StoreLocked):
+            begin(other, store)
+        recipe.write_part(writer, 0)
+        with pytest.raises(StoreMismatch):
+            begin(other, store, shares=True)
+    before = read_tree(store)
+    with pytest.raises(StoreMismatch):
+        begin(other, store)
+    assert read_tree(store) == before
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077, 0])
+def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path, recipe: Recipe, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        store = recipe.write_bundled(tmp_path / "store")
+        with recipe.open(store, shares=True) as writer, writer.publishing(0):
+            check_rights(store, mask)
+    finally:
+        os.umask(before)
 
 
 def test_manifest_and_plan_must_agree(tmp_path: Path, recipe: Recipe) -> None:
