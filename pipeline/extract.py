@@ -27,7 +27,8 @@ from typing import Any
 from ..errors import Interrupted, OptionInvalid, StoreMismatch, WorkerError
 from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
-from ..moa.targets.live import Target, check_weights
+from ..moa.targets.live import Target
+from ..moa.targets.loading import check_weights
 from ..storage.backend import open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts

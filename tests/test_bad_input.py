@@ -204,7 +204,9 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     "no config": (
         lambda room: (room / CONFIG).unlink(), dict.fromkeys((PLAN, EXTRACT), ("config.json",))
     ),
-    "NaN in weights": (put_nan, {f"{EXTRACT} --out ../begun": ("row ", "layer 1", "NaN or infinity")}),
+    "NaN in weights": (put_nan, dict.fromkeys(
+        (EXTRACT, GENERATE), ("values of model.layers.0.mlp.down_proj.weight [", "NaN or infinity")
+    )),
     "bundle cut short": (
         halve("store/target/frozen.safetensors"),
         dict.fromkeys((TRAINING, AUDIT), ("frozen.safetensors is damaged or cut short",)),
@@ -439,6 +441,21 @@ def test_what_cannot_be_read_is_no_damage(work: Path, monkeypatch: pytest.Monkey
         refused(run("repair", "store", *options), line, "so nothing was deleted")
     monkeypatch.undo()
     assert everything(work) == before
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "drafter/drafter.safetensors"])
+def test_files_without_the_right_to_read_are_called_that(
+    work: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path).endswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    refused(run(*shlex.split(GENERATE)), name, "Permission denied", "rights")
 
 
 def test_a_read_only_output_is_refused_in_one_line(work: Path, tmp_path: Path) -> None:

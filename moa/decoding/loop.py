@@ -130,11 +130,12 @@ def generate_batch(
     policy.begin()
     cache = target.new_cache(len(rows))
     try:
-        proposer.begin(cache, [row.generator for row in rows])
-        prefill_began = time.perf_counter()
-        _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
-        prefill_s = (time.perf_counter() - prefill_began) / len(rows)
-        _decode(target, cache, rows, proposer, policy, sampling, on_round)
+        with target.threads():
+            proposer.begin(cache, [row.generator for row in rows])
+            prefill_began = time.perf_counter()
+            _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
+            prefill_s = (time.perf_counter() - prefill_began) / len(rows)
+            _decode(target, cache, rows, proposer, policy, sampling, on_round)
     finally:
         cache.release()  # after an interruption too: recorded CUDA graphs use its buffer
     for row in rows:

@@ -19,7 +19,14 @@ from ..drafters.mixture import MoASizes
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_target_fits
 from ..targets.live import Target
-from ..targets.model_files import find_problems, load_pickled_tensors, read_header, read_json, write_tensors
+from ..targets.model_files import (
+    check_finite,
+    find_problems,
+    load_pickled_tensors,
+    read_header,
+    read_json,
+    write_tensors,
+)
 from ..targets.template import ChatTemplate, choose_template_arguments
 from .block import DFLASH, DSPARK, HF_DFLASH, VLLM_DSPARK
 from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
@@ -80,7 +87,9 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
         config, weights = _read_layout(folder)
     else:
         raise DrafterError(_why_no_drafter(folder))
-    return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
+    drafter = build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
+    check_finite(drafter.state_dict(), folder, DrafterError)
+    return drafter
 
 
 def _why_no_drafter(folder: Path) -> str:

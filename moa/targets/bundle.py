@@ -28,7 +28,7 @@ from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
 from ..nn.packed import PackedLinear, pack
 from . import families
-from .model_files import find_problems, read_header, read_json, write_tensors
+from .model_files import check_finite, find_problems, read_header, read_json, write_tensors
 
 FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
@@ -283,6 +283,7 @@ class FrozenTarget(nn.Module):
             weights = {name: file.get_tensor(name) for name in expected}
         if dtype is not None:
             weights = {name: value.to(dtype) for name, value in weights.items()}
+        check_finite(weights, path / FROZEN_FILE, TargetError)
         return cls(config, weights, n_layers)
 
     @classmethod

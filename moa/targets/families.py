@@ -128,11 +128,7 @@ def parse_target_config(
     own = values.get("text_config")
     _check_counts(own if isinstance(own, dict) else values, source)  # before transformers makes lists of that length
     with parsing(f"cannot read {source}", TargetError):
-        if folder is not None:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        else:
-            # Infinity, say, is an object in what transformers writes.
-            config = AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(dict(values)))
+        config = transformers_config(values, folder)
         dtype, config = config.dtype, config.get_text_config(decoder=True)
         config.dtype = config.dtype or dtype
     name = config.model_type
@@ -144,6 +140,26 @@ def parse_target_config(
         except DrafterError as error:
             raise TargetError(f"{source}: {error}") from error
     return config
+
+
+def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
+    """Make the config of transformers from the values of a config.json, of a folder if there is one."""
+    plain = _with_plain_dtypes(values)
+    if folder is not None and plain == values:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # Infinity, for example, is an object in what transformers writes.
+    return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(plain))
+
+
+def _with_plain_dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Write ``torch.bfloat16`` as ``bfloat16``, and leave out ``auto``: AutoConfig reads neither."""
+    plain = dict(values)
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(name := plain.get(key), str):
+            plain[key] = None if name == "auto" else name.removeprefix("torch.")
+    if isinstance(text := plain.get("text_config"), dict):
+        plain["text_config"] = _with_plain_dtypes(text)
+    return plain
 
 
 def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:

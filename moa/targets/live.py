@@ -3,6 +3,7 @@
 Shapes: B rows, n tokens of a call, P tokens of a padded call, S slots of the cache, E width.
 """
 
+import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ...errors import TargetError
 from ...files import kind_of, parsing
-from ...machine import free_memory
-from ...text import first_line, format_bytes
+from ...text import first_line
 from ..nn import masks
 from ..nn.graphs import recorded
 from ..nn.losses import capped
@@ -26,7 +26,8 @@ from ..nn.masks import to_device
 from . import bundle, families, proof
 from .cache import Buffers, TargetCache
 from .fused import fuse
-from .model_files import check_model_folder, read_header, read_json
+from .loading import load_target_model
+from .model_files import check_model_folder, read_config
 from .template import ChatTemplate
 
 _FOREIGN = ["consolidated*", "original/*"]  # the same weights in the layouts of other programs
@@ -68,76 +69,42 @@ def load_target_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
     check_model_folder(folder)
-    if (folder / "config.json").is_file():
-        families.load_target_config(folder, with_weights=False)  # the class of a tokenizer depends on it
-    with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
-        tokenizer.init_kwargs.pop("auto_map", None)  # names code that does not travel along in bundles
+    config = None
+    if (folder / "config.json").is_file():  # the class of a tokenizer depends on it
+        families.load_target_config(folder, with_weights=False)
+        config = families.transformers_config(read_config(folder), folder)
+    try:
+        with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
+            tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+            tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
+            tokenizer.init_kwargs.pop("auto_map", None)  # names code that does not travel along in bundles
+    except TargetError as error:
+        if packages := _packages_of_tokenizer(folder):
+            raise TargetError(
+                f"{folder} has no tokenizer.json, and its tokenizer.model takes {' and '.join(packages)}: pip install "
+                f"{' '.join(packages)}, or put the model's tokenizer.json into the folder."
+            ) from error
+        raise
     if not tokenizer.is_fast:
         raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
     return tokenizer
 
 
-def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load the causal LM in evaluation mode; raises TargetError if it does not fit in the free memory."""
-    config = families.load_target_config(folder)
-    _check_memory(folder, _check_weights(folder, config), dtype, device)
-    with parsing(f"cannot load the weights of {folder}", TargetError):
-        loaded: Any = families.model_loader(folder).from_pretrained(
-            folder, dtype=dtype, attn_implementation=families.attention_of(config), output_loading_info=True,
-            use_safetensors=True, trust_remote_code=False,
-        )  # fmt: skip
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise TargetError(f"{folder} lacks {len(missing)} weights, the first is {missing[0]}.")
-    frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
-    return frozen
-
-
-def check_weights(folder: Path) -> None:
-    """Refuse a target that can't be loaded, as far as its config.json and the headers of its weights tell."""
-    _check_weights(folder, families.load_target_config(folder))
-
-
-def _check_weights(folder: Path, config: Any) -> int:
-    """Count the weights; refuse those that are damaged, outside the folder or fewer than the config requires."""
-    weights = bundle.weight_files(folder)
-    headers = [header for file in weights for header in read_header(file, TargetError).values()]
-    index = folder / "model.safetensors.index.json"
-    places = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
-    named = [*places.values()] if isinstance(places, dict) else [places]
-    named += [name for name in [getattr(config, "transformers_weights", None)] if name is not None]
-    known = {file.name for file in weights} | {index.name}
-    if wrong := [name for name in named if name not in known]:
-        raise TargetError(
-            f"{folder}: the weights are said to lie in {str(wrong[0])[:60]!r}, which is no *.safetensors file of the "
-            "folder. Download it again."
-        )
-    # transformers would allocate what the config asks for before it misses the weights.
-    held, expected = sum(math.prod(header.shape) for header in headers), families.count_weights(config)
-    if held < expected:
-        raise TargetError(
-            f"{folder}: the weights hold {held:,} values, config.json calls for more than {expected:,}. Download the "
-            "folder again."
-        )
-    return held
-
-
-def _check_memory(folder: Path, n_values: int, dtype: torch.dtype, device: str) -> None:
-    """Refuse weights for which there is no memory: the kernel would end the process without a word."""
-    n_bytes = n_values * dtype.itemsize
-    rooms = {"host memory": free_memory()}  # the weights are read into it, whatever the device
-    if torch.device(device).type == "cuda":
-        rooms[device] = torch.cuda.mem_get_info(torch.device(device))[0]
-    for place, n_free in rooms.items():
-        if n_free is not None and n_bytes > n_free:
-            narrow = n_values * torch.bfloat16.itemsize
-            way = f"In bfloat16 they take {format_bytes(narrow)}." if narrow <= n_free else "Free some memory."
-            raise TargetError(
-                f"the weights of {folder} take {format_bytes(n_bytes)} in {str(dtype).removeprefix('torch.')}, and "
-                f"{format_bytes(n_free)} are free in {place}. {way}"
-            )
+def _packages_of_tokenizer(folder: Path) -> list[str]:
+    """Name the packages, not installed here, that transformers needs to read a tokenizer.model."""
+    file = folder / "tokenizer.model"
+    if (folder / "tokenizer.json").is_file() or not file.is_file():
+        return []
+    with file.open("rb") as content:
+        # SentencePiece's is a protobuf message, whose first field has the tag 0x0a; tiktoken's is text.
+        needed = ["sentencepiece", "protobuf"] if content.read(1) == b"\n" else ["tiktoken"]
+    missing = []
+    for package in needed:
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    return missing
 
 
 def pick_device(device: str) -> str:
@@ -178,6 +145,7 @@ class Target:
         self._windows = dict(zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True))
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
+        self._decodes_with_one_thread = False
         self._logit_scale = families.logit_scale(self.config), families.logit_cap(self.config)
         self._kv_shapes = families.kv_shapes(self.config)
         self.has_states = None in self._kv_shapes  # of layers, in place of KV
@@ -217,19 +185,31 @@ class Target:
     def prepare(self, uses_graphs: bool = True) -> None:
         """Decode as fast as the device can, with weights that don't change any more.
 
-        On a CPU they are laid out for it (:func:`.fused.fuse`), and for a small target PyTorch computes with one thread
-        from then on: threads meet after every product. On a CUDA device the calls after a prefill become graphs, if the
-        layers are Llama's.
+        On a CPU they are laid out for it (:func:`.fused.fuse`), and a small target decodes with one thread
+        (:meth:`threads`). On a CUDA device the calls after a prefill become graphs, if the layers are Llama's.
         """
         fuse(self.model)
         largest = max(
             (layer.weight.numel() for layer in self.model.modules() if isinstance(layer, nn.Linear)), default=0
         )
-        if self.device.type == "cpu" and largest < _FEWEST_SHARED:
-            torch.set_num_threads(1)
+        self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
         # Experts, for one, choose what to compute by values that the host reads.
         if uses_graphs and self.device.type == "cuda" and self.is_llama and self.has_uniform_kv:
             self.use_static_calls(_GRAPH_SLOTS)
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Compute with one thread while decoding, if the target is prepared and small: threads meet after each product.
+
+        The number of threads of the process is restored at the end.
+        """
+        n_before = torch.get_num_threads()
+        if self._decodes_with_one_thread:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(n_before)
 
     def use_static_calls(self, n_slots: int) -> None:
         """Give the calls after a prefill static shapes, for texts of so many tokens; longer ones take other shapes."""

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...errors import DrafterError, TargetError
-from ...files import parsing, read_object
+from ...files import open_regular, parsing, read_object
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights; engines cast them to their own
 _MAX_VOCABULARY_BYTES = 256 << 20  # of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB
@@ -45,13 +44,19 @@ class TensorHeader(NamedTuple):
 
 
 def check_regular(file: Path, max_bytes: int | None = None) -> int:
-    """Return the size of a file in bytes; raises ValueError if it is not regular or larger than its limit."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a FIFO would wait for ever
-        raise ValueError("it is no regular file")
-    if max_bytes is not None and found.st_size > max_bytes:
-        raise ValueError(f"it has {found.st_size:,} bytes, at most {max_bytes:,} are read")
-    return found.st_size
+    """Return the size of a file in bytes.
+
+    Raises:
+        StoreDamaged: it is not a regular file: a FIFO would be waited for.
+        PermissionError: this user may not read it; safetensors would say that there is no such file.
+        ValueError: it is larger than its limit.
+    """
+    fd = open_regular(file)
+    n_bytes = os.fstat(fd).st_size
+    os.close(fd)
+    if max_bytes is not None and n_bytes > max_bytes:
+        raise ValueError(f"it has {n_bytes:,} bytes, at most {max_bytes:,} are read")
+    return n_bytes
 
 
 def read_json(file: Path, error_class: type[DrafterError], allows_infinity: bool = False) -> dict[str, Any]:
@@ -141,17 +146,31 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         os.fsync(file.fileno())
 
 
+def check_finite(weights: Mapping[str, Tensor], source: object, error_class: type[DrafterError]) -> None:
+    """Refuse weights that hold NaN or infinity, in the dtype that they are used in."""
+    for name, values in weights.items():
+        # The extremes are NaN if any value is, and take a twentieth of the time of ``isfinite`` of all values.
+        if values.is_floating_point() and values.numel() and not torch.stack(values.aminmax()).isfinite().all():
+            n_bad, dtype = int((~values.isfinite()).sum()), str(values.dtype).removeprefix("torch.")
+            is_narrow = values.dtype == torch.float16  # it ends at 65,504
+            advice = "Choose --dtype bfloat16 or float32, which hold larger numbers, or r" if is_narrow else "R"
+            raise error_class(
+                f"{source}: {n_bad:,} values of {name} {list(values.shape)} are NaN or infinity in {dtype}. "
+                f"{advice}estore the file."
+            )
+
+
 def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: Mapping[str, Tensor]) -> str:
     """Describe the first tensor that is missing, unexpected, or of another shape or dtype; empty if all fit."""
-    problems = [f"missing key {name}" for name in expected if name not in weights]
-    problems += [f"unexpected key {name}" for name in weights if name not in expected]
+    problems = [f"missing key {name} {list(expected[name].shape)}" for name in expected if name not in weights]
+    problems += [f"unexpected key {name} {list(weights[name].shape)}" for name in weights if name not in expected]
     for name, wanted in expected.items():
         if name not in weights:
             continue
         shape, dtype = tuple(weights[name].shape), weights[name].dtype
         dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)  # any precision will do
         if shape != wanted.shape:
-            problems.append(f"{name} has shape {shape}, expected {tuple(wanted.shape)}")
+            problems.append(f"{name} has shape {list(shape)}, expected {list(wanted.shape)}")
         elif dtype not in dtypes:
             known = " or ".join(str(choice).removeprefix("torch.") for choice in dtypes)
             problems.append(f"{name} is {str(dtype).removeprefix('torch.')}, expected {known}")

@@ -26,7 +26,8 @@ import torch
 from ...machine import keep_freed_memory
 from ...moa.targets.bundle import held_layers, save_target_bundle
 from ...moa.targets.families import load_target_config
-from ...moa.targets.live import Mark, Target, load_target_model, mark_moment, seconds_between
+from ...moa.targets.live import Mark, Target, mark_moment, seconds_between
+from ...moa.targets.loading import load_target_model
 from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
 from ...storage.plan import numbers

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moa_data.errors import TargetError
 from moa_data.moa.targets import bundle
-from moa_data.moa.targets.bundle import file_sha256, hash_target
-from moa_data.moa.targets.live import load_target_model
-from moa_data.tests.kit.models import write_target
+from moa_data.moa.targets.bundle import FrozenTarget, file_sha256, hash_target, save_target_bundle
+from moa_data.moa.targets.loading import load_target_model
+from moa_data.tests.kit.models import build_model, build_tokenizer, write_target
 
 
 @pytest.fixture
@@ -88,3 +89,17 @@ def test_consolidated_weights_beside_others_are_left_alone(tmp_path: Path, reads
     (folder / "model.safetensors").unlink()
     with pytest.raises(TargetError, match=r"consolidated\.safetensors"):
         hash_target(folder)  # by itself it would be the weights
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (7e4, torch.float16)])
+def test_a_bundle_with_values_that_are_not_finite_is_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    save_target_bundle(build_model(), build_tokenizer(None), tmp_path, 1)
+    file = tmp_path / bundle.FROZEN_FILE
+    weights = load_file(file)
+    weights["layers.3.mlp.up_proj.weight"][2, 3] = value
+    save_file(weights, file)
+    FrozenTarget.load(tmp_path, dtype=dtype)  # without that layer
+    with pytest.raises(
+        TargetError, match=r"1 values of layers\.3\.mlp\.up_proj\.weight \[64, 48\] are NaN or infinity"
+    ):
+        FrozenTarget.load(tmp_path, 1, dtype)

@@ -1,5 +1,7 @@
 """A causal run in pieces, or without a mask, equals one call with the mask of all tokens; and it holds less."""
 
+import importlib.metadata
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -8,15 +10,14 @@ from unittest.mock import MagicMock
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from moa_data.errors import MoaDataError, TargetError
+from moa_data.errors import TargetError
+from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.targets import live as target_module
-from moa_data.moa.targets import model_files
 from moa_data.moa.targets.cache import Buffers, TargetCache
 from moa_data.moa.targets.live import (
     Target,
-    load_target_model,
+    load_target_tokenizer,
     mark_moment,
     resolve_model_folder,
     seconds_between,
@@ -89,26 +90,6 @@ def test_a_mistyped_folder_is_not_only_a_failed_download(monkeypatch: pytest.Mon
         resolve_model_folder("models/nope")
 
 
-@pytest.mark.parametrize(("n_free", "way"), [(30_000, "In bfloat16 they take"), (10_000, "Free some memory")])
-def test_weights_that_do_not_fit_are_refused_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_free: int, way: str
-) -> None:
-    build_model("llama").save_pretrained(tmp_path)
-    n_bytes = sum(weight.numel() for weight in build_model("llama").parameters()) * 4
-    monkeypatch.setattr(target_module, "free_memory", lambda: n_bytes * n_free // 40_000)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
-    with pytest.raises(TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"):
-        load_target_model(tmp_path, torch.float32, "cpu")
-
-
-def test_weights_that_cannot_be_mapped_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a sparse file that is longer than what the process may address."""
-    build_model("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr(model_files, "safe_open", refuse(MemoryError("Cannot allocate memory (os error 12)")))
-    with pytest.raises(MoaDataError, match=r"model\.safetensors"):
-        load_target_model(tmp_path, torch.float32, "cpu")
-
-
 def test_each_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     event = MagicMock()
     monkeypatch.setattr(torch.cuda, "Event", event)
@@ -140,11 +121,46 @@ def test_a_batch_that_shrinks_keeps_one_buffer() -> None:
     assert [len(free) for free in shared.values()] == [1]
 
 
-def test_small_targets_decode_with_one_thread() -> None:
-    n_before = torch.get_num_threads()
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_small_targets_decode_with_one_thread_and_give_the_others_back(is_prepared: bool) -> None:
+    n_threads: list[int] = []
+    target, n_before = Target(build_model()), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        Target(build_model()).prepare()
-        assert torch.get_num_threads() == 1
+        if is_prepared:
+            target.prepare()
+        generate_batch(
+            target, [[5, 6, 7]], max_new_tokens=2, on_tokens=lambda *_: n_threads.append(torch.get_num_threads())
+        )
+        assert set(n_threads) == {1 if is_prepared else 2}
+        with pytest.raises(KeyError), target.threads():
+            raise KeyError
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(n_before)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "file"])
+def test_what_is_not_a_folder_is_called_what_it_is(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model"
+    os.mkfifo(path) if kind == "fifo" else path.touch()
+    with pytest.raises(TargetError, match="is a FIFO" if kind == "fifo" else "is a file"):
+        resolve_model_folder(str(path))
+
+
+@pytest.mark.parametrize(("content", "package"), [(b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\n", "tiktoken")])
+def test_the_package_that_reads_a_tokenizer_is_named(
+    tmp_path: Path, content: bytes, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("sentencepiece", "tiktoken"):
+            raise importlib.metadata.PackageNotFoundError
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(TargetError, match=f"pip install {package}"):
+        load_target_tokenizer(tmp_path)

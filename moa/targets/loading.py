@@ -1,0 +1,151 @@
+"""Loads the weights of a live target, and refuses those that do not fit its config.json or are not finite."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...errors import TargetError
+from ...files import parsing
+from ...machine import free_memory
+from ...text import format_bytes
+from . import bundle, families
+from .model_files import TensorHeader, check_finite, find_problems, read_config, read_header, read_json
+
+_ADVICE = "Correct config.json, or download the folder again."
+_SIZE_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "attention_bias",
+    "tie_word_embeddings",
+)  # fmt: skip
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Load the causal LM in evaluation mode.
+
+    Raises:
+        TargetError: the weights do not fit in the free memory, do not fit config.json, or are not finite.
+    """
+    config = families.load_target_config(folder)
+    headers = _read_headers(folder, config)
+    _check_memory(folder, headers, config, dtype, device)
+    with parsing(f"cannot load the weights of {folder}", TargetError):
+        try:
+            loaded: Any = families.model_loader(folder).from_pretrained(
+                folder, config=families.transformers_config(read_config(folder), folder), dtype=dtype,
+                attn_implementation=families.attention_of(config), output_loading_info=True, use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # so that these tensors are reported, and refused below
+            )  # fmt: skip
+        except RuntimeError as error:
+            # Transformers stacks experts, and does not say which ones it could not stack.
+            parts = Counter((_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items())
+            experts = [(n_tensors, *part) for part, n_tensors in parts.items() if ".experts." in part[0]]
+            if not experts or min(experts)[0] == max(experts)[0]:
+                raise
+            n_tensors, name, shape = min(experts)
+            raise TargetError(
+                f"{folder}: only {n_tensors:,} tensors {name} are {list(shape)}, so the experts cannot be stacked. "
+                f"{_ADVICE}"
+            ) from error
+    model, info = loaded
+    _check_fit(folder, headers, config, model, info)
+    frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    check_finite(frozen.state_dict(), folder, TargetError)
+    return frozen
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a target that can't be loaded, as far as its config.json and the headers of its weights tell."""
+    config = families.load_target_config(folder)
+    n_held, n_needed = _count_values(_read_headers(folder, config)), families.count_weights(config)
+    if n_held < n_needed:
+        raise _too_few(folder, n_held, n_needed)
+
+
+def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
+    """Read the shapes of all weights; refuse files that are damaged, or outside the folder."""
+    weights = bundle.weight_files(folder)
+    headers: dict[str, TensorHeader] = {}
+    for file in weights:
+        headers |= read_header(file, TargetError)
+    index = folder / "model.safetensors.index.json"
+    weight_map = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
+    names = [*weight_map.values()] if isinstance(weight_map, dict) else [weight_map]
+    names += [name for name in [getattr(config, "transformers_weights", None)] if name is not None]
+    known = {file.name for file in weights} | {index.name}
+    if wrong := [name for name in names if name not in known]:
+        raise TargetError(
+            f"{folder}: the weights are said to lie in {str(wrong[0])[:60]!r}, which is not a *.safetensors file of "
+            "the folder. Download it again."
+        )
+    return headers
+
+
+def _count_values(headers: Mapping[str, TensorHeader]) -> int:
+    return sum(math.prod(header.shape) for header in headers.values())
+
+
+def _too_few(folder: Path, n_held: int, n_needed: int) -> TargetError:
+    return TargetError(
+        f"{folder}: the weights hold {n_held:,} values, config.json calls for more than {n_needed:,}. {_ADVICE}"
+    )
+
+
+def _check_memory(
+    folder: Path, headers: Mapping[str, TensorHeader], config: Any, dtype: torch.dtype, device: str
+) -> None:
+    """Refuse weights for which there is no memory: the kernel would end the process without a word."""
+    n_held = _count_values(headers)
+    # Transformers allocates what config.json calls for before it reports the weights that are missing.
+    n_values = max(n_held, families.count_weights(config))
+    n_bytes = n_values * dtype.itemsize
+    free_bytes = {"host memory": free_memory()}  # the weights are read into it, whatever the device
+    if torch.device(device).type == "cuda":
+        free_bytes[device] = torch.cuda.mem_get_info(torch.device(device))[0]
+    for memory, n_free in free_bytes.items():
+        if n_free is None or n_bytes <= n_free:
+            continue
+        if n_values > n_held:
+            raise _too_few(folder, n_held, n_values)
+        narrow = n_values * torch.bfloat16.itemsize
+        advice = f"In bfloat16 they take {format_bytes(narrow)}." if narrow <= n_free else "Free some memory."
+        raise TargetError(
+            f"the weights of {folder} take {format_bytes(n_bytes)} in {str(dtype).removeprefix('torch.')}, and "
+            f"{format_bytes(n_free)} are free in {memory}. {advice}"
+        )
+
+
+def _check_fit(
+    folder: Path, headers: Mapping[str, TensorHeader], config: Any, model: Any, info: Mapping[str, Any]
+) -> None:
+    """Refuse weights that config.json has no place for, lacks, or gives another shape, by what transformers found."""
+    expected = model.state_dict()
+    stored = {name: value for name, value in expected.items() if name not in info["missing_keys"]}
+    for name, shape, _ in info["mismatched_keys"]:
+        stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
+    for name in sorted(info["unexpected_keys"]):
+        if not _is_for_drafting(name, config):
+            stored[name] = headers.get(name, TensorHeader((), None))  # transformers has renamed some
+    problem = find_problems(stored, expected)
+    head = model.get_output_embeddings().weight
+    if getattr(model.config, "tie_word_embeddings", False) and head is not model.get_input_embeddings().weight:
+        problem = problem or f"lm_head.weight {list(head.shape)} differs from the embeddings, which it is tied to"
+    if problem:
+        values = [f"{key} {getattr(config, key)}" for key in _SIZE_KEYS if getattr(config, key, None) is not None]
+        raise TargetError(
+            f"the weights of {folder} do not fit config.json: {problem}. config.json has {', '.join(values)}. {_ADVICE}"
+        )
+
+
+def _is_for_drafting(name: str, config: Any) -> bool:
+    """Whether a tensor belongs to layers after the last one, which predict further tokens and are not the target's."""
+    layer = _NUMBER.search(name)
+    n_drafting = getattr(config, "num_nextn_predict_layers", None) or 0
+    return layer is not None and 0 <= int(layer[0]) - config.num_hidden_layers < n_drafting

@@ -1,0 +1,170 @@
+"""A target whose weights and config.json disagree, or that holds values that are not finite, is refused by name."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from moa_data.errors import MoaDataError, TargetError
+from moa_data.moa.targets import loading, model_files
+from moa_data.moa.targets.families import load_target_config
+from moa_data.moa.targets.loading import load_target_model
+from moa_data.tests.kit.families import build_family
+from moa_data.tests.kit.hostile import change_json
+from moa_data.tests.kit.models import build_model
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+KEYS = "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a folder's file."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file({name: value.contiguous() for name, value in weights.items()}, file, {"format": "pt"})
+
+
+def refused(folder: Path, *texts: str, dtype: torch.dtype = torch.float32) -> None:
+    """Check that loading is refused in one line with all of the texts."""
+    with pytest.raises(TargetError) as caught:
+        load_target_model(folder, dtype, "cpu")
+    message = str(caught.value)
+    assert "\n" not in message
+    for text in texts:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({"vocab_size": 66}, (f"{EMBEDDINGS} has shape [67, 48], expected [66, 48]", "vocab_size 66")),
+        ({"vocab_size": 68}, (f"{EMBEDDINGS} has shape [67, 48], expected [68, 48]", "vocab_size 68")),
+        ({"num_key_value_heads": 4}, (f"{KEYS} has shape [24, 48], expected [48, 48]", "num_key_value_heads 4")),
+        ({"intermediate_size": 60}, (".mlp.gate_proj.weight has shape [64, 48], expected [60, 48]",)),
+        ({"num_hidden_layers": 3}, ("unexpected key model.layers.3.input_layernorm.weight [48]", "hidden_layers 3")),
+        ({"num_hidden_layers": 5}, ("missing key model.layers.4.", "num_hidden_layers 5")),
+        ({"attention_bias": True}, ("missing key model.layers.0.self_attn.q_proj.bias [48]", "attention_bias True")),
+        ({"tie_word_embeddings": True}, (f"{HEAD} [67, 48] differs from the embeddings", "tie_word_embeddings True")),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_the_weights(folder: Path, config: dict[str, Any], texts: tuple[str, ...]) -> None:
+    change_json(folder / "config.json", **config)
+    refused(folder, *texts)
+
+
+def test_weights_that_the_config_has_no_place_for(folder: Path) -> None:
+    change_weights(folder, lambda weights: weights.update({KEYS.replace("weight", "bias"): torch.zeros(24)}))
+    refused(folder, "unexpected key model.layers.0.self_attn.k_proj.bias [24]", "attention_bias False")
+
+
+def test_weights_that_are_missing(folder: Path) -> None:
+    change_weights(folder, lambda weights: weights.pop(HEAD))
+    refused(folder, f"missing key {HEAD} [67, 48]", "tie_word_embeddings False")
+
+
+def test_weights_in_several_files(folder: Path) -> None:
+    build_model("llama").save_pretrained(folder / "shards", max_shard_size="40KB")
+    assert len(list((folder / "shards").glob("*.safetensors"))) > 1
+    load_target_model(folder / "shards", torch.float32, "cpu")
+    change_json(folder / "shards/config.json", vocab_size=66)
+    refused(folder / "shards", f"{EMBEDDINGS} has shape [67, 48], expected [66, 48]")
+
+
+def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> None:
+    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(4)}
+    extra["model.layers.4.eh_proj.weight"] = torch.ones(2, 2)  # of a layer that predicts further tokens
+    change_weights(folder, lambda weights: weights.update(extra))
+    change_json(folder / "config.json", num_nextn_predict_layers=1)
+    load_target_model(folder, torch.float32, "cpu")
+    change_json(folder / "config.json", num_nextn_predict_layers=0)
+    refused(folder, "unexpected key model.layers.4.eh_proj.weight [2, 2]")
+
+
+def test_tied_weights_may_be_there_twice(folder: Path) -> None:
+    change_weights(folder, lambda weights: weights.update({HEAD: weights[EMBEDDINGS].clone()}))
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    load_target_model(folder, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("change", ["missing", "another shape"])
+def test_experts_that_cannot_be_stacked(tmp_path: Path, change: str) -> None:
+    build_family("mixtral").save_pretrained(tmp_path)
+    name = next(name for name in load_file(tmp_path / "model.safetensors") if ".experts.2." in name)
+
+    def damage(weights: dict[str, Tensor]) -> None:
+        value = weights.pop(name)
+        if change == "another shape":
+            weights[name] = value[:5]
+
+    change_weights(tmp_path, damage)
+    refused(tmp_path, name.replace("layers.0", "layers.*").replace("experts.2", "experts.*"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite(folder: Path, value: float) -> None:
+    def put(weights: dict[str, Tensor]) -> None:
+        weights[KEYS][2, 3] = value
+
+    change_weights(folder, put)
+    refused(folder, f"1 values of {KEYS} [24, 48] are NaN or infinity in float32")
+
+
+def test_values_that_overflow_in_float16(folder: Path) -> None:
+    def put(weights: dict[str, Tensor]) -> None:
+        weights[EMBEDDINGS][:, 3] = 7e4
+
+    change_weights(folder, put)
+    load_target_model(folder, torch.bfloat16, "cpu")
+    refused(folder, f"67 values of {EMBEDDINGS} [67, 48]", "--dtype bfloat16", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(("name", "dtype"), [("torch.bfloat16", torch.bfloat16), ("auto", None)])
+def test_dtypes_that_other_programs_write(folder: Path, key: str, name: str, dtype: Any) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(values | {key: name}))
+    assert load_target_config(folder).dtype == dtype
+    assert load_target_model(folder, torch.float32, "cpu").dtype == torch.float32
+
+
+def refuse(error: Exception) -> Callable[..., NoReturn]:
+    def refused(*args: Any, **options: Any) -> NoReturn:
+        raise error
+
+    return refused
+
+
+@pytest.mark.parametrize(("n_free", "way"), [(30_000, "In bfloat16 they take"), (10_000, "Free some memory")])
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_free: int, way: str
+) -> None:
+    build_model("llama").save_pretrained(tmp_path)
+    n_bytes = sum(weight.numel() for weight in build_model("llama").parameters()) * 4
+    monkeypatch.setattr(loading, "free_memory", lambda: n_bytes * n_free // 40_000)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"):
+        load_target_model(tmp_path, torch.float32, "cpu")
+
+
+def test_weights_that_cannot_be_mapped_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a sparse file that is longer than what the process may address."""
+    build_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(model_files, "safe_open", refuse(MemoryError("Cannot allocate memory (os error 12)")))
+    with pytest.raises(MoaDataError, match=r"model\.safetensors"):
+        load_target_model(tmp_path, torch.float32, "cpu")
