@@ -73,10 +73,10 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     )
     return (
         facts
-        | layout.layer_facts(weights, facts["head_dim"], "layers.0")
+        | layout.layer_facts(weights, facts["head_dim"], "layers.0", config)
         | {
             "n_layers": own.get("num_target_layers") or 0,
-            "block_layers": layout.count_layers(weights),
+            "block_layers": layout.count_layers(weights, config),
             "block_size": block,
             "mask_token": mask,
             "fused_layers": fused_layers,

@@ -100,12 +100,12 @@ def _eagle_notes(sizes: EagleSizes) -> list[str]:
     ] * sizes.eagle_input_norm
 
 
-def _read_sizes(weights: Weights, facts: dict[str, Any]) -> EagleSizes:
+def _read_sizes(weights: Weights, facts: dict[str, Any], config: ForeignConfig = layout.NO_CONFIG) -> EagleSizes:
     return EagleSizes.from_dict(
         facts
-        | layout.layer_facts(weights, facts["head_dim"], "layers.0")
+        | layout.layer_facts(weights, facts["head_dim"], "layers.0", config)
         | {
-            "eagle_layers": layout.count_layers(weights),
+            "eagle_layers": layout.count_layers(weights, config),
             "eagle_input_norm": "layers.0.input_layernorm.weight" in weights,
             "eagle_fc_bias": "fc.bias" in weights,
             "qkv_bias": "layers.0.self_attn.q_proj.bias" in weights,
@@ -115,7 +115,7 @@ def _read_sizes(weights: Weights, facts: dict[str, Any]) -> EagleSizes:
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     # A first norm in the file is an unexpected tensor, for the program would not run it.
-    return replace(_read_sizes(weights, layout.drafter_facts(config)), eagle_input_norm=False)
+    return replace(_read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False)
 
 
 EAGLE = Layout(
@@ -222,8 +222,10 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     }.items():
         if (value := own.get(name, config.get(name, plain))) not in (plain, None):
             raise DrafterError(f"config.json: {name} is {value!r}, and this EAGLE-3 knows {plain!r} alone.")
+    draft_vocabulary = layout.rows(weights, layout.LM_HEAD)
+    layout.check_size(config, "draft_vocab_size", draft_vocabulary, weights, layout.LM_HEAD)
     read = {
-        "draft_vocabulary": layout.rows(weights, "lm_head.weight"),
+        "draft_vocabulary": draft_vocabulary,
         "fused_layers": layout.read_layer_ids((own.get(key), 0), (config.get(key), 1)),
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
         "fc_norm": "fc_norm.0.weight" in weights or bool(config.get("fc_norm", False)),
@@ -231,7 +233,7 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "norm_before_fc": bool(own.get("norm_before_fc", config.get("norm_before_fc", False))),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
     }
-    return Eagle3Sizes.from_dict(facts | layout.layer_facts(weights, facts["head_dim"], "midlayer") | read)
+    return Eagle3Sizes.from_dict(facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read)
 
 
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
@@ -250,7 +252,7 @@ EAGLE3 = Layout(
     unfit=lambda sizes: ["the engines join 3 layers: give three fused_layers"] * (len(sizes.fused_layers) != 3),
     config=_eagle3_config,
     pack=lambda weights, sizes: {k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)},
-    unpack=lambda weights, sizes: _full_vocabulary(sizes) | weights,
+    unpack=lambda weights, sizes: _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size),
     own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM's name of the layer
     recognises=lambda names, config: (
         "fc.weight" in names and bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)

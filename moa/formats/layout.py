@@ -6,8 +6,10 @@ drafter and the other way; :mod:`.checkpoint` reads and writes folders by them.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -19,6 +21,7 @@ from ..targets.families import norm_eps, rope_parameters
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 Weights = dict[str, Tensor]  # tensors by name, of a file or of a drafter's state dict
 ForeignConfig = Mapping[str, Any]  # the content of a config.json that somebody else wrote
+NO_CONFIG: ForeignConfig = MappingProxyType({})
 
 
 def _unchanged(given: Any, sizes: Any = None) -> Any:
@@ -133,17 +136,44 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
     return facts
 
 
-def layer_facts(weights: Weights, head_dim: int, layer: str) -> dict[str, int]:
-    """Read the sizes of a decoder layer from the shapes of its tensors, whose names begin with ``layer``."""
-    return {
-        "self_attention_kv_heads": rows(weights, f"{layer}.self_attn.k_proj.weight") // head_dim,
-        "self_attention_mlp_width": rows(weights, f"{layer}.mlp.gate_proj.weight"),
-    }
+def layer_facts(weights: Weights, head_dim: int, layer: str, config: ForeignConfig = NO_CONFIG) -> dict[str, int]:
+    """Read the sizes of a decoder layer from the shapes of its tensors, whose names begin with ``layer``.
+
+    Refuses other sizes in the drafter's config.json.
+    """
+    keys, gate = f"{layer}.self_attn.k_proj.weight", f"{layer}.mlp.gate_proj.weight"
+    n_kv_heads, mlp_width = rows(weights, keys) // head_dim, rows(weights, gate)
+    check_size(config, "num_key_value_heads", n_kv_heads, weights, keys)
+    check_size(config, "intermediate_size", mlp_width, weights, gate)
+    return {"self_attention_kv_heads": n_kv_heads, "self_attention_mlp_width": mlp_width}
 
 
-def count_layers(weights: Weights) -> int:
-    """Count the numbered layers of a file."""
-    return len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, name: str) -> None:
+    """Refuse another value of a key of config.json, if it is there, than the size that a tensor has."""
+    if (value := config.get(key)) is not None and value != size:
+        raise DrafterError(
+            f"config.json has {key} {str(value)[:60]}, and by {name} {list(weights[name].shape)} it is {size}; restore "
+            "the checkpoint's own."
+        )
+
+
+def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
+    """Count the numbered layers of a file; refuses another number in the drafter's config.json."""
+    names = [name for name in weights if name.startswith("layers.")]
+    n_layers = len({name.split(".")[1] for name in names})
+    if names:
+        check_size(config, "num_hidden_layers", n_layers, weights, max(names))
+    return n_layers
+
+
+def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
+    """Add ``t2d``, which marks the draft tokens in the target's vocabulary, to a file that has ``d2t`` alone."""
+    if "d2t" in weights and "t2d" not in weights:
+        tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
+        marked = torch.zeros(n_tokens, dtype=torch.bool)
+        marked[tokens.clamp(0, n_tokens - 1)] = True  # others are refused with the drafter's weights
+        return weights | {"t2d": marked}
+    return weights
 
 
 def rows(weights: Weights, name: str) -> int:

@@ -127,6 +127,7 @@ def _read_block(weights: Weights, config: ForeignConfig) -> Any:
 
 def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     """Spread the Markov head's rows of draft tokens over the vocabulary; the logits of all others are cut off."""
+    weights = layout.with_draft_vocabulary(weights, sizes.vocab_size)
     own = {name: value for name, value in weights.items() if name != "d2t"}
     if "d2t" in weights:
         offsets, head = weights["d2t"], "markov_head.markov_w2.weight"

@@ -418,6 +418,67 @@ def test_keys_of_eagle3_that_change_the_computation_are_heeded(
         load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
+@pytest.mark.parametrize("name", ["eagle3", "speculators-eagle3"])
+def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer: str) -> None:
+    """As NVIDIA's Model-Optimizer does, whose layer is numbered."""
+    model = build_model()
+    drafter = build("eagle3", model, draft_vocabulary=3)
+    drafter.d2t.copy_(torch.tensor([1, 3, 7]))
+    drafter.t2d.zero_()[[1, 4, 9]] = True
+    write(drafter, name, tmp_path, model)
+    without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["t2d"]
+    write_weights(tmp_path, {key.replace("midlayer.", layer): value for key, value in weights.items()})
+    assert torch.equal(load_drafter(tmp_path).state_dict()["t2d"], drafter.t2d)
+    write_weights(tmp_path, weights | {"d2t": torch.tensor([1, 4, 65])})  # token ids in the place of offsets
+    with pytest.raises(DrafterError, match="it holds offsets"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *(("eagle", key) for key in ("num_key_value_heads", "intermediate_size", "num_hidden_layers")),
+        *(("eagle3", key) for key in ("num_key_value_heads", "intermediate_size", "draft_vocab_size")),
+        *(("dflash", key) for key in ("num_key_value_heads", "intermediate_size", "num_hidden_layers")),
+    ],
+)
+def test_sizes_of_the_config_must_be_those_of_the_weights(tmp_path: Path, name: str, key: str) -> None:
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    size = without_own_key(tmp_path)[key]
+    load_drafter(tmp_path)
+    without_own_key(tmp_path, **{key: 2 * size})
+    with pytest.raises(DrafterError, match=rf"config\.json has {key} {2 * size}, and by .* \[.*\] it is {size}"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["own", *LAYOUTS])
+def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, value: float) -> None:
+    model = build_model()
+    drafter = build("moa" if name == "own" else name, model)
+    tensor = next(iter(drafter.parameters()))
+    tensor.data.view(-1)[0] = value
+    if name == "own":
+        save_drafter(drafter, tmp_path)
+    else:
+        write(drafter, name, tmp_path, model)
+    with pytest.raises(DrafterError, match=r"values of .* \[\d+.*\] are NaN or infinity in float32"):
+        load_drafter(tmp_path)
+
+
+def test_values_that_overflow_in_float16_are_named(tmp_path: Path) -> None:
+    drafter = build_drafter(build_model())
+    drafter.kv_to_hidden.weight.data[0, 0] = 7e4
+    save_drafter(drafter, tmp_path)
+    load_drafter(tmp_path, torch.bfloat16)
+    with pytest.raises(DrafterError, match=r"1 values of kv_to_hidden\.weight .*--dtype bfloat16"):
+        load_drafter(tmp_path, torch.float16)
+
+
 @pytest.mark.parametrize(
     ("d2t", "marked"),
     [
