@@ -603,6 +603,11 @@ class StoreDataModule(L.LightningDataModule):
                 f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "
                 f"{config.data.batch_size}; extract more or lower --batch-size."
             )
+        if not responses[train].any():
+            raise TrainingError(
+                f"{store.path}: the response masks of all {len(train)} training sequences are zero, so there is "
+                "nothing to learn. Make the store from chats with answers."
+            )
         needed_fields(store, config)
         self.steps_per_epoch = len(train) // config.data.batch_size
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)

@@ -97,6 +97,8 @@ class DrafterModule(L.LightningModule):
         self._frozen = [frozen]  # in a list, so that it is not a submodule
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
+        # Whether all activations of the step, or of the validation, are finite; a tensor on the device.
+        self._are_finite: Any = True
         self._validation: dict[int, list[float]] = {}
 
     @property
@@ -139,19 +141,34 @@ class DrafterModule(L.LightningModule):
             return self.drafter.objective(self.frozen, step)
 
     def _cast(self, inputs: TrainingInputs) -> TrainingInputs:
-        """Cast hidden states to the drafter's dtype, in place."""
+        """Cast hidden states to the drafter's dtype, in place, and note whether all activations are finite."""
+        for values in (inputs.kv, inputs.hidden, inputs.entering_hidden, *inputs.layer_outputs):
+            if values is not None:
+                # Without waiting for the device. The extremes are NaN if any value is.
+                self._are_finite = self._are_finite & torch.stack(values.aminmax()).isfinite().all()
         # KV is cast where it is read, in parts.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         inputs.layer_outputs = tuple(states.to(self.drafter.dtype) for states in inputs.layer_outputs)
         return inputs
 
+    def _refuse_inputs_not_finite(self) -> None:
+        """Refuse activations that hold NaN or infinity; waits for the device."""
+        are_finite = bool(self._are_finite)
+        self._are_finite = True
+        if not are_finite:
+            raise TrainingError(
+                f"the store holds NaN or infinity in a sequence that was read for step {self.global_step}. "
+                f"`moa-data verify {self.config.store}` names what is damaged; extract it again."
+            )
+
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the global norm, and refuse a gradient that is not finite."""
+        """Clip the global norm, and refuse activations and gradients that are not finite."""
         # Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
+        self._refuse_inputs_not_finite()
         # 16-mixed has overflows, and skips those steps. Asked once a step, because each answer waits for the device.
         if self.trainer.precision_plugin.precision != "16-mixed" and not norm.isfinite():
             self._refuse_gradients_not_finite()
@@ -164,7 +181,7 @@ class DrafterModule(L.LightningModule):
         if bad:  # none where only the norm of finite gradients overflows: clipping then makes them 0
             raise TrainingError(
                 f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
-                "lower --learning-rate or use --precision 32-true."
+                "lower --learning-rate, use --precision 32-true, or look for NaN in the store with `moa-data verify`."
             )
 
     def on_validation_epoch_start(self) -> None:
@@ -179,6 +196,7 @@ class DrafterModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics, over the batches of all devices, which are the same on each device."""
+        self._refuse_inputs_not_finite()
         # float64, which holds counts exactly: the sums are those of one device, to the last bit.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:

@@ -250,6 +250,11 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
         if progress:
             progress(row + 1, len(paths), "read tokens")
     source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
+    if not any(n_response):
+        raise DatasetError(
+            f"the loss masks of all {len(paths)} files are zero, so there is nothing to learn from them, such as "
+            f"{paths[0]}. Make the files again with the masks of the answers."
+        )
     columns = {"sequence_id": text_column(rows), "source_row": column(np.array(source_rows, np.int64))}
     counts = {"n_tokens": n_tokens, "n_response_tokens": n_response}
     return pa.table(columns | {name: column(np.array(values, np.int32)) for name, values in counts.items()})

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
-from moa_data.errors import RunWarning
+from moa_data.errors import RunWarning, TrainingError
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import SIZES, assert_same_weights, run
 from moa_data.trainer import step as step_module
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import StoreDataModule, draw, rows_of
+from moa_data.trainer.data import BatchReader, StoreDataModule, draw, rows_of
 from moa_data.trainer.fit import build_module, plan_run, read_metrics
 from moa_data.trainer.muon import Muon, orthogonalize
 from moa_data.trainer.step import Choice, DrafterModule, Trial, recomputed_layers
@@ -229,3 +231,46 @@ def test_blocks_of_rows_are_orthogonalised_each() -> None:
     # The first Nesterov direction is a multiple of the gradient, and orthogonalising ignores the scale.
     for block, grad in zip(weight.detach().split(8), weight.grad.split(8), strict=True):
         torch.testing.assert_close(-block, orthogonalize(grad[None])[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("field", ["hidden", "kv", "layer_outputs", "entering_hidden"])
+def test_activations_that_are_not_finite_end_a_step_and_a_validation(store_of_all: Path, field: str) -> None:
+    module, data = module_of(store_of_all, "eagle")
+    inputs = data.longest_sequence()
+    module._cast(replace(inputs))
+    module._refuse_inputs_not_finite()
+    values = inputs.hidden.clone()
+    values[0, 1, 2] = math.inf
+    changes: dict[str, Any] = {field: (values,) if field == "layer_outputs" else values}
+    module._cast(replace(inputs, **changes))
+    module._cast(replace(inputs))  # a micro-batch after it
+    with pytest.raises(TrainingError, match="NaN or infinity"):
+        module._refuse_inputs_not_finite()
+
+
+@pytest.mark.parametrize("is_validation", [False, True])
+def test_a_store_with_values_that_are_not_finite_is_not_trained_on(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_validation: bool
+) -> None:
+    read = BatchReader.batch
+
+    def damaged(
+        reader: BatchReader, sequences: Any, lengths: Any, draws: Any, response: Any = None, **facts: Any
+    ) -> Any:
+        batch = read(reader, sequences, lengths, draws, response, **facts)
+        if (response is None) == is_validation and facts:
+            batch.inputs.hidden[0, 0, 0] = math.nan
+        return batch
+
+    monkeypatch.setattr(BatchReader, "batch", damaged)
+    with pytest.raises(TrainingError, match="moa-data verify"):
+        run(store_path, tmp_path / "run", drafter="eagle", max_steps=1)
+
+
+def test_masks_that_are_zero_everywhere_are_refused(store_path: Path) -> None:
+    table = ActivationStore(store_path).sequences
+    column = table.schema.get_field_index("n_response_tokens")
+    zeros = pa.array([0] * table.num_rows, pa.int32())
+    store: Any = SimpleNamespace(path=store_path, sequences=table.set_column(column, "n_response_tokens", zeros))
+    with pytest.raises(TrainingError, match="response masks of all"):
+        StoreDataModule(store, TrainConfig.of(store=str(store_path), out="unused", batch_size=8))

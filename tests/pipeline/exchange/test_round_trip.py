@@ -282,6 +282,16 @@ def test_a_bad_file_is_named(
     assert not (tmp_path / "evil-was-run").exists()
 
 
+def test_files_whose_masks_are_zero_everywhere_are_refused(target: Path, tmp_path: Path) -> None:
+    folder = official_eagle(tmp_path / "data")
+    for path in folder.rglob("*.ckpt"):
+        record = torch.load(path, weights_only=True)
+        torch.save(record | {"loss_mask": torch.zeros_like(record["loss_mask"])}, path)
+    with pytest.raises(DatasetError, match="loss masks of all"):
+        bring_in(folder, "eagle", target, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
 def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path: Path) -> None:
     folder = export(store, "specforge", tmp_path / "gz", max_sequences=2)
     path = folder / "rows_0-2000" / "data_1.ckpt.gz"
