@@ -9,6 +9,7 @@ measures them.
 """
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional, TypeVar
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...machine import free_memory
+from ...text import first_line, format_bytes
 
 _FEWEST_VALUES = 1 << 15  # of fewer values a product takes no longer than asking what to do with it
 _ROWS = 8  # that oneDNN's layout is for; with fewer and with more it is nearly as fast
@@ -27,7 +29,11 @@ _SMALLEST_NORMAL = 2.0**-14  # of float16, which below it has ever fewer digits
 # rounds in a product of some thousand values. Drafts may be rounded to float16's eleven digits.
 _MAX_ERROR, _MAX_DRAFT_ERROR = 2.0**-19, 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
-_HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
+try:
+    _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
+except (RuntimeError, AttributeError):  # a PyTorch without FBGEMM, whose functions then run without TorchScript
+    _HALVES = object
+_LOG = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -83,8 +89,12 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
     """
     found = (one for one in module.modules() if isinstance(one, nn.Linear))
     layers = [one for one in found if type(one) in (nn.Linear, PackedLinear) and _takes(one)]
-    n_free = free_memory()
-    if n_free is not None and 2 * sum(layer.weight.nbytes for layer in layers) > n_free:
+    n_free, n_bytes = free_memory(), 2 * sum(layer.weight.nbytes for layer in layers)
+    if n_free is not None and n_bytes > n_free:
+        _LOG.warning(
+            "decoding is slower than it could be: copies of the weights for this CPU take %s, and %s are free",
+            format_bytes(n_bytes), format_bytes(n_free),
+        )  # fmt: skip
         return
     for layer in layers:
         layer.__class__ = PackedLinear
@@ -173,6 +183,14 @@ def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> 
     x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
     try:
         with torch.inference_mode():
-            return torch.allclose(product(x, lay_out(weight, bias)), F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
-    except (RuntimeError, AttributeError, TypeError):
-        return False
+            found = product(x, lay_out(weight, bias))
+            if torch.allclose(found, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2):
+                return True
+        problem = "its products are wrong"
+    except (RuntimeError, AttributeError, TypeError) as error:
+        problem = first_line(error)
+    _LOG.warning(
+        "decoding is slower than it could be: PyTorch %s has no fast products of %s weights here (%s)",
+        torch.__version__, str(dtype).removeprefix("torch."), problem,
+    )  # fmt: skip
+    return False

@@ -1,6 +1,7 @@
 """Linear layers with weights laid out for a CPU give what PyTorch's give, and follow weights that change in place."""
 
 import copy
+import importlib.util
 import pickle
 
 import pytest
@@ -171,3 +172,37 @@ def test_what_gains_nothing_is_left(products: list[int], monkeypatch: pytest.Mon
 def test_without_torchscript_functions_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.jit, "script")
     assert packed.scripted(copy.copy) is copy.copy
+
+
+def test_a_pytorch_without_fbgemm_can_train_and_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*args: object) -> None:
+        raise RuntimeError("Tried to instantiate class 'quantized.LinearPackedParamsBase', but it does not exist!")
+
+    monkeypatch.setattr(torch.classes, "quantized", type("Classes", (), {"__getattr__": absent})(), raising=False)
+    monkeypatch.setattr(torch.ops, "quantized", type("Operations", (), {"__getattr__": absent})(), raising=False)
+    spec = importlib.util.spec_from_file_location(packed.__name__, packed.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    layer, x = nn.Linear(256, 256).requires_grad_(False), torch.randn(6, 256)
+    expected = layer(x)
+    again.pack(layer)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_cannot_be_packed_are_logged(
+    products: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed, "free_memory", lambda: 0)
+    pack(linear())
+
+    def fail(weight: Tensor, bias: Tensor) -> Laid:
+        raise RuntimeError("no such operation")
+
+    assert not packed._is_right(fail, torch.float32)
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.split(":")[0] for text in texts] == ["decoding is slower than it could be"] * 2
+    assert "0 B are free" in texts[0]
+    assert "no such operation" in texts[1]
