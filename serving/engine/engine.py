@@ -110,7 +110,10 @@ class Engine:
         self._runner = Runner(target, options.target_ms / 1000)
         if problem := self._problem():
             raise TargetError(f"{target.config.model_type} can't be served: {problem}.")
-        self._speculations = {name: Speculation(target, drafter, shape) for name, drafter in self.drafters.items()}
+        self._speculations = {
+            name: Speculation(self._runner.frozen(drafter.config.target_layer_inference), drafter, shape)
+            for name, drafter in self.drafters.items()
+        }
         self._sequences: dict[int, Sequence] = {}
         self._mail: deque[Callable[[], None]] = deque()  # what other threads want done at the next step
         self._ids, self._counts, self._lock = itertools.count(1), Counts(), threading.Lock()

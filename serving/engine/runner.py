@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...moa.nn.masks import to_device
+from ...moa.targets.bundle import FrozenTarget
 from ...moa.targets.families import family_of, layer_windows, text_model
 from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
@@ -65,6 +66,10 @@ class Runner:
         self._body, self._head = text_model(self._model), self._model.get_output_embeddings()
         self._is_joined = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
         self._windows, self._n_heads = layer_windows(target.config), target.sizes["n_heads"]
+
+    def frozen(self, n_layers: int) -> FrozenTarget:
+        """Make the weights that drafters need of the target, with the LM head as it is packed here."""
+        return FrozenTarget.from_model(self._model, n_layers)
 
     @contextlib.contextmanager
     def threads(self, n_tokens: int) -> Iterator[None]:

@@ -24,7 +24,7 @@ from ...moa.decoding.tree import TreeShape
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.caches import stacked
 from ...moa.nn.masks import to_device
-from ...moa.targets.live import Target
+from ...moa.targets.bundle import FrozenTarget
 from .pool import BLOCK_TOKENS, PooledKV
 from .runner import Output
 from .scheduler import Scheduled
@@ -37,9 +37,9 @@ _MAX_CATCH_UP = 64
 class Speculation:
     """One drafter and its caches of all sequences that name it; no shape means ``auto``."""
 
-    def __init__(self, target: Target, drafter: Drafter, shape: TreeShape | None) -> None:
+    def __init__(self, frozen: FrozenTarget, drafter: Drafter, shape: TreeShape | None) -> None:
         self.drafter = drafter
-        self._proposer = DrafterProposer(target, drafter)
+        self._proposer = DrafterProposer(frozen, drafter)
         max_depth = self._proposer.max_depth
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe

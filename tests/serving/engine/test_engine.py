@@ -152,6 +152,25 @@ def test_small_calls_take_one_thread(target: Target, monkeypatch: pytest.MonkeyP
     assert found == [2, 1, 1]
 
 
+def test_drafts_use_the_packed_lm_head_of_the_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packed._works(torch.float32):
+        pytest.skip("this machine gains nothing by the layout")
+    monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
+    rows: list[int] = []
+    real = packed.product
+
+    def counted(x: torch.Tensor, laid: packed.Laid) -> torch.Tensor:
+        rows.append(x.shape[:-1].numel())
+        return real(x, laid)
+
+    drafter = build_drafter(target.model)
+    frozen = Engine(target, {"a": drafter})._speculations["a"]._proposer.frozen
+    monkeypatch.setattr(packed, "product", counted)
+    with torch.inference_mode():
+        frozen.logits(torch.randn(5, target.sizes["hidden_size"]))
+    assert rows == [5]
+
+
 BLOCK: dict[str, Any] = {"block_layers": 1, "block_size": 7}
 SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in ("moa", "eagle", "eagle3", "glide", "independent")},
