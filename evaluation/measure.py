@@ -214,7 +214,7 @@ def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 
 
 def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]:
     try:
-        return prompt_tokens(target.template, history, prompt.tools, prompt.system)
+        return prompt_tokens(target.template, history, prompt.tools)
     except PromptUnusable:
         raise
     except TemplateError as error:

@@ -31,7 +31,6 @@ class Prompt:
     category: str
     turns: tuple[tuple[Message, ...], ...]  # for each answer, the messages after the answer before
     tools: tuple[dict[str, Any], ...] | None = None  # JSON schemas of those that the target may call
-    system: str = ""  # text of the system column, which the chat template has to show
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def _chat_prompt(row: dict[str, Any], where: str, prompt_id: str, category: str)
         messages = messages[:-1]
     if not messages:
         raise DatasetError(f"{where}: nothing comes before the assistant's message; correct the line.")
-    return Prompt(prompt_id, category, (messages,), None if chat.tools is None else tuple(chat.tools), chat.system)
+    return Prompt(prompt_id, category, (messages,), None if chat.tools is None else tuple(chat.tools))
 
 
 def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable[Prompt]:

@@ -9,15 +9,17 @@ that lack a key of another row, and copies everything into its cache.
 """
 
 import hashlib
+import io
 import json
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -50,7 +52,6 @@ _SHARD_NUMBER = re.compile(r"(?:[-_. ]?(?:part|shard|chunk))?[-_. ]?\d+(?:[-_ ]o
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH_BYTES = 1 << 20
 _READ_ROWS = 1024
-_CHAT_COLUMNS = ("messages", "conversations", "tools", "functions")
 
 
 def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None, int]:
@@ -314,8 +315,8 @@ def _arrow_row(batch: pa.RecordBatch) -> Any:
 
 def _without_nulls(row: Any) -> Any:
     """Drop keys that Arrow added: its structs have the keys of all rows, and a null where a row lacks one."""
-    found = [name for name in _CHAT_COLUMNS if isinstance(row.get(name), (list, Mapping))]
-    return row | {name: _drop_nulls(row[name]) for name in found} if found else row
+    # Any column may hold the chat, or a part of it; see Columns.
+    return {name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value for name, value in row.items()}
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -327,7 +328,8 @@ def _drop_nulls(value: Any) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Read one JSON value; an UnreadableRow where it is none, or none that Python can hold."""
     try:
-        return json.loads(text)
+        # json.loads guesses the encoding of bytes, and a damaged line must not be read as UTF-16.
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except ValueError as error:  # also UnicodeDecodeError, and whole numbers of thousands of digits
         return UnreadableRow(f"no JSON: {first_line(error)}")
     except RecursionError:
@@ -336,7 +338,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def _read_json(path: Path) -> Iterator[Any]:
     """Read a list of rows, an object whose `data` is one, or JSON lines under the wrong suffix."""
-    content = parse_json(path.read_bytes())
+    with _open_json(path) as stream:
+        content = parse_json(stream.read())
     if isinstance(content, UnreadableRow):
         yield from read_jsonl(path)
         return
@@ -345,12 +348,32 @@ def _read_json(path: Path) -> Iterator[Any]:
     yield from content if isinstance(content, list) else [content]
 
 
+@contextmanager
+def _open_json(path: Path) -> Iterator[IO[Any]]:
+    """Open a file of JSON: for bytes if it is in UTF-8, for text if in UTF-16 or UTF-32, as PowerShell and Excel write.
+
+    A damaged character makes one row of UTF-8 unreadable, and all that follows it in the other encodings.
+    """
+    with path.open("rb") as stream:
+        encoding = json.detect_encoding(stream.read(4))
+        stream.seek(0)
+        if encoding in ("utf-8", "utf-8-sig"):
+            yield stream
+            return
+        try:
+            yield io.TextIOWrapper(stream, encoding, newline="\n")
+        except UnicodeError as error:
+            raise DatasetError(
+                f"{path} begins like {encoding}, but it is not ({first_line(error)}). Convert it to UTF-8."
+            ) from error
+
+
 def read_jsonl(path: Path) -> Iterator[Any]:
     """Yield the values of a file of JSON lines, empty ones left out; an UnreadableRow for a line that is no JSON."""
-    with path.open("rb") as stream:
+    with _open_json(path) as stream:
         while line := stream.readline(MAX_ROW_BYTES):
-            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-                while (rest := stream.readline(_HASH_BYTES)) and not rest.endswith(b"\n"):
+            if len(line) == MAX_ROW_BYTES and line[-1:] not in ("\n", b"\n"):
+                while (rest := stream.readline(_HASH_BYTES)) and rest[-1:] not in ("\n", b"\n"):
                     pass
                 yield UnreadableRow(f"a line of more than {MAX_ROW_BYTES:,} bytes")
             elif line.strip():

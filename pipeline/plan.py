@@ -36,7 +36,7 @@ from ..moa.targets import families
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.model_files import read_config
-from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_text
+from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate, parse_template_arguments, template_source
 from ..storage.backend import names_in, open_path, read_file
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import committed_bytes, has_parts
@@ -72,16 +72,23 @@ class ExtractPlan(WritePlan):
     texts_origin: Mapping[str, Any] | None = field(repr=False)
     keeps_texts: bool  # whether the output folder holds them
     dataset: str  # the dataset, and which split and files of it were read, as text
+    ends_last_turn: bool  # whether the chat template writes an end of turn after the last message of a chat
 
     def rows_read(self) -> list[str]:
         """Return lines about the rows of the dataset."""
         counts = self.sequences
         rows = counted(counts.n_rows, "row")
-        return [
+        lines = [
             f"dataset      {self.dataset}: {rows} read",
             f"rejected     {counts.n_rejected:,} of {rows}, {counted(counts.n_duplicates, 'duplicate')} left out",
             *counts.rejection_lines(),
         ]
+        if not self.ends_last_turn:
+            lines.append(
+                "end of turn  The chat template writes none after the last answer of a chat, so drafters learn the end "
+                "of an answer from the turns before it alone."
+            )
+        return lines
 
     def describe(self) -> str:
         """Return the plan as text."""
@@ -184,6 +191,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         texts_origin=origin,
         keeps_texts=kept is not None,
         dataset=source.describe(),
+        ends_last_turn=template.ends_last_turn,
     )
 
 
@@ -367,7 +375,7 @@ def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
         if (folder / name).is_file():
             digest.update(f"{name}\0".encode())
             digest.update(hashlib.sha256((folder / name).read_bytes()).digest())
-    template = hashlib.sha256(template_text(tokenizer).encode()).hexdigest()
+    template = hashlib.sha256(template_source(tokenizer).encode()).hexdigest()
     return {"tokenizer.sha256": digest.hexdigest(), "template.sha256": template}
 
 

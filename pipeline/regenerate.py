@@ -72,7 +72,6 @@ class Row:
     reason: str = ""  # why the row is rejected, or its later turns were not answered; empty where all were
     detail: str = ""
     turns: list[list[Message]] = field(default_factory=list)  # before each answer to come, after the one before it
-    system: str = ""  # text that the chat template has to show
     prompt: list[Message] = field(default_factory=list)  # the messages of the turn that is being asked
 
     @classmethod
@@ -97,7 +96,7 @@ class Row:
                 turns.append([])
             elif len(turns) == 1:
                 return cls(row, reason=LossReason.NO_QUESTION.value)
-        return cls(row, turns=[turn for turn in turns if turn], system=chat.system)
+        return cls(row, turns=[turn for turn in turns if turn])
 
     def begin_turn(self) -> bool:
         """Set the prompt of the next turn; False where the chat has ended."""
@@ -367,7 +366,7 @@ class LocalTarget:
     def _prompt(self, row: Row) -> list[int]:
         """Return the tokens of a prompt; none where the chat ends before it."""
         try:
-            tokens = prompt_tokens(self._template, row.prompt, None, row.system)
+            tokens = prompt_tokens(self._template, row.prompt)
         except TemplateError as error:
             row.end(LossReason.UNUSABLE_PROMPT, str(error))
             return []
@@ -395,7 +394,7 @@ class LocalTarget:
         """Reject what `extract` would: a template may refuse the target's own answers, or rewrite them."""
         if row.messages:
             length = self._config.questions.max_length
-            found = tokenize_chat(self._template, row.messages, length, None, row.system)
+            found = tokenize_chat(self._template, row.messages, length)
             if isinstance(found, Rejection):
                 return Row(row.row, reason=found.reason.value, detail=printable(found.detail))
         return row

@@ -47,7 +47,7 @@ Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
 _COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
 _COUNTS_KEY, _ORIGIN_KEY = b"counts", b"origin"
-_ORIGIN_VERSION = 1  # part of the origin; raise it when a change of the code makes equal chats give other tokens
+_ORIGIN_VERSION = 2  # part of the origin; raise it when a change of the code makes equal chats give other tokens
 
 
 @dataclass
@@ -179,7 +179,7 @@ def read_sequences(
     for row, (chat, asked_the_time) in enumerate(results):
         source.count_row()
         sequences.n_rows += 1
-        template.asked_the_time |= asked_the_time
+        sequences.asked_the_time |= asked_the_time
         if isinstance(chat, Rejection):
             sequences.reject(row, chat)
         else:
@@ -192,7 +192,8 @@ def read_sequences(
             break
     if progress:
         progress(total, total, "tokenise")
-    sequences.asked_the_time, sequences.dataset_sha256 = template.asked_the_time, source.identity()
+    sequences.asked_the_time |= template.asked_the_time
+    sequences.dataset_sha256 = source.identity()
     return sequences
 
 
@@ -284,7 +285,7 @@ def tokenize_row(
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
-    return tokenize_chat(template, chat.messages, max_length, chat.tools, chat.system)
+    return tokenize_chat(template, chat.messages, max_length, chat.tools)
 
 
 def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:

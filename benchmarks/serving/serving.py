@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         drafters["drafter"] = load_drafter(options.drafter, target.model.dtype, target.device)
         check_drafter_matches(drafters["drafter"], target)
     chats = load_prompts(options.prompts, options.sessions).prompts
-    prompts = [prompt_tokens(target.template, list(chat.turns[0]), chat.tools, chat.system) for chat in chats]
+    prompts = [prompt_tokens(target.template, list(chat.turns[0]), chat.tools) for chat in chats]
     found: dict[str, Any] = {"n_threads": torch.get_num_threads(), "prompt_tokens": [len(p) for p in prompts]}
     for work in (Work.PLAIN, Work.SPECULATE) if drafters else (Work.PLAIN,):
         engine = Engine(target, drafters, EngineOptions())

@@ -1,7 +1,11 @@
-"""Turns rows of a dataset into chats (messages, and the tools that they may call), or rejects them with a reason."""
+"""Turns rows of a dataset into chats (messages, and the tools that they may call), or rejects them with a reason.
+
+This file decides what becomes of every key of a row, of a message and of a part. A piece of the chat is kept, or the
+row is rejected; it never disappears. Whether the chat template then shows each piece is checked in chat_tokens.py.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -12,9 +16,24 @@ ROLES = {
     "system": "system", "tool": "tool", "user": "user", "human": "user", "prompter": "user",
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # fmt: skip
+_MESSAGE_COLUMNS = ("messages", "conversations")
+_TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# Keys that some datasets keep beside a message's content; few templates render them, and none says which.
-_UNREAD_KEYS = ("reasoning_content", "reasoning", "thinking", "refusal")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Columns that hold more of the chat than its messages, which no text-only target can be given.
+_UNREAD_COLUMNS = ("documents", "chat_template_kwargs", *_MEDIA)
+# Keys that some datasets keep beside a message's content. Few templates render them, and none says which it does.
+_UNREAD_KEYS = ("reasoning_content", "reasoning", "thinking", "refusal", "train_detail", *_MEDIA)
+# Marks of a message that say whether it is trained on, as OpenAI, axolotl, ms-swift, xtuner and others name them.
+_TRAIN_MARKS = (
+    "weight", "train", "trainable", "training", "train_on_turn", "loss", "loss_mask", "loss_weight", "loss_scale",
+)  # fmt: skip
+_SKIP_MARKS = ("mask", "masked", "ignore", "ignore_loss", "no_loss", "skip_loss", "exclude")
+_TRAIN_VALUES = ("1", "1.0", "true", "yes")  # values of a train mark, as lower-case text, that ask for training
+_UNTRAINED_ROLES = ("user", "system")  # roles that the `mask` column of NeMo's chats may name
+_MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *_UNREAD_KEYS}
+_OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")  # keys of a call that would hold its arguments
+_PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
 
 
 class RejectReason(StrEnum):
@@ -32,12 +51,13 @@ class RejectReason(StrEnum):
     MALFORMED_TOOL_CALLS = "tool_calls is no list of calls with a name and an object of arguments"
     MALFORMED_SYSTEM = "the system column is no text"
     CONTENT_NOT_READ = "the chat has content that is not read, such as reasoning beside an answer"
+    MARKED_UNTRAINED = "an answer is marked as not to be trained on"
     TWO_SYSTEM_TEXTS = "the system column and the system message differ"
     NO_UNICODE = "a text holds half a surrogate pair, which no tokenizer takes"
     TOO_LONG = "the chat has more characters than any context holds"
     SPECIAL_TOKEN_IN_CONTENT = "a message contains a special token of the tokenizer"
     TEMPLATE_FAILED = "the chat template refuses the chat"
-    NOT_SHOWN = "the chat template leaves out the tools, a tool call or the system column"
+    NOT_SHOWN = "the chat template leaves out a part of the chat, or writes it twice"
     TEMPLATE_REWRITES_RESPONSE = "the chat template rewrites the response"
     NO_RESPONSE_TOKENS = "no response token"
     TRUNCATED_AWAY = "every response lies beyond max_length"
@@ -63,95 +83,201 @@ class UnreadableRow:
 class Chat:
     """The chat of one row.
 
-    A message has a role (system, user, assistant or tool) and a content, the text unchanged; where the row has them
-    also name, tool_call_id and tool_calls, whose arguments are objects.
+    A message has a role (system, user, assistant or tool) and a content: the text unchanged, or the list of its text
+    parts. Where the row has them it also has tool_calls, whose arguments are objects, and any other keys.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None  # JSON schemas of those that the assistant may call
-    system: str = ""  # the text of the row's system column, which is the first message's content as well
 
 
 def parse_chat(row: Any) -> Chat | Rejection:
-    """Read the chat of one row, which needs a message of the assistant.
+    """Read the chat of one row as training data, which needs a message of the assistant.
 
-    ``row``: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
-    optionally `tools` and `system` (a text). Messages and tools may be lists, or the JSON of lists.
+    Keys of a message that are not known here are kept, because the chat template may show them. Contents in parts stay
+    in parts.
+
+    Args:
+        row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
+            optionally `tools` and `system` (a text). Messages and tools may be lists, or the JSON of lists.
     """
-    chat = parse_prompt(row)
+    if isinstance(marked := _read_row_marks(row), Rejection):
+        return marked
+    chat = _parse(row, _parse_trained_message)
     if isinstance(chat, Chat) and not any(message["role"] == "assistant" for message in chat.messages):
         return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(m["role"] for m in chat.messages[:8]))
     return chat
 
 
 def parse_prompt(row: Any) -> Chat | Rejection:
-    """Read the chat of one row, as ``parse_chat``, of which the assistant may have said nothing."""
+    """Read the chat of one row as a prompt.
+
+    It may lack messages of the assistant. Contents are texts, and messages have no other keys than name, tool_call_id
+    and tool_calls, because they may be sent to a server.
+    """
+    return _parse(row, _parse_message)
+
+
+def content_texts(message: Message) -> list[str]:
+    """Return the texts of a message's content, one for each part."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _parse(row: Any, parse_message: Callable[[Mapping[Any, Any], int], Message | Rejection]) -> Chat | Rejection:
     if isinstance(row, UnreadableRow):
         return Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):
         return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
-    items = _unpacked(row.get("messages"))
-    if items is None and (items := _unpacked(row.get("conversations"))) is None:
+    if isinstance(items := _only_value(row, _MESSAGE_COLUMNS), Rejection):
+        return items
+    if items is None:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if not isinstance(items, (list, tuple)) or not items:
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"got {type(items).__name__} {items!r:.60}")
-    if row.get("documents"):
-        return Rejection(RejectReason.CONTENT_NOT_READ, "documents")
+    if unread := [name for name in _UNREAD_COLUMNS if row.get(name)]:
+        return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread[0]}")
     messages = []
     for index, item in enumerate(items):
-        if isinstance(message := _parse_message(item, index), Rejection):
+        if not isinstance(item, Mapping):
+            return Rejection(RejectReason.MALFORMED_MESSAGES, f"message {index} is {type(item).__name__}")
+        if isinstance(message := parse_message(item, index), Rejection):
             return message
         messages.append(message)
-    if isinstance(tools := _parse_tools(row.get("tools") or row.get("functions")), Rejection):
+    if isinstance(value := _only_value(row, _TOOL_COLUMNS), Rejection):
+        return value
+    if isinstance(tools := _parse_tools(value), Rejection):
         return tools
-    return _with_system(Chat(messages, tools or None), next(filter(None, map(row.get, _SYSTEM_COLUMNS)), None))
+    return _with_system(Chat(messages, tools or None), row)
 
 
-def _with_system(chat: Chat, text: Any) -> Chat | Rejection:
+def _only_value(row: Mapping[Any, Any], names: Sequence[str]) -> Any:
+    """Return the value of the one key among several names that is not null; equal values count once."""
+    values = {name: _unpacked(row[name]) for name in names if row.get(name) is not None}
+    filled = {name: value for name, value in values.items() if value} or values
+    if not filled:
+        return None
+    first, *others = filled.values()
+    if any(other != first for other in others):
+        return Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(filled) + " differ")
+    return first
+
+
+def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
     """Put the text of the system column in front, unless a system message says the same."""
-    if text is None or (isinstance(text, str) and not text.strip()):
+    system_texts = [row[name] for name in _SYSTEM_COLUMNS if row.get(name)]
+    if wrong := [value for value in system_texts if not isinstance(value, str)]:
+        return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(wrong[0]).__name__}")
+    system_texts = [text for text in system_texts if text.strip()]
+    if not system_texts:
         return chat
-    if not isinstance(text, str):
-        return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(text).__name__}")
-    others = [message["content"] for message in chat.messages if message["role"] == "system"]
-    if not others:
-        return Chat([{"role": "system", "content": text}, *chat.messages], chat.tools, text)
-    if any(other.strip() != text.strip() for other in others):
-        return Rejection(RejectReason.TWO_SYSTEM_TEXTS, f"{len(text):,} and {len(others[0]):,} characters")
-    return Chat(chat.messages, chat.tools, text)
+    shown = ["".join(content_texts(message)) for message in chat.messages if message["role"] == "system"]
+    if len({text.strip() for text in [*system_texts, *shown]}) > 1:
+        lengths = " and ".join(f"{len(text):,}" for text in [*system_texts, *shown])
+        return Rejection(RejectReason.TWO_SYSTEM_TEXTS, f"{lengths} characters")
+    if shown:
+        return chat
+    return Chat([{"role": "system", "content": system_texts[0]}, *chat.messages], chat.tools)
 
 
-def _parse_message(item: Any, index: int) -> Message | Rejection:
-    if not isinstance(item, Mapping):
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"message {index} is {type(item).__name__}")
-    name = item.get("role", item.get("from"))
+def _parse_trained_message(item: Mapping[Any, Any], index: int) -> Message | Rejection:
+    """Read a message with all of its keys; one of the assistant is rejected if it is marked as not to be trained on."""
+    message = _parse_message(item, index)
+    if isinstance(message, Rejection):
+        return message
+    if message["role"] == "assistant" and (mark := _skip_mark(item)):
+        return Rejection(RejectReason.MARKED_UNTRAINED, f"message {index} has {mark}")
+    others = {key: value for key, value in item.items() if key not in _MESSAGE_KEYS and value is not None}
+    message = {key: value for key, value in others.items() if _is_json(value)} | message
     content = item.get("content", item.get("value"))
-    if name is None:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"message {index} has no role")
-    role = ROLES.get(str(name).strip().lower())
-    if role is None:
-        return Rejection(RejectReason.UNKNOWN_ROLE, f"message {index} has role {str(name)[:80]!r}")
+    if isinstance(content, (list, tuple)) and message["content"]:
+        message["content"] = [{"type": "text", "text": part["text"]} for part in content]
+    return message
+
+
+def _parse_message(item: Mapping[Any, Any], index: int) -> Message | Rejection:
+    role = _read_role(item, index)
+    if isinstance(role, Rejection):
+        return role
     if unread := [key for key in _UNREAD_KEYS if item.get(key)]:
         return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has {unread[0]}")
-    if item.get("weight") == 0:  # an answer that is not to be trained on
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has weight 0")
-    if isinstance(calls := _parse_calls(item, index), Rejection):
+    calls = _parse_calls(item, index)
+    if isinstance(calls, Rejection):
         return calls
     if calls and role != "assistant":
         return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} ({role}) calls a tool")
-    if isinstance(content, (list, tuple)) and content:
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            return Rejection(RejectReason.NON_TEXT_PART, f"message {index} ({role})")
-        content = "".join(map(str, parts))
-    if calls and not content:
-        content = ""  # the call is the message
-    elif not isinstance(content, str) or not content.strip():
-        return Rejection(RejectReason.EMPTY_CONTENT, f"message {index} ({role})")
+    content = _read_content(item, f"message {index} ({role})")
+    if isinstance(content, Rejection):
+        return content
+    if not content.strip():
+        if not calls:
+            return Rejection(RejectReason.EMPTY_CONTENT, f"message {index} ({role})")
+        content = ""  # The call is the message.
     message: Message = {"role": role, "content": content}
     if calls:
         message["tool_calls"] = calls
     return message | {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
+
+
+def _read_role(item: Mapping[Any, Any], index: int) -> str | Rejection:
+    names = {str(item[key]).strip().lower() for key in ("role", "from") if item.get(key) is not None}
+    if not names:
+        return Rejection(RejectReason.MALFORMED_MESSAGES, f"message {index} has no role")
+    roles = {ROLES.get(name) for name in names}
+    role = roles.pop()
+    if role is None or roles:
+        shown = " and ".join(repr(name[:80]) for name in sorted(names))
+        return Rejection(RejectReason.UNKNOWN_ROLE, f"message {index} has role {shown}")
+    return role
+
+
+def _read_content(item: Mapping[Any, Any], where: str) -> str | Rejection:
+    """Read the content of a message as one text, empty for none."""
+    contents = [item[key] for key in ("content", "value") if item.get(key) is not None]
+    if len(contents) == 2 and contents[0] != contents[1]:
+        return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
+    content = contents[0] if contents else ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        return Rejection(RejectReason.EMPTY_CONTENT, f"{where} has {type(content).__name__}")
+    for part in content:
+        if not _is_text_part(part):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            return Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
+    return "".join(part["text"] for part in content)
+
+
+def _is_text_part(part: Any) -> bool:
+    """Whether a part of a content is a text and nothing else, such as an image or reasoning."""
+    if not isinstance(part, Mapping) or part.get("type", "text") not in ("text", None):
+        return False
+    filled = {key for key, value in part.items() if value is not None}
+    return isinstance(part.get("text"), str) and filled <= _PART_KEYS
+
+
+def _skip_mark(item: Mapping[Any, Any]) -> str:
+    """Return the mark of a message that says that it is not to be trained on, or only in part; empty without one."""
+    for key in _TRAIN_MARKS:
+        value = item.get(key)
+        if value is not None and str(value).strip().lower() not in _TRAIN_VALUES:
+            return f"{key} {value!r:.40}"
+    return next((f"{key} {item[key]!r:.40}" for key in _SKIP_MARKS if item.get(key)), "")
+
+
+def _read_row_marks(row: Any) -> Rejection | None:
+    """Reject a row that is marked as a whole, or message by message, as not to be trained on."""
+    if not isinstance(row, Mapping):
+        return None
+    for key in _TRAIN_MARKS:
+        value = row.get(key)
+        # Other numbers may be something else, such as the loss of a model on the row.
+        if isinstance(value, (list, tuple)) or value == 0:
+            return Rejection(RejectReason.MARKED_UNTRAINED, f"the column {key} is {value!r:.40}")
+    untrained = row.get("mask")  # In NeMo's chats: the role whose messages are not trained on.
+    if untrained is not None and ROLES.get(str(untrained).strip().lower()) not in _UNTRAINED_ROLES:
+        return Rejection(RejectReason.MARKED_UNTRAINED, f"the column mask is {untrained!r:.40}")
+    return None
 
 
 def _parse_tools(value: Any) -> list[dict[str, Any]] | Rejection:
@@ -171,19 +297,27 @@ def _parse_tools(value: Any) -> list[dict[str, Any]] | Rejection:
 def _parse_calls(item: Mapping[Any, Any], index: int) -> list[dict[str, Any]] | Rejection:
     """Read the tool calls of a message, or the one call of OpenAI's earlier format."""
     calls = _unpacked(item.get("tool_calls") or [])
-    if not calls and item.get("function_call"):
-        calls = [_unpacked(item["function_call"])]
+    old_call = _unpacked(item.get("function_call"))
+    is_empty = isinstance(old_call, Mapping) and not any(old_call.values())  # what some libraries write for null
+    if old_call and not is_empty:
+        if calls:
+            return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} has tool_calls and function_call")
+        calls = [old_call]
     if not isinstance(calls, (list, tuple)):
         return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} has {type(calls).__name__}")
-    found = []
+    parsed = []
     for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        arguments = _unpacked(function.get("arguments") or {}) if isinstance(function, Mapping) else None
-        if not isinstance(arguments, Mapping) or not tool_name(call) or not _is_json(arguments):
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        function = function if isinstance(function, Mapping) else {}
+        arguments = _unpacked(function.get("arguments") or {})
+        is_call = isinstance(arguments, Mapping) and tool_name(function) and _is_json(arguments)
+        if not is_call or any(function.get(key) for key in _OTHER_ARGUMENTS):
             return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} calls {_keys(function)}")
-        parsed = {"type": "function", "function": {"name": tool_name(call), "arguments": dict(arguments)}}
-        found.append(({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | parsed)
-    return found
+        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        parsed.append(
+            identity | {"type": "function", "function": {"name": tool_name(function), "arguments": dict(arguments)}}
+        )
+    return parsed
 
 
 def tool_name(value: Mapping[str, Any]) -> str:

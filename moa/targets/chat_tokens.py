@@ -9,17 +9,24 @@ characters are found in the rendered text, and the tokenizer's offsets map those
 3. else the response text: rendering the chat with this one response replaced gives the text before and after it.
 
 The end-of-turn token belongs to the response, the white space after it does not.
+
+The tokens are those that ``apply_chat_template`` of transformers gives. Before they are used it is checked that the
+rendering shows each piece of the chat exactly once; see :func:`find_hidden_piece`.
 """
 
+import contextlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ...errors import TemplateError
 from ...text import first_line
-from .chat import Message, Rejection, RejectReason, tool_name
+from .chat import Message, Rejection, RejectReason, content_texts, tool_name
 from .template import CLOSE, OPEN, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools, texts
 
 Span = tuple[int, int]
@@ -34,90 +41,157 @@ class TokenizedChat:
     truncated: bool  # whether tokens beyond max_length were cut
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A text of a chat that the rendering has to show."""
+
+    message: int  # index of its message
+    where: str  # name of the piece, for people
+    text: str  # without white space around it, which templates may trim
+    placeholder: str
+    is_call: bool  # whether it is an argument of a call
+
+
 def tokenize_chat(
-    template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None, system: str = ""
+    template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None
 ) -> TokenizedChat | Rejection:
     """Turn a chat into token ids and a response mask, cut to ``max_length``.
 
-    Args:
-        messages: roles, contents and tool calls; no system message is added.
-        system: a text that the template has to show.
+    ``messages``: roles, contents and tool calls, as :class:`.chat.Chat` has them; no system message is added.
     """
+    template = template.for_tools(tools)
     try:
         if unusable := template.find_unusable_text(messages, tools):
             return Rejection(*unusable)
         text = template.render(messages, tools)
-        if left_out := _left_out(template, messages, tools, system, text):
-            return Rejection(RejectReason.NOT_SHOWN, left_out)
+        if hidden := find_hidden_piece(template, messages, tools, text):
+            return hidden
         spans = _response_spans(template, messages, tools, text)
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
     if isinstance(spans, Rejection):
         return spans
-    text, shift = _one_bos(template, text)
-    tokens, mask = _encode(template, text, [(start + shift, end + shift) for start, end in spans])
+    tokens, mask = _encode(template, text, spans)
     return _cut(tokens, mask, max_length)
 
 
 def prompt_tokens(
-    template: ChatTemplate, messages: list[Message], tools: Tools = None, system: str = "", is_open: bool = True
+    template: ChatTemplate, messages: list[Message], tools: Tools = None, is_open: bool = True
 ) -> list[int]:
     """Encode a chat that ends where the assistant is to write, if it is open, as `tokenize_chat` does.
 
     Raises:
-        TemplateError: the template refuses the chat, or leaves out a part of it.
+        TemplateError: the template refuses the chat, or leaves out a part of it other than an earlier response. Some
+            templates leave out the reasoning of earlier responses.
         PromptUnusable: a text holds control tokens, or cannot be encoded.
     """
+    template = template.for_tools(tools)
     try:
         template.check_prompt(messages, tools)
         text = template.render(messages, tools, add_generation_prompt=is_open)
-        if left_out := _left_out(template, messages, tools, system, text):
-            raise TemplateError(f"{RejectReason.NOT_SHOWN}: {left_out}. Leave it out, or use another target.")
+        hidden = find_hidden_piece(template, messages, tools, text)
     except TemplateError:
         raise
     except RENDER_ERRORS as error:
         raise TemplateError(
             f"The chat template refuses the prompt: {first_line(error)}. Change the messages' roles."
         ) from error
-    text, _ = _one_bos(template, text)
+    if hidden and hidden.reason is RejectReason.NOT_SHOWN:
+        raise TemplateError(f"{hidden.reason}: {hidden.detail}. Leave it out, or use another target.")
     return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _one_bos(template: ChatTemplate, text: str) -> tuple[str, int]:
-    """Begin a text with exactly one BOS, where the model has one; also return by how much it moved."""
-    bos = template.tokenizer.bos_token
-    if not bos:
-        return text, 0
-    shift = 0
-    while text.startswith(bos + bos):
-        text, shift = text[len(bos) :], shift - len(bos)
-    if template.adds_bos and not text.startswith(bos):
-        text, shift = bos + text, shift + len(bos)
-    return text, shift
+def find_hidden_piece(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> Rejection | None:
+    """Find a piece of a chat that its rendering does not show, or shows twice; a hidden response comes last.
 
-
-def _left_out(template: ChatTemplate, messages: list[Message], tools: Tools, system: str, text: str) -> str:
-    """The first of tools, calls, results and system column that a rendering lacks; empty where it has all."""
-    if system and not _shows(text, system):
-        return "the system column"
+    The pieces are the texts of contents, the arguments of calls, and the names of tools. The chat is rendered once more
+    with a placeholder for each text. That tells how often and in which order the template shows them. Then each text is
+    looked for in the rendering, after the one before it.
+    """
+    marked, pieces = _with_placeholders(messages)
+    try:
+        marked_text = template.render(marked, tools)
+    except RENDER_ERRORS:
+        marked_text = "".join(piece.placeholder for piece in pieces)  # It wants other texts. Expect them in order.
+    end = 0
+    hidden_response = None
+    for piece in sorted(pieces, key=lambda piece: marked_text.find(piece.placeholder)):
+        n_shown = marked_text.count(piece.placeholder)
+        start, length = _find(text, piece.text, end)
+        if n_shown == 1 and start >= 0:
+            end = start + length
+        elif messages[piece.message]["role"] == "assistant" and not piece.is_call:
+            hidden_response = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, piece.where)
+        else:
+            return Rejection(RejectReason.NOT_SHOWN, piece.where + (", twice" if n_shown > 1 else ""))
     for index, message in enumerate(messages):
-        if message["role"] == "tool" and not _shows(text, message["content"]):
-            return f"message {index}, a tool's result"
         if not _shows_calls(text, message):
-            return f"message {index}, a tool call"
-    hidden = [tool_name(tool) for tool in tools or () if not _shows(text, tool_name(tool))]
-    if not hidden and tools:
-        try:
-            hidden = [tool_name(tools[0])] if text == template.render(messages) else []
-        except RENDER_ERRORS:
-            return ""  # it wants tools, so it shows them
-    return f"tool {hidden[0]}" if hidden else ""
+            return Rejection(RejectReason.NOT_SHOWN, f"message {index}, a tool call")
+    return _find_hidden_tool(template, messages, tools, text) or hidden_response
 
 
-def _shows(text: str, part: str) -> bool:
-    """Whether a rendering holds a text, as it is, without white space around it, or as JSON writes it."""
-    stripped = part.strip()
-    return stripped in text or any(json.dumps(stripped, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+def _with_placeholders(messages: list[Message]) -> tuple[list[Message], list[_Piece]]:
+    """Replace the texts of contents and of the arguments of calls."""
+    pieces: list[_Piece] = []
+
+    def replace(index: int, where: str, text: str, is_call: bool) -> str:
+        if not text.strip():
+            return text
+        placeholder = f"moaPiece{len(pieces):06d}end"
+        pieces.append(_Piece(index, where, text.strip(), placeholder, is_call))
+        return placeholder
+
+    marked = []
+    for index, message in enumerate(messages):
+        kind = {"tool": "a tool's result", "system": "a system message"}.get(message["role"], message["role"])
+        replaced = partial(replace, index, f"message {index}, {kind}", is_call=False)
+        content = message["content"]
+        if isinstance(content, str):
+            content = replaced(content)
+        else:
+            content = [part | {"text": replaced(part["text"])} for part in content]
+        message = message | {"content": content}
+        if "tool_calls" in message:
+            replaced = partial(replace, index, f"message {index}, a tool call", is_call=True)
+            message["tool_calls"] = [_with_arguments(call, replaced) for call in message["tool_calls"]]
+        marked.append(message)
+    return marked, pieces
+
+
+def _with_arguments(call: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
+    function = call["function"]
+    return dict(call) | {"function": function | {"arguments": _map_texts(function["arguments"], replace)}}
+
+
+def _map_texts(value: Any, replace: Callable[[str], str]) -> Any:
+    """Replace every text in a value of JSON, but not the keys of objects."""
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, Mapping):
+        return {key: _map_texts(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, replace) for item in value]
+    return value
+
+
+def _find_hidden_tool(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> Rejection | None:
+    names = [tool_name(tool) for tool in tools or ()]
+    hidden = [name for name in names if not _shows(text, name)]
+    if names and not hidden:
+        with contextlib.suppress(*RENDER_ERRORS):  # A template that wants tools shows them.
+            hidden = names if text == template.render(messages) else []
+    return Rejection(RejectReason.NOT_SHOWN, f"tool {hidden[0]}") if hidden else None
+
+
+def _find(text: str, piece: str, start: int) -> tuple[int, int]:
+    """Find a piece in a rendering, as it is or as JSON writes it; returns its place, -1 for none, and its length."""
+    forms = dict.fromkeys([piece, *(json.dumps(piece, ensure_ascii=ascii)[1:-1] for ascii in (False, True))])
+    places = [(text.find(form, start), len(form)) for form in forms]
+    return min((place for place in places if place[0] >= 0), default=(-1, 0))
+
+
+def _shows(text: str, piece: str) -> bool:
+    return _find(text, piece.strip(), 0)[0] >= 0
 
 
 def _shows_calls(text: str, message: Message) -> bool:
@@ -126,13 +200,19 @@ def _shows_calls(text: str, message: Message) -> bool:
     return all(_shows(text, part) for each in functions for part in (each["name"], *texts(each["arguments"])))
 
 
+def _shows_message(text: str, message: Message) -> bool:
+    """Whether a text holds the content and the calls of a message of the assistant."""
+    return all(part.strip() in text for part in content_texts(message)) and _shows_calls(text, message)
+
+
 def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> list[Span] | Rejection:
     """Find the character spans of the responses in the rendered text, the calls of tools included."""
     if template.marked is not None:
         tagged = _tagged_spans(template.render(messages, tools, template=template.marked), text)
         tagged_text = "".join(text[start:end] for start, end in tagged or ())
-        # Tags that leave calls out would train on half a response.
-        if tagged is not None and all(_shows_calls(tagged_text, message) for message in messages):
+        answers = [message for message in messages if message["role"] == "assistant"]
+        # Tags that leave out a call or an answer would train on half a response.
+        if tagged is not None and all(_shows_message(tagged_text, message) for message in answers):
             return [_with_end_of_turn(template, text, span) for span in tagged]
     spans = []
     for index, message in enumerate(messages):
@@ -140,7 +220,7 @@ def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tool
             span = _prefix_span(template, messages, tools, index, text)
             span = span or _located_span(template, messages, tools, index, text)
             found = text[slice(*span)] if span else ""
-            if span is None or message["content"].strip() not in found or not _shows_calls(found, message):
+            if span is None or not _shows_message(found, message):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             if _holds_results(template, messages, tools, index, text[: span[1]]):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index} has a tool's result inside")
@@ -193,7 +273,8 @@ def _located_span(template: ChatTemplate, messages: list[Message], tools: Tools,
     end = len(text) - len(after)
     if not found or not text.startswith(before) or not text.endswith(after) or end <= len(before):
         return None
-    if "tool_calls" not in message and text[len(before) : end].strip() != message["content"].strip():
+    content = "".join(content_texts(message))
+    if "tool_calls" not in message and text[len(before) : end].strip() != content.strip():
         return None
     return len(before), end
 

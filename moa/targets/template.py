@@ -1,15 +1,16 @@
-"""The chat template of a target: rendered so that it ends, gives the same text every day, and no text forges a turn.
+"""The chat template of a target, rendered by transformers, with the same text every day and no forged turns.
 
-A template is a program that comes with the model. It runs in the sandbox of transformers. Besides, the time that it can
-ask for is fixed, functions that give random values are refused, and loops over `range`, its output and the numbers in
-it are bounded. Nested loops over the characters of a text are not: a malicious folder can keep the process busy.
+A template is a program that comes with the model. It runs in the sandbox of transformers. The time that it can ask for
+is fixed, and functions that return random values are refused. Its running time is not bounded, because the model folder
+belongs to whoever runs this.
+
+Several threads may use one template.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, RejectReason
+from .chat import Message, RejectReason, content_texts
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -38,11 +39,11 @@ OPEN, CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
-_MAX_RANGE_ITEMS = 1 << 20
-_WIDTH = re.compile(r"[%:{.][^A-Za-z%\s]{0,4}?(\d{6,99})")  # in a format, such as %2000000000d and {:>2000000000}
-_SPARE_CHARS = 1 << 20
-_CHARS_PER_CHAR = 16
-_CHARS_PER_TEXT = 4096
+_ROLES = ("system", "user", "assistant", "tool")
+# transformers keeps compiled templates by their text. This comment makes ours different from those of its other users,
+# who see the real time. The plus sign keeps the line break that may follow.
+_OURS = "{# The time is fixed. +#}"
+_PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
     "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -57,58 +58,109 @@ class ControlTokens(NamedTuple):
     framed: re.Pattern[str]  # those, and the ones that frame tools, calls and results, for texts in such a frame
 
 
-def template_text(tokenizer: Any) -> str:
-    """Find the source of a tokenizer's chat template; raises TemplateError where there is none."""
+def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
+    """Find the source of a tokenizer's chat template for chats with or without tools, as transformers chooses it.
+
+    Raises:
+        TemplateError: there is none.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             "the tokenizer has no chat template, so chats cannot be turned into tokens. "
             "Use an instruction-tuned model, or put its chat_template.jinja into the model folder."
         )
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=[] if uses_tools else None))
     except ValueError as error:
         raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
 
 
-def _check_constants(tree: nodes.Template) -> None:
-    """Refuse numbers and widths of formats that stand for more text than any chat has."""
-    asked = [0]
-    for product in tree.find_all(nodes.Mul):  # which compiling computes, and a text is multiplied by repeating it
-        if product.find(nodes.Pow):
-            raise TemplateError("the chat template multiplies by a power. Correct the template.")
-        asked.append(math.prod(abs(one.value) for one in product.find_all(nodes.Const) if isinstance(one.value, int)))
-    for node in tree.find_all(nodes.Const):
-        widths = [int(width) for width in _WIDTH.findall(node.value)] if isinstance(node.value, str) else []
-        asked += [node.value] if isinstance(node.value, int) else widths
-    if max(asked) > MAX_CHAT_CHARS:
-        raise TemplateError(f"the chat template asks for {max(asked):,} characters. Correct the template.")
+def template_source(tokenizer: Any) -> str:
+    """Return the text of all templates that chats are rendered with, for hashing."""
+    sources = [template_text(tokenizer), template_text(tokenizer, uses_tools=True)]
+    return "\0".join(dict.fromkeys(sources))
+
+
+# The formats in which the rendering in progress has asked for the time.
+_time_requests: ContextVar[list[str]] = ContextVar("_time_requests")
+
+
+def _fixed_time(form: str) -> str:
+    """Stand in for transformers' `strftime_now` in our templates."""
+    _time_requests.get().append(form)
+    return TEMPLATE_TIME.strftime(form)
 
 
 class ChatTemplate:
     """A tokenizer's chat template with its arguments beside the chat, such as Qwen3's ``enable_thinking``.
 
-    ``where``: the target, for messages.
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        arguments: values for the template beside the chat.
+        where: the target, for messages.
+        uses_tools: whether this is the template for chats with tools; see :meth:`for_tools`.
+
+    Raises:
+        TemplateError: the template cannot be used.
     """
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None, where: str = "the target") -> None:
-        self.tokenizer, self.arguments = tokenizer, dict(arguments or {})
-        self.asked_the_time = False  # whether a rendering has used TEMPLATE_TIME so far
+    def __init__(
+        self,
+        tokenizer: Any,
+        arguments: Mapping[str, Any] | None = None,
+        where: str = "the target",
+        uses_tools: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.arguments = dict(arguments or {})
+        self._asked_the_time = False
+        self._text_roles: set[str] = set()  # roles whose contents are shown as texts
+        self._parts_roles: set[str] = set()  # roles whose contents are shown in parts
+        self._takes_json_arguments = False  # whether the arguments of calls are shown as JSON and not as objects
         try:
-            self.text = template_text(tokenizer)
+            self.text = template_text(tokenizer, uses_tools)
             if not getattr(tokenizer, "is_fast", False):
                 raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
             self._check_program()
         except TemplateError as error:
             raise TemplateError(f"{where}: {error}") from error
-        user, bos = {"role": "user", "content": "a"}, tokenizer.bos_token_id
-        plain, prompt = self._try_render([user]), self._try_render([user], add_generation_prompt=True)
-        answered = self._try_render([user, {"role": "assistant", "content": PLACEHOLDER}]) or ""
+        self._find_forms()
+        user = _message("user")
+        plain = self._try_render([user])
+        prompt = self._try_render([user], add_generation_prompt=True)
         # The template's ``text`` with markers in place of its generation tags; None where it has none.
         self.marked = _mark_generation_tags(self.text) if _TAG.search(self.text) else None
         self.has_generation_prompt = None not in (plain, prompt) and plain != prompt  # after a user message
-        self.end_of_turn = answered.partition(PLACEHOLDER)[2].rstrip()  # what it writes after a last response
-        # Whether the tokenizer itself puts a BOS before plain text.
-        self.adds_bos = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
+        self.end_of_turn = self._text_after_answer(plain or "")
+        has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
+        self._with_tools = ChatTemplate(tokenizer, arguments, where, uses_tools=True) if has_tool_template else self
+
+    def for_tools(self, tools: Tools) -> "ChatTemplate":
+        """Return the template for a chat with these tools: some tokenizers have one named ``tool_use`` for them."""
+        return self if tools is None else self._with_tools
+
+    @property
+    def asked_the_time(self) -> bool:
+        """Whether a rendering has used TEMPLATE_TIME so far."""
+        return self._asked_the_time or self._with_tools._asked_the_time
+
+    def _text_after_answer(self, header: str) -> str:
+        """Find what ends a response: what the template writes after a last one, or between two turns.
+
+        ``header``: the rendering of a chat of one user message.
+        """
+        user = _message("user")
+        answer = {"role": "assistant", "content": PLACEHOLDER}
+        last = (self._try_render([user, answer]) or "").partition(PLACEHOLDER)[2].rstrip()
+        self.ends_last_turn = bool(last)
+        if last:
+            return last
+        between = (self._try_render([user, answer, user]) or "").partition(PLACEHOLDER)[2]
+        first_token = self.control_tokens.everywhere.match(between, len(between) - len(between.lstrip()))
+        # A token that stands before a first message as well opens turns, and does not end them.
+        if first_token is None or first_token.group() in header:
+            return ""
+        return between[: first_token.end()]
 
     def render(
         self,
@@ -116,35 +168,60 @@ class ChatTemplate:
         tools: Tools = None,
         add_generation_prompt: bool = False,
         template: str | None = None,
+        is_shaped: bool = False,
     ) -> str:
-        """Render a chat; raises one of RENDER_ERRORS where the template, by default ``text``, refuses it or fails."""
-        text = template or self.text
-        lengths = [len(value) for value in texts([*messages, *(tools or ())])]
-        limit = _SPARE_CHARS + _CHARS_PER_CHAR * sum(lengths) + _CHARS_PER_TEXT * len(lengths)
-        with self._bounded(_compile_jinja_template(text), limit):
+        """Render a chat with ``text`` or another template.
+
+        ``is_shaped``: whether the messages have the form that the template takes; see :meth:`_shaped`.
+
+        Raises:
+            One of RENDER_ERRORS, if the template refuses the chat or fails.
+        """
+        text = _OURS + (template or self.text)
+        # The template may have left the cache of transformers and be compiled again, so this is set every time.
+        _compile_jinja_template(text).globals["strftime_now"] = _fixed_time
+        requests: list[str] = []
+        token = _time_requests.set(requests)
+        try:
             rendered: str = self.tokenizer.apply_chat_template(
-                list(messages),
+                list(messages) if is_shaped else [self._shaped(message) for message in messages],
                 tools=None if tools is None else list(tools),
                 chat_template=text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **(_DATE | self.arguments),
             )
+        finally:
+            _time_requests.reset(token)
+            self._asked_the_time = self._asked_the_time or bool(requests)
         return rendered
 
-    def _try_render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str | None:
+    def _shaped(self, message: Message) -> Message:
+        """Give the contents and the arguments of calls the form that the template shows, as inference engines do."""
+        role = message["role"]
+        is_text = isinstance(message["content"], str)
+        if is_text and role in self._parts_roles and role not in self._text_roles:
+            message = _in_parts(message)
+        elif not is_text and role not in self._parts_roles:
+            message = message | {"content": "".join(content_texts(message))}
+        if self._takes_json_arguments and "tool_calls" in message:
+            message = message | {"tool_calls": [_with_json_arguments(call) for call in message["tool_calls"]]}
+        return message
+
+    def _try_render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, is_shaped: bool = False
+    ) -> str | None:
         try:
-            return self.render(messages, add_generation_prompt=add_generation_prompt)
+            return self.render(messages, add_generation_prompt=add_generation_prompt, is_shaped=is_shaped)
         except RENDER_ERRORS:
             return None
 
     def _check_program(self) -> None:
-        """Refuse a template that does not compile, uses random values, or does not end for the shortest chat."""
+        """Refuse a template that does not compile, returns random values, or does not end for the shortest chat."""
         try:
-            # Parsed before it is compiled, which computes with its constants.
+            # It is parsed before it is compiled, because compiling computes with its constants.
             tree = _compile_jinja_template("").environment.parse(self.text)
-            _check_constants(tree)
-            _compile_jinja_template(self.text)
+            _compile_jinja_template(_OURS + self.text)
         except (JinjaError, RecursionError) as error:
             raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
         by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
@@ -155,48 +232,35 @@ class ChatTemplate:
                 "time. Correct the template."
             )
         try:
-            self.render([{"role": "user", "content": "a"}], add_generation_prompt=True)
+            self.render([_message("user")], add_generation_prompt=True)
         except (OverflowError, RecursionError) as error:
             raise TemplateError(
                 f"the chat template does not end: {first_line(error)}. Correct the template."
             ) from error
         except RENDER_ERRORS:
-            pass  # the template wants other chats; each is looked at by itself
+            pass  # The template wants other chats; each is looked at by itself.
 
-    @contextmanager
-    def _bounded(self, compiled: Any, limit: int) -> Iterator[None]:
-        """Lend a compiled template, which transformers shares among its callers, our clock and bounds."""
-        n_items = 0
+    def _find_forms(self) -> None:
+        """Find out in which forms the template shows contents and the arguments of calls."""
+        for role in _ROLES:
+            if self._shows_content(role, PLACEHOLDER):
+                self._text_roles.add(role)
+            if self._shows_content(role, _parts(PLACEHOLDER)):
+                self._parts_roles.add(role)
+        for arguments in ({"key": PLACEHOLDER}, json.dumps({"key": PLACEHOLDER}, ensure_ascii=False)):
+            rendered = self._try_render([self._shaped(_message("user")), _call(arguments)], is_shaped=True)
+            if rendered and PLACEHOLDER in rendered:
+                self._takes_json_arguments = isinstance(arguments, str)
+                break
 
-        def strftime_now(form: str) -> str:
-            self.asked_the_time = True
-            return TEMPLATE_TIME.strftime(form)
-
-        def bounded_range(*bounds: int) -> range:
-            nonlocal n_items
-            numbers = range(*bounds)
-            n_items += len(numbers)
-            if n_items > _MAX_RANGE_ITEMS:
-                raise OverflowError(f"it counts further than {_MAX_RANGE_ITEMS:,} in its loops")
-            return numbers
-
-        def concat(pieces: Iterable[str]) -> str:
-            found, n_chars = [], 0
-            for piece in pieces:
-                found.append(piece)
-                n_chars += len(piece)
-                if n_chars > limit:
-                    raise OverflowError(f"it writes more than {limit:,} characters")
-            return "".join(found)
-
-        replaced = {name: compiled.globals.get(name) for name in ("strftime_now", "range")}
-        compiled.globals.update(strftime_now=strftime_now, range=bounded_range)
-        compiled.environment.concat = concat
-        try:
-            yield
-        finally:
-            compiled.globals.update(replaced)
-            del compiled.environment.concat
+    def _shows_content(self, role: str, content: Any) -> bool:
+        """Whether the template shows a content of this form for a role: its text, and not the JSON of its parts."""
+        before: dict[str, list[Message]] = {"assistant": [_message("user")], "tool": [_message("user"), _call({})]}
+        after = [_message("user")] if role == "system" else []
+        chat = [*before.get(role, []), {"role": role, "content": content}, *after]
+        in_parts = [message if message["content"] is content else _in_parts(message) for message in chat]
+        renderings = [self._try_render(form, is_shaped=True) or "" for form in (chat, in_parts)]
+        return any(PLACEHOLDER in text and not _PARTS_AS_JSON.search(text) for text in renderings)
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
@@ -254,6 +318,29 @@ def _mark_generation_tags(template: str) -> str:
         return f"{{%{left} endif %}}{{{{ '{CLOSE}' }}}}{{% endif {right}%}}"
 
     return _TAG.sub(replace, template)
+
+
+def _message(role: str) -> Message:
+    return {"role": role, "content": "a"}
+
+
+def _call(arguments: Any) -> Message:
+    """Make a message that calls a tool and says nothing."""
+    call = {"id": "000000001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _in_parts(message: Message) -> Message:
+    return message | {"content": _parts(message["content"])}
+
+
+def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return dict(call) | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def texts(value: Any) -> Iterator[str]:

@@ -33,7 +33,6 @@ def test_a_chat_is_cut_before_its_last_answer(tmp_path: Path, row: dict[str, Any
     assert (loaded.kind, prompt.prompt_id, prompt.category) == (CHATS, "x", "math")
     assert [message["content"] for message in prompt.turns[0]] == texts
     assert prompt.tools == (tuple(TOOLS) if "tools" in row else None)
-    assert prompt.system == row.get("system", "")
 
 
 def test_spec_bench_turns_and_balanced_choice(questions_file: Path) -> None:

@@ -208,3 +208,119 @@ QWEN3_TEMPLATE = (
     + _QWEN_CALLS
     + _QWEN_RESULTS
 )
+
+# Short forms of other families, each with what is peculiar to it.
+
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{{ m.content | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+LLAMA2_TEMPLATE = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else false %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' }}"
+    "{% if loop.first and system %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}"
+    "{{ m.content | trim + ' [/INST]' }}{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+"""A BOS before each turn, and the system's text inside the first one."""
+
+ZEPHYR_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""No BOS, also with a tokenizer that puts one before plain text."""
+
+MISTRAL3_TEMPLATE = r"""{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if tools and loop.first %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {{- '[INST] ' }}
+        {%- if loop.last and system is defined %}{{- system + '\n\n' }}{%- endif %}
+        {{- m.content + '[/INST]' }}
+    {%- elif m.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in m.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call IDs should be strings with length 9') }}
+            {%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' + m.content + eos_token }}
+    {%- elif m.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + m.content | string + '}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""The system's text goes into the last turn of the user, if the chat ends with one."""
+
+DEEPSEEK_TEMPLATE = r"""{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}{%- endif %}
+    {%- if m.role == 'system' %}{{- m.content }}{%- endif %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|Assistant|>' + m.content.split('</think>')[-1] }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<|call|>' + call.function.name + '\n```json\n' + call.function.arguments + '\n```' }}
+        {%- endfor %}
+        {{- '<|end_of_sentence|>' }}
+    {%- endif %}
+    {%- if m.role == 'tool' %}{{- '<|output|>' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}
+"""
+"""Arguments of calls are texts, and reasoning is cut off."""
+
+EITHER_TEMPLATE = r"""{{- bos_token }}
+{%- for m in messages %}
+    {{- '<start_of_turn>' + m.role + '\n' }}
+    {%- if m.content is string %}
+        {{- m.content | trim }}
+    {%- else %}
+        {%- for part in m.content %}
+            {%- if part.type == 'image' %}{{- '<image>' }}{%- else %}{{- part.text | trim }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>assistant\n' }}{%- endif %}
+"""
+"""Contents as texts or in parts, as Gemma 3's."""
+
+PARTS_TEMPLATE = r"""{%- for m in messages %}
+    {{- m.role | capitalize + ':' }}
+    {%- for part in m.content if part.type == 'text' %}{{- ' ' + part.text }}{%- endfor %}
+    {{- '<end_of_utterance>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}
+"""
+"""Contents in parts alone, as SmolVLM's."""
+
+PHI4_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and 'tools' in m and m.tools is not none %}"
+    "{{ '<|system|>' + m.content + '<|tool|>' + m.tools + '<|/tool|><|end|>' }}"
+    "{% else %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""The tools are a text of the system message."""
+
+CODER_TEMPLATE = r"""{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
+        {%- for name, value in call.function.arguments | items %}
+            {{- '<parameter=' + name + '>\n' + (value if value is string else value | tojson) + '\n</parameter>\n' }}
+        {%- endfor %}
+        {{- '</function>\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""Arguments of calls in tags, as Qwen3-Coder's."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
-from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat
+from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat, parse_prompt
 from moa_data.pipeline import dataset as dataset_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.dataset import ChatSource, Columns
@@ -37,7 +38,6 @@ PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     [
         ({"messages": CHAT, "prompt_id": "x"}, None),
         (SHAREGPT, None),
-        ({"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}, None),
         ("no JSON: bad", RejectReason.MALFORMED_ROW),
         (None, RejectReason.MALFORMED_ROW),
         ({"text": "hi"}, RejectReason.NO_MESSAGES),
@@ -59,6 +59,50 @@ def test_rows_are_chats_or_rejected_with_their_reason(row: Any, expected: Reject
         assert found == Chat(CHAT)
     else:
         rejected(found, expected)
+
+
+def test_parts_of_a_content_stay_in_training_data_and_become_one_text_in_prompts() -> None:
+    row = {"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}
+    assert parse_chat(row) == Chat([CHAT[0], {"role": "assistant", "content": PARTS}])
+    assert parse_prompt(row) == Chat(CHAT)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_encodings_of_other_programs_give_the_same_rows(tmp_path: Path, encoding: str, suffix: str) -> None:
+    rows = [{"messages": chat(f"Ω ਊ {number}", "十 ਁਂ")["messages"]} for number in range(5)]
+    text = json.dumps(rows, ensure_ascii=False)
+    if suffix == ".jsonl":
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    path = tmp_path / f"chats{suffix}"
+    path.write_bytes(text.encode(encoding))
+    assert [row for _, row in ChatSource(str(path), None).rows()] == rows
+    path.write_bytes(text.encode(encoding)[:-3])  # the end of a download is missing
+    with pytest.raises(DatasetError) if encoding.startswith(("utf-16", "utf-32")) else nullcontext():
+        assert [row for _, row in ChatSource(str(path), None).rows()] != rows
+
+
+def test_utf_16_in_the_midst_of_utf_8_is_a_bad_row(tmp_path: Path) -> None:
+    """As PowerShell's >> appends to a file."""
+    line = json.dumps({"messages": CHAT}) + "\n"
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(line.encode() + line.encode("utf-16-le") + b"\n" + line.encode())
+    kinds = [type(row) for _, row in ChatSource(str(path), None).rows()]
+    assert kinds[0] is dict
+    assert kinds[-1] is dict
+    assert set(kinds[1:-1]) == {UnreadableRow}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_keys_that_arrow_adds_are_dropped_in_every_column(tmp_path: Path, suffix: str) -> None:
+    calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": [{"z": 2}]}}]
+    rows: list[Any] = []
+    for call in calls:
+        answer = {"role": "assistant", "content": "a", "tool_calls": [{"type": "function", "function": call}]}
+        rows.append({"dialog": [CHAT[0], answer], "functions_of_it": [{"name": call["name"], "parameters": call}]})
+    path = tmp_path / f"chats{suffix}"
+    write_rows(path, rows)
+    assert [row for _, row in ChatSource(str(path), None).rows()] == rows
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -13,7 +13,6 @@ from transformers import AddedToken
 from transformers.utils import chat_template_utils
 
 from moa_data.errors import OptionInvalid, PromptUnusable, StoreMismatch, TemplateError
-from moa_data.moa.targets import template as template_module
 from moa_data.moa.targets.chat import Chat, Rejection, RejectReason, parse_chat
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.moa.targets.template import (
@@ -179,8 +178,6 @@ IF_LONG = "{% if messages[0]['content'] | length > 5 %}"
     ("macro", "endless"),
     [
         ("", "{% for i in range(10 ** 9) %}x{% endfor %}"),
-        ("", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-        ("", "{% for i in range(900000) %}xxxxxxxx{% endfor %}"),
         (AGAIN, "{{ again() }}"),
     ],
 )
@@ -201,28 +198,6 @@ def test_a_template_that_does_not_end_is_refused_or_its_rows_are(macro: str, end
 def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
     template = ChatTemplate(build_tokenizer(fault + LLAMA3_TEMPLATE))
     rejected(tokenize_chat(template, CHAT, 100), RejectReason.TEMPLATE_FAILED)
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{{ '%2000000000d' % 1 }}", "{{ '%2000000000d' | format(1) }}", "{{ '%*d' % (2000000000, 1) }}",
-     "{{ '{:>2000000000}'.format(1) }}", "{{ '%.2000000000f' % 1.5 }}", "{{ 'a'.center(2000000000) }}",
-     "{{ 'a' * 20000 * 100000 }}", "{{ 'a' * 10 ** 9 }}"],
-)  # fmt: skip
-def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[str] = []
-    real = template_module._compile_jinja_template  # type: ignore[attr-defined]
-
-    def compile_nothing(text: str) -> Any:
-        compiled.append(text)  # what computes with the constants of such a template would take gigabytes
-        return real("")
-
-    monkeypatch.setattr(template_module, "_compile_jinja_template", compile_nothing)
-    with pytest.raises(TemplateError, match=r"2,000,000,000|by a power"):
-        ChatTemplate(build_tokenizer(template + LLAMA3_TEMPLATE))
-    assert compiled == [""]
 
 
 @pytest.mark.parametrize(
@@ -371,7 +346,7 @@ LONG = [{"role": "system", "content": "Be long."}, *SAID]
         ("llama3", {"messages": SAID, "tools": [WEATHER]}, RejectReason.NOT_SHOWN, "tool get_weather"),
         ("llama3", {"messages": [ASKS, CALLS]}, RejectReason.NOT_SHOWN, "message 1, a tool call"),
         ("no-results", {"messages": [ASKS, ANSWERS, RESULT, ANSWERS]}, RejectReason.NOT_SHOWN, "message 2, a tool's"),
-        ("no-system", {"messages": SAID, "system": "Be brief."}, RejectReason.NOT_SHOWN, "the system column"),
+        ("no-system", {"messages": SAID, "system": "Be brief."}, RejectReason.NOT_SHOWN, "message 0, a system"),
         ("llama3.1", ROW | {"messages": [ASKS, CALLS | {"content": "Let me look."}]},
          RejectReason.TEMPLATE_REWRITES_RESPONSE, "message 1"),
         ("llama3.1", ROW | {"messages": [ASKS, CALLS | {"tool_calls": [CALL, CALL]}]},
@@ -387,7 +362,7 @@ LONG = [{"role": "system", "content": "Be long."}, *SAID]
         ("qwen2.5", {"messages": SAID, "system": ["Be brief."]}, RejectReason.MALFORMED_SYSTEM, "got list"),
         ("qwen2.5", {"messages": [ASKS, ANSWERS | {"thinking": "Hm."}]}, RejectReason.CONTENT_NOT_READ, ""),
         ("qwen2.5", {"messages": [ASKS, ANSWERS | {"reasoning_content": "Hm."}]}, RejectReason.CONTENT_NOT_READ, ""),
-        ("qwen2.5", {"messages": [ASKS, ANSWERS | {"weight": 0}]}, RejectReason.CONTENT_NOT_READ, ""),
+        ("qwen2.5", {"messages": [ASKS, ANSWERS | {"weight": 0}]}, RejectReason.MARKED_UNTRAINED, ""),
         ("qwen2.5", {"messages": SAID, "documents": ["a text"]}, RejectReason.CONTENT_NOT_READ, ""),
     ],
 )  # fmt: skip
@@ -481,5 +456,5 @@ def test_prompts_take_tools_and_refuse_a_template_that_ignores_them() -> None:
     qwen = tokenizer_of("qwen2.5")
     prompt = prompt_tokens(ChatTemplate(qwen), chat.messages[:3], chat.tools)
     assert qwen.decode(prompt) == text_of("qwen2.5", ROW).removesuffix("It is 22 degrees.<|im_end|>\n")
-    with pytest.raises(TemplateError, match=r"leaves out the tools.*: tool get_weather"):
+    with pytest.raises(TemplateError, match=r"leaves out a part.*: tool get_weather"):
         prompt_tokens(ChatTemplate(tokenizer_of("llama3")), chat.messages[:1], chat.tools)

@@ -1,5 +1,7 @@
 """Masks cover exactly what the assistant writes, found on the one rendering that is encoded."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from moa_data.demo.target import CHAT_TEMPLATE
 from moa_data.errors import TemplateError
 from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
-from moa_data.moa.targets.template import ChatTemplate
+from moa_data.moa.targets.template import ChatTemplate, template_source
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import CHATML_TEMPLATE, HARMONY_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
@@ -141,7 +143,8 @@ def test_results_of_tools_inside_a_response_are_refused() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), turns("q", "one"),
+        (CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), turns("q", "one"), RejectReason.NOT_SHOWN),
+        (CHATML_TEMPLATE.replace("m['content']", "m['content'].replace('one', 'two')"), turns("q", "one"),
          RejectReason.TEMPLATE_REWRITES_RESPONSE),
         (MISTRAL_TEMPLATE, turns("q", "a")[::-1], RejectReason.TEMPLATE_FAILED),
     ],
@@ -163,15 +166,63 @@ def test_truncation_cuts_tokens_and_mask_together() -> None:
     rejected(tokenize_chat(ChatTemplate(tokenizer), messages, 4), RejectReason.TRUNCATED_AWAY)
 
 
-@pytest.mark.parametrize("prefix", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"])
-def test_exactly_one_bos_whatever_the_template_renders(prefix: str) -> None:
+@pytest.mark.parametrize("prefix", ["", "{{ bos_token }}"])
+def test_a_bos_is_there_if_the_template_writes_one_as_in_transformers(prefix: str) -> None:
     template = prefix + LLAMA3_TEMPLATE.removeprefix("{{ bos_token }}")
     tokenizer = build_tokenizer(template)
-    chat = tokenized(tokenizer, turns("q", "one", "q", "two"))
-    assert (chat.tokens == tokenizer.bos_token_id).sum() == 1
-    assert chat.tokens[0] == tokenizer.bos_token_id
+    messages = turns("q", "one", "q", "two")
+    chat = tokenized(tokenizer, messages)
+    assert chat.tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert (chat.tokens == tokenizer.bos_token_id).sum() == bool(prefix)
     assert marked_texts(tokenizer, chat) == ["one<|eot_id|>", "two<|eot_id|>"]
-    assert prompt_tokens(ChatTemplate(tokenizer), turns("q")).count(tokenizer.bos_token_id) == 1
+    prompt = prompt_tokens(ChatTemplate(tokenizer), turns("q"))
+    assert prompt == tokenizer.apply_chat_template(turns("q"), add_generation_prompt=True, return_dict=False)
+
+
+def test_an_end_of_turn_between_turns_is_trained_where_a_last_response_has_none() -> None:
+    between = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}", "+ ('' if loop.last else '<|im_end|>\n') }}")
+    template = ChatTemplate(build_tokenizer(between, None, "<|im_end|>"))
+    assert not template.ends_last_turn
+    chat = tokenize_chat(template, turns("q", "one", "q", "two"), 100)
+    assert marked_texts(template.tokenizer, chat) == ["one<|im_end|>", "two"]
+    never = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}", "}}")
+    template = ChatTemplate(build_tokenizer(never, None, "<|im_end|>"))
+    assert template.end_of_turn == ""  # The header of the next turn is not an end of turn.
+
+
+def test_a_template_for_tools_is_used_for_chats_with_tools_alone() -> None:
+    with_tools = "{% if tools %}{{ 'Call one of ' + (tools | tojson) }}{% endif %}" + CHATML_TEMPLATE
+    tokenizer = build_tokenizer(None, None, "<|im_end|>")
+    tokenizer.chat_template = {"default": CHATML_TEMPLATE, "tool_use": with_tools}
+    tools = [{"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}}]
+    messages = turns("q", "one")
+    for asked in (None, tools):
+        chat = tokenize_chat(ChatTemplate(tokenizer), messages, 400, asked)
+        assert isinstance(chat, TokenizedChat), chat
+        assert chat.tokens.tolist() == tokenizer.apply_chat_template(messages, tools=asked, return_dict=False)
+        assert ("Call one of" in tokenizer.decode(chat.tokens)) == bool(asked)
+        prompt = prompt_tokens(ChatTemplate(tokenizer), messages[:1], asked)
+        assert prompt == tokenizer.apply_chat_template(
+            messages[:1], tools=asked, add_generation_prompt=True, return_dict=False
+        )
+    # Each of them decides what a store's tokens are.
+    other = build_tokenizer(CHATML_TEMPLATE, None, "<|im_end|>")
+    assert template_source(tokenizer) != template_source(other)
+
+
+def test_threads_that_share_a_template_render_what_one_thread_does() -> None:
+    timed = "{{ strftime_now('%d %b %Y') }}" + CHATML_TEMPLATE
+    template = ChatTemplate(build_tokenizer(timed, None, "<|im_end|>"))
+    short = turns("hi")
+    long = turns(*(f"message {number}" for number in range(101)))
+    expected = {len(chat): prompt_tokens(template, chat) for chat in (short, long)}
+
+    def encode(number: int) -> bool:
+        chat = long if number % 4 == 0 else short
+        return prompt_tokens(copy.deepcopy(template) if number % 5 == 0 else template, chat) == expected[len(chat)]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(encode, range(200)))
 
 
 def test_no_chat_template_is_refused() -> None:
