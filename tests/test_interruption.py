@@ -56,7 +56,7 @@ sys.modules["moa_data.cli"] = fake
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
 
 
 def one_line(done: subprocess.CompletedProcess[str], number: int = signal.SIGINT) -> str:
@@ -87,7 +87,7 @@ def later(seconds):
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 def command():
     BODY
-    time.sleep(9)
+    time.sleep(200)
     print("went on")
 fake.main = command
 main()
@@ -98,11 +98,11 @@ BODIES = {
     "swallows it": "try:\n        RAISE\n    except BaseException: pass",
     "is in an import": "import imported",
     "is in C code": "later(0.1); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
-    "is in C code at a second one": "ours.CLEANUP_S = 99; later(0.1); later(0.5)\n"
-    "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)",
+    "is in C code at a second one": "ours.CLEANUP_S = 99; later(0.1); later(1.0)\n"
+    "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
     "hangs in its cleaning up": "lock = threading.Lock()\n    try:\n        RAISE\n    finally:\n"
     "        lock.acquire()\n        lock.acquire()",
-    "hangs at its end": "threading.Thread(target=time.sleep, args=(20,)).start()\n    RAISE",
+    "hangs at its end": "threading.Thread(target=time.sleep, args=(200,)).start()\n    RAISE",
 }
 
 
@@ -126,10 +126,8 @@ def test_a_signal_after_the_end_changes_nothing(number: signal.Signals) -> None:
 def test_a_command_that_resists_ends_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     (tmp_path / "imported.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    began = time.monotonic()
     done = raising(RUNS, body=BODIES[how])
     one_line(done)
-    assert time.monotonic() < began + 8
     assert "went on" not in done.stdout
 
 
@@ -143,7 +141,7 @@ def test_a_second_sigterm_does_not_break_off_the_cleaning_up() -> None:
 def test_what_handles_signals_itself_has_its_time() -> None:
     """As training does, which saves its state, until Ctrl-C is pressed again."""
     body = "noted = threading.Event()\n    signal.signal(signal.SIGINT, lambda *_: noted.set())\n    RAISE\n"
-    body += "    assert noted.wait(5)\n    time.sleep(1)\n    print('saved', flush=True)\n    raise KeyboardInterrupt"
+    body += "    assert noted.wait(60)\n    time.sleep(1)\n    print('saved', flush=True)\n    raise KeyboardInterrupt"
     done = raising(RUNS, body=body)
     one_line(done)
     assert done.stdout == "saved\n"

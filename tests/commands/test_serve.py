@@ -84,7 +84,7 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
         process.send_signal(signal.SIGTERM)
         next(stream)
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=60)
         stream.close()
     assert process.returncode == 143
     assert stderr.rstrip().endswith("Error: stopped; 1 answers were broken off.")

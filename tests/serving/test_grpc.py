@@ -594,6 +594,7 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
         talk.open(PROMPT, codec="bf16", max_new_tokens=400)
         talk.send(run=pb.Run(start=N, mode=PLAIN))
         talk.hang_up()
+        wait_for(lambda: server.engine.snapshot().n_calls >= 64)
         n_calls = [-1, 0]
         while n_calls[-1] != n_calls[-2]:
             time.sleep(0.5)
@@ -628,7 +629,7 @@ def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureF
 
 
 def test_who_opens_nothing_is_sent_away(target: Target) -> None:
-    with Server(target, head_s=0.3) as server:
+    with Server(target, head_s=1.0) as server:
         with Talk(server.grpc_address) as talk:
             assert failure_of(talk).code == "idle"
         with Talk(server.grpc_address) as talk:
@@ -639,12 +640,11 @@ def test_who_opens_nothing_is_sent_away(target: Target) -> None:
 
 
 def test_idle_sessions_are_forgotten(target: Target) -> None:
-    with Server(target, idle_s=0.6) as server:
+    with Server(target, idle_s=1.0) as server:
         with Talk(server.grpc_address) as idle, Talk(server.grpc_address) as busy:
             session = idle.opened(PROMPT).session
             busy.opened(PROMPT)
-            began = time.monotonic()
-            while time.monotonic() - began < 1.5:
+            while server.counts.n_sessions == 2:
                 busy.send(ping=pb.Ping())
                 busy.read("pong")
                 time.sleep(0.05)
@@ -669,7 +669,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
         talk.send(run=pb.Run(start=N, mode=PLAIN))
         talk.read("committed")
         proxy.cut(reset=not is_silent)
-        wait_for(lambda: server.counts.n_streams == server.engine.snapshot().n_working == 0, 30)
+        wait_for(lambda: server.counts.n_streams == server.engine.snapshot().n_working == 0)
         n_committed = server.engine.snapshot().n_committed
         time.sleep(0.1)
         assert server.engine.snapshot().n_committed == n_committed, "nothing is decoded for nobody"
@@ -682,7 +682,7 @@ def test_connections_that_are_gone_end(target: Target, answer: list[int], is_sil
 def test_the_server_drains(target: Target, answer: list[int]) -> None:
     """What runs ends; what is idle, and what comes, is sent away."""
     with (
-        Server(target, target_ms=30.0, grace_s=1) as server,
+        Server(target, target_ms=60.0, grace_s=3) as server,
         Talk(server.grpc_address) as running,
         Talk(server.grpc_address) as idle,
         Talk(server.grpc_address) as endless,

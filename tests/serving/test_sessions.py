@@ -21,7 +21,7 @@ def rows(start: int, stop: int) -> torch.Tensor:
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def pong(number: int) -> pb.ServerMessage:

@@ -205,7 +205,7 @@ def test_nobody_answers(is_silent: bool) -> None:
         began = time.monotonic()
         with client(address, timeouts=Timeouts(connect_s=0.3)) as connected, pytest.raises(Disconnected):
             connected.complete([5, 6])
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < Timeouts().connect_s
 
 
 def test_requests_that_make_no_sense(server: Server) -> None:

@@ -48,7 +48,7 @@ def links() -> Iterator[Any]:
 
 def wait_for(link: Link, kind: str) -> LinkEvent:
     """The first event of a kind; those before it are passed over."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         for event in link.take(0.1):
             if kind == ("down" if event.error else "received" if event.message else "up"):
@@ -105,7 +105,7 @@ def test_closes_while_it_waits(links: Any) -> None:
         link.begin()
         began = time.monotonic()
         link.close()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10, "an attempt to connect takes 20 seconds"
 
 
 def test_a_server_that_is_no_drafting_server(links: Any) -> None:

@@ -61,14 +61,14 @@ class Scripted:
             part = WORDS[start : start + 4]
             on_event(tokens(start, part, "accepted"))
             on_event(Stats(start, start // 4, 0, 31.25, 3.5, 42.4, 25.1, 3.0, 900, 120_000))
-        assert self._off.wait(20)
+        assert self._off.wait(60)
         on_event(LinkChanged(False, "switched off"))
         on_event(ModeChanged("offline", "no network"))
         for k, word in enumerate(GUESSED):
             time.sleep(self._pause_s)
             on_event(tokens(n + k, [word], "unverified"))
         on_event(ModeChanged("offline", "paused after 10 unverified tokens"))
-        assert self._on.wait(20)
+        assert self._on.wait(60)
         time.sleep(self._pause_s * 4)
         on_event(LinkChanged(True))
         on_event(ModeChanged("client", "back"))
@@ -92,14 +92,14 @@ def page() -> Iterator[ChatPage]:
 
 
 def request(page: ChatPage, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
-    return httpx.request(method, f"{page.url}{path}", json=body, headers=headers, timeout=20)
+    return httpx.request(method, f"{page.url}{path}", json=body, headers=headers, timeout=60)
 
 
 @contextmanager
 def events_of(page: ChatPage, last_id: str = "") -> Iterator[Numbered]:
     """The server-sent events, each with its id."""
     headers = {"last-event-id": last_id} if last_id else {}
-    with httpx.stream("GET", f"{page.url}events", headers=headers, timeout=20) as response:
+    with httpx.stream("GET", f"{page.url}events", headers=headers, timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = response.iter_lines()
         yield ((line.removeprefix("id: "), json.loads(next(lines).removeprefix("data: "))) for line in lines if line)
@@ -213,12 +213,12 @@ def test_a_browser_shows_the_cut_and_the_roll_back(scheme: Any) -> None:
         view.goto(page.url)
         view.get_by_label("Prompt").fill("Why is the sky blue?")
         view.get_by_role("button", name="Ask").click()
-        api.expect(view.locator("#answer")).to_contain_text("long ones.", timeout=20_000)
+        api.expect(view.locator("#answer")).to_contain_text("long ones.", timeout=60_000)
         api.expect(view.locator("#mode")).to_have_text("client drafts")
         api.expect(view.get_by_role("button", name="Ask")).to_be_disabled()
         network = view.get_by_role("switch")
         network.click()
-        api.expect(view.locator("#answer .unverified")).to_have_count(len(GUESSED), timeout=20_000)
+        api.expect(view.locator("#answer .unverified")).to_have_count(len(GUESSED), timeout=60_000)
         api.expect(view.locator("#mode")).to_have_text("offline")
         api.expect(view.locator("#state")).to_contain_text("paused after 10 unverified tokens")
         api.expect(network).to_have_attribute("aria-checked", "false")
@@ -227,14 +227,14 @@ def test_a_browser_shows_the_cut_and_the_roll_back(scheme: Any) -> None:
         assert view.evaluate("document.getElementById('conversation').clientHeight") > 120
         network.click()
         api.expect(view.locator("#answer .rolled")).to_have_count(len(GUESSED) - 2)
-        api.expect(view.locator("#state")).to_have_text("Complete", timeout=20_000)
+        api.expect(view.locator("#state")).to_have_text("Complete", timeout=60_000)
         api.expect(view.locator("#answer .rolled")).to_have_count(0)
         api.expect(view.locator("#answer .unverified")).to_have_count(0)
         assert view.locator("#answer").inner_text().split() == TEXT.split()
         assert view.locator("#plot .cut").count() == view.locator("#plot .back").count() == 1
         assert view.locator("#rolled-back").inner_text() == f"{len(GUESSED) - 2} tokens"
         view.reload()  # shows the same again
-        api.expect(view.locator("#state")).to_have_text("Complete", timeout=20_000)
+        api.expect(view.locator("#state")).to_have_text("Complete", timeout=60_000)
         assert view.locator("#answer").inner_text().split() == TEXT.split()
         assert view.locator("#prompt-shown").inner_text() == "Why is the sky blue?"
         view.set_viewport_size({"width": 400, "height": 800})

@@ -70,7 +70,7 @@ def test_who_shares_waits_for_the_one_who_opens(
     time.sleep(0.05)
     assert not found
     opening.share()
-    waiting.join(10)
+    waiting.join(60)
     assert found == [False]
 
 
