@@ -9,6 +9,10 @@ LOCK_KEEP ?= torch==2.13.0
 DEMO_OUT ?= demo-output
 # One process per core, each with one thread; PYTEST_ARGS= runs them one after the other.
 PYTEST_ARGS ?= -n auto --dist worksteal
+# The seed of `make test-shuffled`, from 0 to 4294967295: of the order, of random numbers and of Python's hashes.
+ifndef SEED
+SEED := $(shell date +%s)
+endif
 
 # Options of benchmarks/gpu/gpu.sh, for example: make bench-gpu GPU_ARGS="--device cpu --tiny"
 GPU_ARGS ?=
@@ -17,10 +21,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast coverage test-slow test-gpu test-engines lint format types docs proto figures bench bench-gpu check lock release clean
+.PHONY: help setup demo test test-shuffled test-fast coverage test-slow test-gpu test-engines lint format types docs proto figures bench bench-gpu check lock release clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Create .venv and install the package with the tested versions
 
@@ -35,6 +39,10 @@ demo: $(STAMP) ## Run the whole idea on this machine: chats, target, store, draf
 
 test: $(STAMP) ## Run the tests (offline, a few minutes on two cores)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-shuffled: $(STAMP) ## Run the tests in another order with other random numbers; SEED=N repeats the run of that seed
+	PYTHONHASHSEED=$(SEED) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+		$(BIN)/python -m pytest -p randomly --randomly-seed=$(SEED) $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## Run the tests of the store, the drafters and the command line, in two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/storage tests/moa/drafters tests/commands tests/test_architecture.py tests/test_cli.py

@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import random
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,31 @@ def fsync_nothing(fd: int) -> None:
 
 
 os.fsync = fsync_nothing  # type: ignore[assignment]  # it takes any object with a fileno
+
+
+def seed_generators(config: pytest.Config, name: str) -> None:
+    """Seed the global generators of Python, NumPy and PyTorch from the seed of the run and a name.
+
+    The seed of the run is 0, or the one that `make test-shuffled` was given.
+    """
+    seed = zlib.crc32(f"{config.getoption('randomly_seed', 0)} {name}".encode())
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Let a fixture draw the same numbers whichever test or fixture ran before it."""
+    seed_generators(request.config, f"{request.node.nodeid} {fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Let a test draw the same numbers in any order of the tests."""
+    seed_generators(item.config, item.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)
