@@ -153,11 +153,17 @@ def _halves(weight: Tensor, bias: Tensor | None) -> Any:
 def product(x: Tensor, laid: Laid) -> Tensor:
     """Multiply x [..., in] by a laid out weight and add its bias: [..., out]."""
     halves, most_rows = laid.halves, 24  # with more oneDNN is faster
-    if halves is not None and x.numel() <= most_rows * x.shape[-1]:
+    n_rows = x.numel() // x.shape[-1]
+    if halves is not None and n_rows <= most_rows:
         few: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, halves)
         return few
+    shape = x.shape[:-1]
+    if n_rows > most_rows:
+        # oneDNN keeps a kernel for each number of rows, and these small blocks stay between the large ones that are
+        # freed, so that the allocator cannot reuse those. Calls of 2 to 299 rows leave 1.2 GB; in steps of 16, 0.1 GB.
+        x = F.pad(x.reshape(n_rows, x.shape[-1]), [0, 0, 0, -n_rows % 16])
     many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")
-    return many
+    return many[:n_rows].view(shape + many.shape[-1:]) if n_rows > most_rows else many
 
 
 # Both are PyTorch's own, without a promise for other versions, so they are tried.

@@ -115,7 +115,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         return max(self.lengths) + self._n_before
 
     @property
-    def home(self) -> tuple[int, torch.Size, tuple[int, ...]]:
+    def home(self) -> tuple[Any, ...]:
         """Address, shape and strides of the buffer. A CUDA graph that reads or writes it is valid for these alone."""
         return self.buffer.data_ptr(), self.buffer.shape, self.buffer.stride()
 

@@ -3,10 +3,12 @@
 import copy
 import importlib.util
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_data.moa.nn import packed
 from moa_data.moa.nn.packed import Laid, PackedLinear, pack
@@ -51,6 +53,33 @@ def test_a_product_is_that_of_torch(
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         n_rows = x.shape[:-1].numel()
         assert products == ([n_rows] if n_rows > 1 else [])
+
+
+class KernelRows(TorchDispatchMode):
+    """The numbers of rows that oneDNN gets."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.found.add(args[0].shape[:-1].numel())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.usefixtures("products")
+def test_calls_of_any_sizes_have_few_kernels() -> None:
+    """For each number of rows oneDNN keeps a kernel for good, and memory is cut to pieces around it."""
+    layer = linear()
+    torch.manual_seed(0)
+    x = torch.randn(1, 300, 48)
+    expected = layer(x)
+    pack(layer)
+    with torch.inference_mode(), KernelRows() as rows:
+        for n_rows in range(2, 301):
+            torch.testing.assert_close(layer(x[:, :n_rows]), expected[:, :n_rows], rtol=1e-5, atol=1e-5)
+    assert 0 < len(rows.found) < 45
 
 
 @pytest.fixture
