@@ -39,6 +39,15 @@ def free_memory() -> int | None:
     return min((n_bytes for n_bytes in free if n_bytes is not None), default=None)
 
 
+def resident_memory() -> int:
+    """Return the bytes of memory that this process holds now; 0 where the system does not say."""
+    try:
+        n_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return n_pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def _available_bytes(meminfo: Path) -> int | None:
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

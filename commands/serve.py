@@ -5,9 +5,13 @@ import sys
 import threading
 
 from ..errors import Interrupted
+from ..machine import keep_freed_memory, resident_memory, use_huge_pages
 from ..serving.config import ServeConfig
+from ..text import format_bytes
 from .console import out, tell
 from .options import stage_command
+
+_LOG = logging.getLogger(__name__)
 
 
 @stage_command(ServeConfig)
@@ -35,7 +39,6 @@ def serve(config: ServeConfig) -> None:
 
     import torch
 
-    from ..machine import keep_freed_memory, use_huge_pages
     from ..moa.formats.checkpoint import ready_drafters
     from ..moa.targets.live import Target
     from ..serving.access import BearerTokens, read_tokens
@@ -51,7 +54,8 @@ def serve(config: ServeConfig) -> None:
     tokens, identities = BearerTokens(read_tokens(config.token_file) if config.token_file else ()), None
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     drafters = ready_drafters(target, config.drafter, config.template_kwargs, config.model)
-    service = Service(Engine(target, drafters, config.engine), config, tokens)
+    engine = Engine(target, drafters, config.engine)
+    service = Service(engine, config, tokens)
     if config.grpc_port is not None:
         identities = Identities(
             target_identity(target.identity),
@@ -64,8 +68,15 @@ def serve(config: ServeConfig) -> None:
     logging.getLogger("moa_data").setLevel(logging.INFO)
     raise_file_limit()
     keep_freed_memory()
+
+    def settle_memory() -> None:
+        use_huge_pages()
+        sizes = [resident_memory() - engine.kv_bytes, engine.kv_bytes, engine.working_bytes]
+        texts = map(format_bytes, [sum(sizes), *sizes])
+        _LOG.info("memory: up to %s: %s loaded, %s of keys and values, up to %s for calls and requests", *texts)
+
     if target.device.type == "cpu":
-        threading.Thread(target=use_huge_pages, daemon=True).start()  # which need not wait for it
+        threading.Thread(target=settle_memory, daemon=True).start()  # requests need not wait for it
 
     def on_ready(http: str, grpc: str | None) -> None:
         names = ", ".join(drafters) or "none"

@@ -105,6 +105,13 @@ class Engine:
         self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device, groups)
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
+        self.kv_bytes = self._pool.buffer.nbytes
+        # An upper estimate of what target calls and requests add, measured with a target of 135 million weights:
+        # activations, logits with the copies that sampling sorts, masks of a chunk, texts, and memory that is freed.
+        n_logits = options.max_sequences * (1 + n_own_drafts) + options.max_drafts
+        activations = 100 * sizes["hidden_size"] * (options.prefill_chunk + n_logits)
+        masks = 5 * self.max_positions * options.prefill_chunk
+        self.working_bytes = activations + 8 * sizes["vocab_size"] * n_logits + masks + 200_000_000
         self._max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)

@@ -15,12 +15,14 @@ Shapes: L layers, H_kv key/value heads, d head dim, S slots of all blocks, n pos
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ...errors import NotEnoughMemory
+from ...machine import free_memory
 from ...moa.nn.masks import to_device
 from ...moa.targets.cache import pack_groups
 from ...moa.targets.families import KVGroup
@@ -49,10 +51,14 @@ class Pool:
         self._groups = groups  # of layers that are not alike
         self.n_blocks = blocks_for(n_tokens)
         shape = 2, sizes["n_layers"], sizes["n_kv_heads"], self.n_blocks * BLOCK_TOKENS, sizes["head_dim"]
+        n_bytes = math.prod(shape) * dtype.itemsize
         try:
-            self.buffer = torch.empty(shape, dtype=dtype, device=device)  # [2, L, H_kv, S, d], keys after RoPE
+            # Linux grants any memory, and kills the process that writes to more than there is.
+            if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
+                raise RuntimeError(f"{format_bytes(n_free)} are free")
+            # Zeros are written, so that the memory is taken now and not as texts come.
+            self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [2, L, H_kv, S, d], keys after RoPE
         except RuntimeError as error:
-            n_bytes = 2 * shape[1] * shape[2] * shape[3] * shape[4] * dtype.itemsize
             raise NotEnoughMemory(
                 f"the keys and values of {n_tokens:,} tokens take {format_bytes(n_bytes)}, which {device.type} memory "
                 f"cannot hold ({first_line(error)}).",

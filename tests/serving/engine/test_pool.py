@@ -1,8 +1,11 @@
 """The KV of all texts lies in one tensor: none is lost when they move, and none but one text notices a full memory."""
 
 import contextlib
+import ctypes
 import gc
+import mmap
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,9 +68,36 @@ def test_sequences_keep_their_values_wherever_they_move() -> None:
     assert pool.buffer.data_ptr() == address
 
 
-def test_too_large_a_pool_is_refused_at_the_start(target: Target) -> None:
+def test_too_large_a_pool_is_refused_at_the_start(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotEnoughMemory):
         Engine(target, options=EngineOptions(kv_tokens=1 << 50))
+    monkeypatch.setattr("moa_data.serving.engine.pool.free_memory", lambda: 1000)
+    with pytest.raises(NotEnoughMemory):  # the system would grant it, and kill the process later
+        Engine(target, options=EngineOptions(kv_tokens=1024))
+
+
+def n_resident_pages(tensor: torch.Tensor) -> tuple[int, int]:
+    """Count the whole pages of a tensor that are in memory, and all of them."""
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    n_pages = (tensor.data_ptr() + tensor.nbytes - first) // page
+    pages = (ctypes.c_ubyte * n_pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(n_pages * page), pages) == 0
+    return sum(byte & 1 for byte in pages), n_pages
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_the_pool_takes_its_memory_at_the_start(target: Target) -> None:
+    pool = Engine(target, options=EngineOptions(kv_tokens=1 << 17))._pool
+    n_resident, n_pages = n_resident_pages(pool.buffer)
+    assert n_resident == n_pages > 1000
+
+
+def test_memory_is_estimated_by_the_settings(target: Target) -> None:
+    small, large = (Engine(target, options=EngineOptions(kv_tokens=n, max_sequences=n // 128)) for n in (1024, 4096))
+    assert small.kv_bytes == small._pool.buffer.nbytes
+    assert large.kv_bytes == 4 * small.kv_bytes
+    assert large.working_bytes > small.working_bytes > 0
 
 
 class FullMemory(TorchDispatchMode):
