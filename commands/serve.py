@@ -36,6 +36,9 @@ def serve(config: ServeConfig) -> None:
         -d '{"model": "llama3-8b", "messages": [{"role": "user", "content": "Hi"}], "stream": true}'
     """
     import asyncio
+    import os
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write a line for each failed TLS handshake
 
     import torch
 
@@ -45,7 +48,7 @@ def serve(config: ServeConfig) -> None:
     from ..serving.engine.engine import Engine
     from ..serving.grpc import Identities
     from ..serving.http import Service
-    from ..serving.metrics import JsonLines
+    from ..serving.metrics import JsonLines, bound_repeats
     from ..serving.run import ServerRun, check_tls, raise_file_limit
     from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
@@ -63,6 +66,7 @@ def serve(config: ServeConfig) -> None:
             {name: drafter_identity(drafter) for name, drafter in drafters.items()},
         )
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(bound_repeats())
     handler.setFormatter(JsonLines())
     logging.getLogger().handlers[:] = [handler]
     logging.getLogger("moa_data").setLevel(logging.INFO)

@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
@@ -37,6 +39,7 @@ from ..errors import NotAllowed, RequestInvalid
 from .api import ApiError
 from .config import LimitOptions
 
+_LOG = logging.getLogger(__name__)
 _SCHEME = "bearer "
 _RETRY_S = 0.1  # seconds without accepting connections where the process may open no more files
 _YOUNG_S = 1.0  # seconds in which the request of a new connection is expected to be read, however busy the process is
@@ -176,6 +179,7 @@ class Connection(H11Protocol):
         self.is_working = False  # whether a request has arrived completely and is not answered
         self.is_surplus = False  # whether there were too many when it came, all of them working
         self.is_cut = False  # whether the server broke it off
+        self.is_malformed = False  # whether its request was refused since the body is not HTTP
         self.has_asked = False  # whether it has ever sent the head of a request
         self.since = time.monotonic()  # from which it waits
         self.ends_s = self.blocked_s = float("inf")  # when its answer has to end; since when its reader takes nothing
@@ -186,6 +190,23 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.forget()
         super().connection_lost(exc)
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP, and close the connection; uvicorn calls it for any of them.
+
+        In the body of a request they end this request, whose own answer may have been sent in part or completely.
+        """
+        if self.cycle is None or self.cycle.response_complete:
+            _LOG.warning("%s sent bytes that are not HTTP", self.address)
+        else:  # the line of the request says it
+            self.is_malformed = not self.cycle.response_started
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Work on a request whose head has arrived; one that was sent together with it may begin before its end."""

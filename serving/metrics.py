@@ -5,7 +5,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -104,6 +104,10 @@ class RequestLog:
             self._end(scope, facts, time.perf_counter() - began)
 
     def _end(self, scope: Scope, facts: Facts, seconds: float) -> None:
+        connection = scope["moa_data.connection"]
+        if connection.is_malformed:
+            facts.status = 400
+            facts.error = "the request's body is not HTTP"
         path = getattr(scope.get("route"), "path", "other")  # the route's, not the client's: there are few
         self._metrics.requests.labels(path, str(facts.status)).inc()
         self._metrics.duration.labels(path).observe(seconds)
@@ -118,11 +122,36 @@ class RequestLog:
                 line["first_token_seconds"] = round(answer.first_s, 6)
             line |= {"prompt_tokens": facts.n_prompt, "new_tokens": answer.n_tokens}
             line["finish"] = answer.finish_reason or "client gone"
-        if scope["moa_data.connection"].is_cut:
+        if connection.is_cut:
             facts.error = "cut off: the client took its answer too slowly"
         if facts.error is not None:
             line["error"] = facts.error
         LOG.info("request", extra={"facts": line})
+
+
+def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.LogRecord], bool]:
+    """Return a filter of a log that keeps so many records of a kind a minute.
+
+    So clients cannot fill a disk, whatever they send. The kind of a refused request is its status, that of another
+    record the line of code that logs it; requests that were answered are all kept. The first record after a minute says
+    in ``left_out`` how many of its kind were not.
+    """
+    windows: dict[Hashable, tuple[float, int]] = {}  # kind -> when its minute began, records since then
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        status = getattr(record, "facts", {}).get("status")
+        if status is not None and status < 400:
+            return True
+        kind = record.pathname, record.lineno, status
+        now = time.monotonic()
+        began, n_records = windows.get(kind, (now, 0))
+        if now >= began + window_s:
+            record.left_out = n_records - most
+            began, n_records = now, 0
+        windows[kind] = began, n_records + 1
+        return n_records < most
+
+    return is_kept
 
 
 class JsonLines(logging.Formatter):
@@ -133,6 +162,8 @@ class JsonLines(logging.Formatter):
         line: dict[str, Any] = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower()}
         facts = getattr(record, "facts", None)
         line |= facts if facts is not None else {"logger": record.name, "message": record.getMessage()}
+        if (n_left_out := getattr(record, "left_out", 0)) > 0:
+            line["left_out"] = n_left_out
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=True, default=str)

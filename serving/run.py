@@ -88,8 +88,8 @@ class ServerRun:
         cert, key = config.tls or (None, None)
         settings = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
-            log_config=None, access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            timeout_keep_alive=max(1, round(service.limits.head_s)),
+            log_config=None, log_level=logging.ERROR, access_log=False, server_header=False,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES, timeout_keep_alive=max(1, round(service.limits.head_s)),
             timeout_graceful_shutdown=max(1, round(config.grace_s)),
         )  # fmt: skip
         return HttpServer(settings, service.limits)
