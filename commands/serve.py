@@ -4,11 +4,10 @@ import logging
 import sys
 import threading
 
-from ..errors import Interrupted
 from ..machine import keep_freed_memory, resident_memory, use_huge_pages
 from ..serving.config import ServeConfig
 from ..text import format_bytes
-from .console import out, tell
+from .console import StageFailure, out, tell
 from .options import stage_command
 
 _LOG = logging.getLogger(__name__)
@@ -92,6 +91,6 @@ def serve(config: ServeConfig) -> None:
     asyncio.run(run.serve())
     n_broken_off = service.metrics.n_broken_off
     rest = f"{n_broken_off} answers were broken off" if n_broken_off else "all answers had ended"
-    if run.signum is not None:
-        raise Interrupted(f"stopped; {rest}.", run.signum)
     tell(f"stopped; {rest}.")
+    if run.signum is not None:
+        raise StageFailure("", 128 + run.signum)

@@ -1,7 +1,8 @@
 """A server from its start to its end: engine, HTTP and gRPC in one process and one event loop.
 
-A first signal drains: listeners close, requests over open connections are refused, answers have a grace period to end,
-drafting sessions are told to come back later. A second one, or the end of that period, breaks the rest off.
+A first signal drains: answers have a grace period to end, new work is refused, and drafting sessions are told to come
+back later. Meanwhile connections are still accepted, so that ``/health`` can tell load balancers. The listener closes
+when the last answer has ended. A second signal, or the end of the period, breaks the rest off.
 """
 
 import asyncio
@@ -90,7 +91,6 @@ class ServerRun:
             app, http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
             log_config=None, log_level=logging.ERROR, access_log=False, server_header=False,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES, timeout_keep_alive=max(1, round(service.limits.head_s)),
-            timeout_graceful_shutdown=max(1, round(config.grace_s)),
         )  # fmt: skip
         return HttpServer(settings, service.limits)
 
@@ -110,20 +110,19 @@ class ServerRun:
     async def _drain(self, http: HttpServer, serving: asyncio.Task[None]) -> None:
         """Let what is being done end, or break it off."""
         self._service.is_draining = True
-        http.should_exit = True
+        answering = list(http.server_state.tasks)  # later requests are refused, so nobody waits for them
         _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
-        tasks = [serving]
+        asyncio.get_running_loop().call_later(self._config.grace_s, self._breaking_off.set)
+        work: list[asyncio.Future[None]] = list(answering)
         if self.drafting is not None:
-            tasks.append(asyncio.create_task(self.drafting.stop(self._config.grace_s)))
-        await _first_of(asyncio.gather(*tasks), self._breaking_off.wait())
+            work.append(asyncio.ensure_future(self.drafting.stop(self._config.grace_s)))
+        rest = asyncio.gather(*work)
+        await _first_of(rest, self._breaking_off.wait())
+        rest.cancel()
+        http.should_exit = True  # the listener and idle connections close
+        await _first_of(serving, self._breaking_off.wait())
         http.force_exit = True
-        for task in tasks[1:]:
-            task.cancel()
         await serving
-        rest = list(http.server_state.tasks)
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

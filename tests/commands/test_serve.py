@@ -7,19 +7,24 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 from openai import OpenAI
 
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.serving.run import bind
+from moa_data.tests.kit.attackers import connect, wait_for_end
+from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.serving import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,7 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        address = re.search(r"http://\S+/v1", line)
+        address = re.search(r"https?://\S+/v1", line)
         if address is None:
             pytest.fail(f"no address: {line} {process.communicate()}")
         yield process, line, address[0]
@@ -50,11 +55,22 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate()
 
 
+def check_draining(address: str) -> None:
+    """New connections are taken, and told that the server ends."""
+    health = address.removesuffix("/v1") + "/health"
+    wait_for(lambda: httpx.get(health).status_code == 503, seconds=10)
+    assert httpx.get(health).json() == {"status": "draining"}
+    answer = httpx.post(f"{address}/completions", json={"model": "tiny", "prompt": "a"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "draining"
+    assert int(answer.headers["retry-after"]) > 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("heeded_signals")
 def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
     run_folder = model.parent / "run"
-    with serving(model, "--drafter", str(run_folder), "--target-ms", "5", "--tree", "3") as (process, line, address):
+    with serving(model, "--drafter", str(run_folder), "--target-ms", "20", "--tree", "3") as (process, line, address):
         assert line.startswith("serving tiny on http://127.0.0.1:")
         assert re.search(r" and gRPC 127\.0\.0\.1:\d+ \(drafters: run\)\n", line)
         with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
@@ -63,13 +79,17 @@ def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
             )
             next(stream)
             process.send_signal(number)
+            check_draining(address)
+            time.sleep(0.5)
+            check_draining(address)
             reasons = [chunk.choices[0].finish_reason for chunk in stream]
         _, stderr = process.communicate(timeout=60)
     assert reasons[-1] == "length"
     assert process.returncode == 128 + number
-    assert stderr.rstrip().endswith("Error: stopped; all answers had ended.")
+    assert stderr.splitlines()[-1] == "stopped; all answers had ended."
     assert "Traceback" not in stderr
-    (request,) = [json.loads(line) for line in stderr.splitlines() if line.startswith("{") and '"request"' in line]
+    lines = [json.loads(line) for line in stderr.splitlines() if line.startswith("{")]
+    (request,) = [line for line in lines if "new_tokens" in line]
     assert (request["status"], request["new_tokens"], request["finish"]) == (200, 80, "length")
 
 
@@ -87,8 +107,27 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
         _, stderr = process.communicate(timeout=60)
         stream.close()
     assert process.returncode == 143
-    assert stderr.rstrip().endswith("Error: stopped; 1 answers were broken off.")
+    assert stderr.splitlines()[-1] == "stopped; 1 answers were broken off."
     assert "Traceback" not in stderr
+
+
+@pytest.mark.usefixtures("heeded_signals")
+def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> None:
+    """Behind TLS, where the libraries below log failed handshakes by themselves."""
+    _, settings = make_certificates(tmp_path)
+    options = ["--tls-cert", settings["tls_cert"], "--tls-key", settings["tls_key"]]
+    with serving(model, *options) as (process, line, _):
+        ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", line)]
+        assert len(ports) == 2
+        for port in ports:
+            for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x15\x03\x01\x00\x02\x02\x28", bytes(1000)) * 10:
+                with connect(("127.0.0.1", port)) as connection:
+                    connection.sendall(said)
+                    wait_for_end(connection)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+    lines = [line for line in stderr.splitlines() if "draining" not in line and "memory" not in line]
+    assert lines == ["stopped; all answers had ended."]
 
 
 def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
