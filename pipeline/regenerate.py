@@ -276,13 +276,16 @@ class Answers:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OutputOccupied(f"{self.record} is no record of a regeneration. Choose another --out.") from error
         now = self._settings
-        if changed := [name for name in {**begun, **now} if begun.get(name) != now.get(name)]:
+        changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
+        if changed and self.counts.n_rows:  # without a row nothing was answered by those settings
             listed = ", ".join(f"{name} {begun.get(name)} (now {now.get(name)})" for name in changed)
             raise OutputOccupied(f"{self.path} was begun with {listed}. Give those settings, or another --out.")
         is_complete = self.counts.n_rows == self._n_rows
         if n_bytes < self._n_bytes or (is_complete and n_bytes > self._n_bytes):
             raise OutputOccupied(f"{self.path} was changed after it was written. Choose another --out, or delete it.")
         self._file.truncate(self._n_bytes)
+        if changed:
+            self._save()
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add a batch, and wait until it is on the disk."""

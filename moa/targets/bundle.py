@@ -33,8 +33,6 @@ from .model_files import check_finite, find_problems, read_header, read_json, wr
 FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
-# What transformers notes in tokenizer_config.json about how the tokenizer was loaded, which is not part of it.
-_LOADING_KEYS = ("is_local", "local_files_only")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # A file that changed less than this before it was hashed could change again within one tick of its clock.
 _SETTLED_S = 2.0
@@ -128,19 +126,9 @@ def save_target_bundle(
     config.save_pretrained(path)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
-    _save_tokenizer(tokenizer, path)
+    tokenizer.save_pretrained(path)
     weights = {name: value.to(config.dtype) for name, value in frozen_weights(model, n_layers_kept).items()}
     write_tensors(path / FROZEN_FILE, weights)
-
-
-def _save_tokenizer(tokenizer: Any, path: Path) -> None:
-    """Save a tokenizer as equal bytes wherever it was loaded from, with or without a network."""
-    given = tokenizer.init_kwargs
-    tokenizer.init_kwargs = {name: value for name, value in given.items() if name not in _LOADING_KEYS}
-    try:
-        tokenizer.save_pretrained(path)
-    finally:
-        tokenizer.init_kwargs = given
 
 
 def held_layers(path: str | Path) -> int:

@@ -77,7 +77,9 @@ def load_target_tokenizer(folder: Path) -> Any:
         with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
             tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
             tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
-            tokenizer.init_kwargs.pop("auto_map", None)  # names code that does not travel along in bundles
+            # Bundles have neither code that auto_map names, nor notes on where the tokenizer was loaded from.
+            for name in ("auto_map", "is_local", "local_files_only"):
+                tokenizer.init_kwargs.pop(name, None)
     except TargetError as error:
         if packages := _packages_of_tokenizer(folder):
             raise TargetError(

@@ -24,8 +24,9 @@ from ...moa.targets.families import family_of, layer_sizes, layer_windows, load_
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage import schema
-from ...storage.backend import read_file
+from ...storage.backend import open_path, read_file
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
+from ...storage.commit import has_parts
 from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
 from ...storage.write.store import StoreWriter
@@ -207,9 +208,11 @@ def import_folder(
     # That of Llama is in the store, others are not all of its kind.
     norm_of = None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
     norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
+    # Nothing is created for a target that cannot be loaded.
+    target = norm_of if norm_of or has_parts(open_path(config.out)) else load()
     with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:
-            target = norm_of or load()
+            target = target or load()
             with store.target() as bundle:
                 save_target_bundle(target.model, target.tokenizer, bundle, config.target_layers)
         if norm is None and not file_format.gives_last:

@@ -221,15 +221,10 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         try:
             self._restore()
             _check_same(self.path, self.manifest, self.plan)
-        except (StoreMismatch, StoreDamaged) as error:
-            if not begins_anew or has_parts(self.path):
+        except (StoreMismatch, StoreDamaged):
+            # A bucket has no lock that would keep others out meanwhile.
+            if not begins_anew or isinstance(self.path, RemotePath) or has_parts(self.path):
                 raise
-            if isinstance(self.path, RemotePath):  # which has no lock that would keep others out
-                raise StoreMismatch(
-                    str(self.path),
-                    getattr(error, "changes", {}),
-                    "It has no part yet: delete it if no process is writing to it, or choose another place.",
-                ) from error
             return False
         return True
 

@@ -276,6 +276,18 @@ def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: Regenera
         regenerate(config)
 
 
+def test_settings_may_change_until_there_is_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    for seed in (0, 1):
+        with open_answers(path, {"seed": seed}, 4) as answers:
+            assert answers.counts.n_rows == 0
+    assert json.loads(answers.record.read_text())["settings"] == {"seed": 1}
+    with open_answers(path, {"seed": 1}, 4) as answers:
+        answers.append([Row(0, reason="late")])
+    with pytest.raises(OutputOccupied), open_answers(path, {"seed": 0}, 4):
+        pass
+
+
 def test_extract_takes_the_answers(config: RegenerateConfig, target_folder: Path, tmp_path: Path) -> None:
     folder, store = tmp_path / "answered", tmp_path / "store"
     arguments = ["regenerate", "--model", str(target_folder), "--dataset", config.dataset, "--out", str(folder)]
