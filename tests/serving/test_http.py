@@ -334,12 +334,13 @@ def test_a_slow_reader_is_held_and_loses_nothing(target: Target, monkeypatch: py
             hold(id_, is_held)
 
         monkeypatch.setattr(server.engine, "hold", note)
-        # A reader that takes no piece for a while, as uvicorn waits for a client's full buffer.
+        # A reader that takes no piece until its sequence is held, as uvicorn waits for a client's full buffer.
         pieces = Answers.pieces
 
         async def slowly(answers: Any) -> Any:
             async for piece in pieces(answers):
-                await asyncio.sleep(0.02)
+                while not held:
+                    await asyncio.sleep(0.01)
                 yield piece
 
         monkeypatch.setattr(Answers, "pieces", slowly)
