@@ -56,6 +56,33 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     seed_generators(item.config, item.nodeid)
 
 
+def process_state() -> dict[str, Any]:
+    """Return settings of the process that later tests would depend on."""
+    state: dict[str, Any] = {
+        name.name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    state["current folder"] = os.getcwd()
+    state["umask"] = os.umask(0o022)
+    os.umask(state["umask"])
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        state["threads of torch"] = torch.get_num_threads()
+        state["gradients"] = torch.is_grad_enabled()
+        state["default dtype"] = torch.get_default_dtype()
+        state["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    return state
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process() -> Iterator[None]:
+    """Fail a test that leaves the process in another state."""
+    before = process_state()
+    yield
+    after = process_state()
+    changes = {name: (before[name], after[name]) for name in before if after[name] != before[name]}
+    assert not changes
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep hashes of files in a folder of the tests, not in the user's."""
