@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moa_data.errors import OptionInvalid
+from moa_data.evaluation import conform as conform_module
 from moa_data.evaluation.conform import Conformance, ask_engine, compare
 from moa_data.evaluation.wrong_choices import CHOICES
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
@@ -331,9 +332,13 @@ def test_a_wrong_choice_is_named(
     drafter, prompts = build(kind, target, **sizes), random_prompts(2, 9)
     with monkeypatch.context() as patch:
         answers = answers_of(wrong(patch, copy.deepcopy(drafter), target), target, prompts)
+    expected = next(name for name in CHOICES if cause in name)
+    # Later choices cannot come first, and trying them takes most of the time.
+    tried = dict(islice(CHOICES.items(), [*CHOICES].index(expected) + 1))
+    monkeypatch.setattr(conform_module, "CHOICES", tried)
     found = compare(drafter, target, prompts, answers, N_NEW)
     assert found.partings
-    assert found.causes[:1] == [name for name in CHOICES if cause in name][:1], (found.causes, found.nearest)
+    assert found.causes[:1] == [expected], (found.causes, found.nearest)
 
 
 def test_every_choice_is_put_in_somewhere() -> None:
@@ -416,10 +421,13 @@ def test_transformers_itself_conforms(target: Target, folder: Path, tmp_path: Pa
     assert not ask(build(kind, target), target, folder, tmp_path / "own").partings
 
 
-def test_an_engine_that_fails_is_one_line(target: Target, folder: Path, tmp_path: Path) -> None:
+def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\necho Traceback >&2\necho ValueError: no model >&2\nexit 1\n")
+    failing.chmod(0o755)
     job = {"engine": "transformers", "method": "dflash", "dtype": "float32", "model": str(tmp_path / "nothing")}
-    with pytest.raises(OptionInvalid, match="transformers failed") as error:
-        ask_engine(job, sys.executable, tmp_path)
+    with pytest.raises(OptionInvalid, match=r"transformers failed .* ValueError: no model$") as error:
+        ask_engine(job, str(failing), tmp_path)
     assert "\n" not in str(error.value)
     with pytest.raises(OptionInvalid, match="did not run"):
         ask_engine(job, str(tmp_path / "python"), tmp_path)

@@ -32,8 +32,8 @@ from moa_data.moa.nn import losses, masks, packed
 from moa_data.moa.nn.layers import DecoderBlock
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
-from moa_data.tests.kit.models import SIZES, build_model, random_prompts
-from moa_data.tests.kit.variants import QUICK_FAMILIES
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
+from moa_data.tests.kit.variants import quick
 
 SHAPES = TreeShape(1), TreeShape(4), TreeShape(6, stop_below=0.2), TreeShape(3, 3, 8)
 ROUNDS = {
@@ -46,6 +46,8 @@ PROMPTS = random_prompts(7, 7)
 VOCABULARY = SIZES["vocab_size"]
 CLOSE = 2e-5
 """Largest absolute difference of features in float32."""
+TARGETS = quick(FAMILIES, ("llama", "qwen2-mixed"))
+"""Families of targets: by default a plain one, and one with biases and a window."""
 
 
 class Rows:
@@ -303,7 +305,7 @@ class DrafterContract:
 
     # Training and decoding compute the same
 
-    @pytest.mark.parametrize("family", QUICK_FAMILIES)
+    @pytest.mark.parametrize("family", TARGETS)
     @pytest.mark.parametrize("rounds", ROUNDS)
     def test_draft_steps_equal_what_is_validated(self, family: str, rounds: str) -> None:
         """What the forward computes for whole batches is what decoding computes, with rejected drafts between."""
@@ -332,7 +334,7 @@ class DrafterContract:
         for own, other in zip(drafts(), plain, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-4, atol=10 * self.close)
 
-    @pytest.mark.parametrize("family", QUICK_FAMILIES)
+    @pytest.mark.parametrize("family", TARGETS)
     def test_nodes_of_a_tree_equal_their_paths(self, family: str) -> None:
         """In rows of different lengths at once; a node sees its ancestors alone."""
         target = Target(build_model(family))
@@ -355,7 +357,7 @@ class DrafterContract:
                 got = torch.stack((root[row, 0], level_1[row, parent], level_2[row, node]))
                 torch.testing.assert_close(got, alone, rtol=1e-5, atol=self.close)
 
-    @pytest.mark.parametrize("family", QUICK_FAMILIES)
+    @pytest.mark.parametrize("family", TARGETS)
     def test_rows_join_and_leave(self, family: str) -> None:
         """Rows of two states, after rounds of different lengths, draft in one state as they do in their own."""
         target = Target(build_model(family))
@@ -406,7 +408,7 @@ class DrafterContract:
         assert sum(committed) / len(committed) > 1.2, "it has learned something"
         assert max(committed) > 1
 
-    @pytest.mark.parametrize("family", QUICK_FAMILIES)
+    @pytest.mark.parametrize("family", TARGETS)
     @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
     def test_rows_of_a_batch_are_each_alone(self, family: str, shape: TreeShape) -> None:
         """Answers end at different times; drafts of a random drafter are mostly rejected."""
@@ -467,7 +469,7 @@ class DrafterContract:
 
     # Where the target is on another machine
 
-    @pytest.mark.parametrize("family", QUICK_FAMILIES)
+    @pytest.mark.parametrize("family", TARGETS)
     def test_contexts_stand_for_the_target(self, family: str) -> None:
         target = Target(build_model(family))
         drafter = self.build(target.model)

@@ -74,6 +74,7 @@ SEVERAL: dict[str, Any] = KV | {"fused_layers": (0, 1)}
 MEMORY: dict[str, Any] = {"context": "memory", "fused_layers": None, "block_layers": 1, "block_size": 7}
 
 
+@pytest.mark.slow
 class TestContextOfKeysAndValues(DrafterContract):
     kind = "dspark"
     sizes = KV

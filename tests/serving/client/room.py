@@ -45,6 +45,11 @@ def model(name: str = "moa") -> DraftingModel:
 
 def plain(tokens: Sequence[int], n_new: int, sampling: SamplingConfig = GREEDY, seed: int = 0) -> list[int]:
     """What the target writes alone, one token a call."""
+    return list(_plain(tuple(tokens), n_new, sampling, seed))
+
+
+@cache
+def _plain(tokens: tuple[int, ...], n_new: int, sampling: SamplingConfig, seed: int) -> list[int]:
     text = list(tokens)
     for _ in range(n_new):
         hidden = target().forward(torch.tensor([text]), target().new_cache())
