@@ -165,13 +165,13 @@ def _error_number(text: str) -> int | None:
     return next((number for words, number in _ERROR_WORDS.items() if words in lower), None)
 
 
-def machine_trouble(error: BaseException) -> str | None:
-    """Say in one line which disk, rights or limits stopped the work, and what to do; None for any other error."""
+def machine_trouble(error: BaseException) -> StorageUnavailable | None:
+    """Return an error that says which disk, rights or limits stopped the work, and what to do; None for any other."""
     cause = system_error(error)
     if cause is None or cause.errno not in _ADVICE:
         return None
     path = cause.filename if cause.filename is not None else "a file"
-    return f"{path}: {os.strerror(cause.errno)}. {_ADVICE[cause.errno]}"
+    return StorageUnavailable(f"{path}: {os.strerror(cause.errno)}.", _ADVICE[cause.errno])
 
 
 def read_only(path: object, error: OSError) -> StorageUnavailable:

@@ -197,7 +197,7 @@ def user_message(error: BaseException, command: str = "") -> str | None:
         advice = f"Free some, or lower {flag}" if flag else "Free some"
         return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."
     if (trouble := machine_trouble(error)) is not None:
-        return trouble
+        return str(trouble)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}. Check the path and the room there, or choose another."
     return text if isinstance(error, OSError) else None

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
-from ..files import kind_of
+from ..files import kind_of, machine_trouble
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
 from ..text import counted, first_line, format_bytes
 
@@ -223,6 +223,8 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
             f"Dataset {dataset}, split {split!r}: {first_line(error)} Choose another --split, or a --dataset-config."
         ) from error
     except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if (trouble := machine_trouble(error)) is not None:
+            raise trouble from error
         raise DatasetError(
             f"Dataset {dataset} is neither a local file or folder nor loadable from the hub ({first_line(error)}). "
             "Check the name and the network, or give a local path."

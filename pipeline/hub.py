@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from ..errors import DatasetError, MoaDataError, OutputOccupied
-from ..files import PARTIAL_SUFFIX
+from ..files import PARTIAL_SUFFIX, machine_trouble
 from ..storage.read.verify import summarize_store, verify_store
 from ..storage.schema import CARD_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PUBLISH_NAME, RUNS_NAME
 from ..text import Progress, first_line, format_bytes
@@ -188,5 +188,7 @@ def _one_line(repo: str) -> Iterator[None]:
     except MoaDataError:
         raise
     except Exception as error:  # of many unrelated types
+        if (trouble := machine_trouble(error)) is not None:
+            raise trouble from error
         reason = first_line(error.__cause__ or error).rstrip(".")  # a failed upload's cause says why
         raise DatasetError(f"{repo} on the Hub: {reason}. {_AGAIN}") from error

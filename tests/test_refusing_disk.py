@@ -69,7 +69,8 @@ def prepare(name: str, work: Path) -> None:
 
 
 def check_goes_on(name: str, work: Path) -> None:
-    done = run(*COMMANDS[name])
+    resume = ["--resume"] if (work / "out/run/checkpoints/last.ckpt").exists() else []
+    done = run(*COMMANDS[name], *resume)
     assert done.exit_code == 0, done.output
     assert not list((work / "out").rglob("*.partial"))
     if (store := work / "out/store").exists():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ...errors import TargetError
-from ...files import kind_of, parsing
+from ...files import kind_of, machine_trouble, parsing
 from ...text import first_line
 from ..nn import masks
 from ..nn.graphs import recorded
@@ -58,6 +58,8 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: s
     try:
         return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN))
     except Exception as error:  # the Hub client raises many unrelated types for "cannot be reached"
+        if (trouble := machine_trouble(error)) is not None:
+            raise trouble from error
         raise TargetError(
             f"there is no folder {path_or_id} here, and the Hub gave no model of that name: "
             f"{first_line(error).rstrip('.')}. Check the path or the name."

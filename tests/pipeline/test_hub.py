@@ -1,17 +1,21 @@
 """Stores and drafters go to a Hub on this machine and come back byte for byte, whatever breaks on the way."""
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from moa_data.errors import DatasetError, OutputOccupied
+from moa_data.errors import DatasetError, OutputOccupied, StorageUnavailable
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.pipeline.hub import drafter_card, pull, push
 from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.disks import check_rights
 from moa_data.tests.kit.hub import Hub, serving
+from moa_data.tests.kit.refusals import refusing
 from moa_data.tests.kit.stores import read_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")  # of the client's own calls
@@ -92,6 +96,24 @@ def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> No
     pull(NAME, back)
     assert same_bytes(room / "store", back)
     assert any(path.endswith("/plan.parquet") and "/resolve/" in path for path in hub.requests[n_before:])
+
+
+@pytest.mark.parametrize("first", [1, 6, 20])
+def test_a_disk_that_refuses_a_pull_is_named_and_the_pull_goes_on(
+    hub: Hub, room: Path, tmp_path: Path, first: int
+) -> None:
+    store, back = room / "store", tmp_path / "back"
+    push(store, NAME)
+    with refusing(back, first, errno.ENOSPC), pytest.raises(StorageUnavailable):
+        pull(NAME, back)
+    before = os.umask(0o027)
+    try:
+        pull(NAME, back)
+    finally:
+        os.umask(before)
+    assert same_bytes(store, back)
+    if first == 1:
+        check_rights(back, 0o027)
 
 
 def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path: Path) -> None:
