@@ -151,9 +151,8 @@ class DrafterModule(L.LightningModule):
         inputs.layer_outputs = tuple(states.to(self.drafter.dtype) for states in inputs.layer_outputs)
         return inputs
 
-    def _refuse_inputs_not_finite(self) -> None:
-        """Refuse activations that hold NaN or infinity; waits for the device."""
-        are_finite = bool(self._are_finite)
+    def _check_inputs(self, are_finite: bool) -> None:
+        """Refuse activations that hold NaN or infinity, and begin to note the next ones."""
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
@@ -168,9 +167,11 @@ class DrafterModule(L.LightningModule):
         # Lightning's own clipping refuses fused optimizers in bf16-mixed too, where nothing is scaled.
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
-        self._refuse_inputs_not_finite()
-        # 16-mixed has overflows, and skips those steps. Asked once a step, because each answer waits for the device.
-        if self.trainer.precision_plugin.precision != "16-mixed" and not norm.isfinite():
+        # Asked once a step, because each answer waits for the device.
+        are_inputs_finite, is_norm_finite = torch.stack([self._are_finite, norm.isfinite()]).tolist()
+        self._check_inputs(are_inputs_finite)
+        # 16-mixed has overflows, and skips those steps.
+        if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
@@ -196,7 +197,7 @@ class DrafterModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics, over the batches of all devices, which are the same on each device."""
-        self._refuse_inputs_not_finite()
+        self._check_inputs(bool(self._are_finite))
         # float64, which holds counts exactly: the sums are those of one device, to the last bit.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:

@@ -238,14 +238,14 @@ def test_activations_that_are_not_finite_end_a_step_and_a_validation(store_of_al
     module, data = module_of(store_of_all, "eagle")
     inputs = data.longest_sequence()
     module._cast(replace(inputs))
-    module._refuse_inputs_not_finite()
+    module._check_inputs(bool(module._are_finite))
     values = inputs.hidden.clone()
     values[0, 1, 2] = math.inf
     changes: dict[str, Any] = {field: (values,) if field == "layer_outputs" else values}
     module._cast(replace(inputs, **changes))
     module._cast(replace(inputs))  # a micro-batch after it
     with pytest.raises(TrainingError, match="NaN or infinity"):
-        module._refuse_inputs_not_finite()
+        module._check_inputs(bool(module._are_finite))
 
 
 @pytest.mark.parametrize("is_validation", [False, True])
