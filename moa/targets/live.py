@@ -75,40 +75,32 @@ def load_target_tokenizer(folder: Path) -> Any:
     if (folder / "config.json").is_file():  # the class of a tokenizer depends on it
         families.load_target_config(folder, with_weights=False)
         config = families.transformers_config(read_config(folder), folder)
-    try:
-        with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
-            tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-            tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
-            # Bundles have neither code that auto_map names, nor notes on where the tokenizer was loaded from.
-            for name in ("auto_map", "is_local", "local_files_only"):
-                tokenizer.init_kwargs.pop(name, None)
-    except TargetError as error:
-        if packages := _packages_of_tokenizer(folder):
-            raise TargetError(
-                f"{folder} has no tokenizer.json, and its tokenizer.model takes {' and '.join(packages)}: pip install "
-                f"{' '.join(packages)}, or put the model's tokenizer.json into the folder."
-            ) from error
-        raise
+    if packages := _missing_packages(folder):
+        raise TargetError(
+            f"{folder} has no tokenizer.json, and its tokenizer.model takes {' and '.join(packages)}: pip install "
+            f"{' '.join(packages)}, or put the model's tokenizer.json into the folder."
+        )
+    with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
+        # Bundles have neither code that auto_map names, nor notes on where the tokenizer was loaded from.
+        for name in ("auto_map", "is_local", "local_files_only"):
+            tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
         raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
     return tokenizer
 
 
-def _packages_of_tokenizer(folder: Path) -> list[str]:
-    """Name the packages, not installed here, that transformers needs to read a tokenizer.model."""
+def _missing_packages(folder: Path) -> list[str]:
+    """Name the packages, not installed here, that a tokenizer.model takes if there is no tokenizer.json."""
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         return []
     with file.open("rb") as content:
         # SentencePiece's is a protobuf message, whose first field has the tag 0x0a; tiktoken's is text.
         needed = ["sentencepiece", "protobuf"] if content.read(1) == b"\n" else ["tiktoken"]
-    missing = []
-    for package in needed:
-        try:
-            importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(package)
-    return missing
+    installed = {package.name for package in importlib.metadata.distributions()}
+    return [package for package in needed if package not in installed]
 
 
 def pick_device(device: str) -> str:

@@ -152,14 +152,8 @@ def test_what_is_not_a_folder_is_called_what_it_is(tmp_path: Path, kind: str) ->
 def test_the_package_that_reads_a_tokenizer_is_named(
     tmp_path: Path, content: bytes, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name in ("sentencepiece", "tiktoken"):
-            raise importlib.metadata.PackageNotFoundError
-        return real(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = [one for one in importlib.metadata.distributions() if one.name not in ("sentencepiece", "tiktoken")]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(TargetError, match=f"pip install {package}"):
