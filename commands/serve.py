@@ -35,9 +35,6 @@ def serve(config: ServeConfig) -> None:
         -d '{"model": "llama3-8b", "messages": [{"role": "user", "content": "Hi"}], "stream": true}'
     """
     import asyncio
-    import os
-
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write a line for each failed TLS handshake
 
     import torch
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from openai import OpenAI
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.serving.run import bind
-from moa_data.tests.kit.attackers import connect, wait_for_end
+from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
 from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
@@ -111,10 +112,14 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
     assert "Traceback" not in stderr
 
 
+GOAWAY = b"\x00\x00\x0c\x07\x00" + bytes(8) + b"\xff\xff\xff\xffwhat"
+"""A frame of HTTP/2 with a text that the C library of gRPC would log."""
+
+
 @pytest.mark.usefixtures("heeded_signals")
 def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> None:
     """Behind TLS, where the libraries below log failed handshakes by themselves."""
-    _, settings = make_certificates(tmp_path)
+    authority, settings = make_certificates(tmp_path)
     options = ["--tls-cert", settings["tls_cert"], "--tls-key", settings["tls_key"]]
     with serving(model, *options) as (process, line, _):
         ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", line)]
@@ -124,6 +129,11 @@ def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> 
                 with connect(("127.0.0.1", port)) as connection:
                     connection.sendall(said)
                     wait_for_end(connection)
+        tls = ssl.create_default_context(cafile=authority)
+        tls.set_alpn_protocols(["h2"])
+        with connect(("127.0.0.1", ports[1]), tls) as connection:
+            connection.sendall(HTTP2_PREFACE + GOAWAY)
+            wait_for_end(connection)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     lines = [line for line in stderr.splitlines() if "draining" not in line and "memory" not in line]
