@@ -124,6 +124,16 @@ def content_texts(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
+def with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    """Return a message with other arguments of its calls, if it has any."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    changed = [function | {"arguments": change(function["arguments"])} for function in functions]
+    calls = zip(message["tool_calls"], changed, strict=True)
+    return message | {"tool_calls": [call | {"function": function} for call, function in calls]}
+
+
 def _parse(row: Any, parse_message: Callable[[Mapping[Any, Any], int], Message | Rejection]) -> Chat | Rejection:
     if isinstance(row, UnreadableRow):
         return Rejection(RejectReason.MALFORMED_ROW, row.detail)

@@ -19,14 +19,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...errors import TemplateError
 from ...text import first_line
-from .chat import Message, Rejection, RejectReason, content_texts, tool_name
+from .chat import Message, Rejection, RejectReason, content_texts, tool_name, with_arguments
 from .template import CLOSE, OPEN, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools, texts
 
 Span = tuple[int, int]
@@ -49,7 +48,7 @@ class _Piece:
     where: str  # name of the piece, for people
     text: str  # without white space around it, which templates may trim
     placeholder: str
-    is_call: bool  # whether it is an argument of a call
+    is_response: bool  # whether the assistant says it
 
 
 def tokenize_chat(
@@ -108,59 +107,49 @@ def find_hidden_piece(template: ChatTemplate, messages: list[Message], tools: To
     with a placeholder for each text. That tells how often and in which order the template shows them. Then each text is
     looked for in the rendering, after the one before it.
     """
-    marked, pieces = _with_placeholders(messages)
+    pieces: list[_Piece] = []
+    marked = [_with_placeholders(index, message, pieces) for index, message in enumerate(messages)]
     try:
         marked_text = template.render(marked, tools)
     except RENDER_ERRORS:
         marked_text = "".join(piece.placeholder for piece in pieces)  # It wants other texts. Expect them in order.
     end = 0
-    hidden_response = None
+    last_result = 0
+    rewritten = None
     for piece in sorted(pieces, key=lambda piece: marked_text.find(piece.placeholder)):
         n_shown = marked_text.count(piece.placeholder)
         start, length = _find(text, piece.text, end)
-        if n_shown == 1 and start >= 0:
-            end = start + length
-        elif messages[piece.message]["role"] == "assistant" and not piece.is_call:
-            hidden_response = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, piece.where)
-        else:
+        is_hidden = n_shown != 1 or start < 0
+        if piece.is_response and (is_hidden or last_result > piece.message):  # Gemma 4 writes results before it.
+            rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, piece.where)
+        elif is_hidden:
             return Rejection(RejectReason.NOT_SHOWN, piece.where + (", twice" if n_shown > 1 else ""))
+        if not is_hidden:
+            end = start + length
+        if messages[piece.message]["role"] == "tool":
+            last_result = piece.message
     for index, message in enumerate(messages):
         if not _shows_calls(text, message):
             return Rejection(RejectReason.NOT_SHOWN, f"message {index}, a tool call")
-    return _find_hidden_tool(template, messages, tools, text) or hidden_response
+    return _find_hidden_tool(template, messages, tools, text) or rewritten
 
 
-def _with_placeholders(messages: list[Message]) -> tuple[list[Message], list[_Piece]]:
-    """Replace the texts of contents and of the arguments of calls."""
-    pieces: list[_Piece] = []
+def _with_placeholders(index: int, message: Message, pieces: list[_Piece]) -> Message:
+    """Replace the texts of a message's content and of the arguments of its calls; adds them to ``pieces``."""
 
-    def replace(index: int, where: str, text: str, is_call: bool) -> str:
+    def replace(text: str, where: str = "a tool call", is_response: bool = False) -> str:
         if not text.strip():
             return text
         placeholder = f"moaPiece{len(pieces):06d}end"
-        pieces.append(_Piece(index, where, text.strip(), placeholder, is_call))
+        pieces.append(_Piece(index, f"message {index}, {where}", text.strip(), placeholder, is_response))
         return placeholder
 
-    marked = []
-    for index, message in enumerate(messages):
-        kind = {"tool": "a tool's result", "system": "a system message"}.get(message["role"], message["role"])
-        replaced = partial(replace, index, f"message {index}, {kind}", is_call=False)
-        content = message["content"]
-        if isinstance(content, str):
-            content = replaced(content)
-        else:
-            content = [part | {"text": replaced(part["text"])} for part in content]
-        message = message | {"content": content}
-        if "tool_calls" in message:
-            replaced = partial(replace, index, f"message {index}, a tool call", is_call=True)
-            message["tool_calls"] = [_with_arguments(call, replaced) for call in message["tool_calls"]]
-        marked.append(message)
-    return marked, pieces
-
-
-def _with_arguments(call: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
-    function = call["function"]
-    return dict(call) | {"function": function | {"arguments": _map_texts(function["arguments"], replace)}}
+    role = message["role"]
+    where = {"tool": "a tool's result", "system": "a system message"}.get(role, role)
+    content = [replace(text, where, role == "assistant") for text in content_texts(message)]
+    is_text = isinstance(message["content"], str)
+    marked = message | {"content": content[0] if is_text else [{"type": "text", "text": text} for text in content]}
+    return with_arguments(marked, lambda arguments: _map_texts(arguments, replace))
 
 
 def _map_texts(value: Any, replace: Callable[[str], str]) -> Any:
@@ -222,8 +211,6 @@ def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tool
             found = text[slice(*span)] if span else ""
             if span is None or not _shows_message(found, message):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
-            if _holds_results(template, messages, tools, index, text[: span[1]]):
-                return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index} has a tool's result inside")
             spans.append(_with_end_of_turn(template, text, span))
     return spans
 
@@ -277,15 +264,6 @@ def _located_span(template: ChatTemplate, messages: list[Message], tools: Tools,
     if "tool_calls" not in message and text[len(before) : end].strip() != content.strip():
         return None
     return len(before), end
-
-
-def _holds_results(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> bool:
-    """Whether the text up to a response's end shows results of its calls, as Gemma 4's puts them before its content."""
-    message = messages[index]
-    if "tool_calls" not in message or not message["content"]:
-        return False
-    later = [one | ({"content": PLACEHOLDER} if one["role"] == "tool" else {}) for one in messages[index + 1 :]]
-    return not template.render([*messages[: index + 1], *later], tools).startswith(text)
 
 
 def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:

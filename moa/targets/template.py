@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from jinja2 import nodes
@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, RejectReason, content_texts
+from .chat import Message, RejectReason, content_texts, with_arguments
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -80,6 +80,8 @@ def template_source(tokenizer: Any) -> str:
     sources = [template_text(tokenizer), template_text(tokenizer, uses_tools=True)]
     return "\0".join(dict.fromkeys(sources))
 
+
+_as_json = partial(json.dumps, ensure_ascii=False)
 
 # The formats in which the rendering in progress has asked for the time.
 _time_requests: ContextVar[list[str]] = ContextVar("_time_requests")
@@ -204,9 +206,7 @@ class ChatTemplate:
             message = _in_parts(message)
         elif not is_text and role not in self._parts_roles:
             message = message | {"content": "".join(content_texts(message))}
-        if self._takes_json_arguments and "tool_calls" in message:
-            message = message | {"tool_calls": [_with_json_arguments(call) for call in message["tool_calls"]]}
-        return message
+        return with_arguments(message, _as_json) if self._takes_json_arguments else message
 
     def _try_render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, is_shaped: bool = False
@@ -247,7 +247,7 @@ class ChatTemplate:
                 self._text_roles.add(role)
             if self._shows_content(role, _parts(PLACEHOLDER)):
                 self._parts_roles.add(role)
-        for arguments in ({"key": PLACEHOLDER}, json.dumps({"key": PLACEHOLDER}, ensure_ascii=False)):
+        for arguments in ({"key": PLACEHOLDER}, _as_json({"key": PLACEHOLDER})):
             rendered = self._try_render([self._shaped(_message("user")), _call(arguments)], is_shaped=True)
             if rendered and PLACEHOLDER in rendered:
                 self._takes_json_arguments = isinstance(arguments, str)
@@ -336,11 +336,6 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 def _in_parts(message: Message) -> Message:
     return message | {"content": _parts(message["content"])}
-
-
-def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return dict(call) | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def texts(value: Any) -> Iterator[str]:
