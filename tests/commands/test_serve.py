@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,14 +131,20 @@ def test_garbage_on_both_ports_leaves_few_lines(model: Path, tmp_path: Path) -> 
                     connection.sendall(said)
                     wait_for_end(connection)
         tls = ssl.create_default_context(cafile=authority)
+        for _ in range(30):
+            with connect(("127.0.0.1", ports[0]), tls) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                assert wait_for_end(connection).startswith(b"HTTP/1.1 400 ")
         tls.set_alpn_protocols(["h2"])
         with connect(("127.0.0.1", ports[1]), tls) as connection:
             connection.sendall(HTTP2_PREFACE + GOAWAY)
             wait_for_end(connection)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
-    lines = [line for line in stderr.splitlines() if "draining" not in line and "memory" not in line]
-    assert lines == ["stopped; all answers had ended."]
+    *lines, last = stderr.splitlines()
+    assert last == "stopped; all answers had ended."
+    messages = Counter(json.loads(line)["message"].partition(":")[0] for line in lines)
+    assert messages == {"127.0.0.1 sent bytes that are not HTTP": 20, "draining": 1, "memory": 1}
 
 
 def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
