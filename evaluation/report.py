@@ -22,6 +22,7 @@ from .drafters import training_differences
 from .measure import CutRow, Measurement, MethodRun, PromptRow
 
 KIND = "moa-data evaluation report"
+TITLE = "# Speculative decoding against plain decoding"  # first line of the Markdown file beside it
 SCHEMA_VERSION = 3
 _PROBE_BYTES = 256 << 10  # about what a report and its figures take
 _N_RESAMPLES, _CONFIDENCE = 2000, 0.95
@@ -302,7 +303,9 @@ def check_output(path: str | Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _is_report(path):
             raise OptionInvalid(f"--out {path} holds something that is not a {KIND}; choose another --out.")
-        if notes.exists() and not path.exists():
+        # A run that was stopped between its two files leaves this one alone.
+        is_ours = path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
+        if not is_ours:
             raise OptionInvalid(
                 f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
             )

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from ..text import counted
 from .config import DRAFTING
 from .measure import TARGET
-from .report import Disconnection, EvaluationReport, Interval, MethodSummary, WriterSummary
+from .report import TITLE, Disconnection, EvaluationReport, Interval, MethodSummary, WriterSummary
 from .report import Figure as Mean
 
 _MAX_DIVERGENCES = 10
@@ -20,7 +20,7 @@ def markdown_report(report: EvaluationReport) -> str:
     """Write the report: settings, methods, costs of drafters and rounds, categories, and what followed cuts."""
     config, environment, prompts = report.config, report.environment, report.prompts
     lines = [
-        "# Speculative decoding against plain decoding",
+        TITLE,
         "",
         f"{counted(prompts['n_answers'], 'answer')} of at most {config['max_new_tokens']} tokens to prompts of "
         f"{prompts['file']} ({prompts['kind']}); {_settings(report)}; {environment['dtype']} on "

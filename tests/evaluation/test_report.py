@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.measure import Continuation, CutRow, Measurement, MethodRun, PromptRow
 from moa_data.evaluation.report import (
+    TITLE,
     Disconnection,
     EvaluationReport,
     accepted_by_position,
+    check_output,
     drafter_pairs,
     ratio_with_interval,
     summarize_writer,
@@ -123,3 +126,12 @@ def test_a_report_that_cannot_be_json_replaces_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_report(report(float("nan")), "second", tmp_path / "report.json")
     assert (tmp_path / "report.md").read_text() == "first"
+
+
+def test_a_run_that_ended_between_its_two_files_does_not_hinder_the_next(tmp_path: Path) -> None:
+    path, notes = tmp_path / "report.json", tmp_path / "report.md"
+    notes.write_text(f"{TITLE}\n")
+    assert check_output(path) == path
+    notes.write_text("somebody's notes")
+    with pytest.raises(OptionInvalid):
+        check_output(path)
