@@ -145,7 +145,7 @@ def _with_placeholders(index: int, message: Message, pieces: list[_Piece]) -> Me
         return placeholder
 
     role = message["role"]
-    where = {"tool": "a tool's result", "system": "a system message"}.get(role, role)
+    where = {"tool": "a tool's result", "system": "a system message"}.get(role, str(role))
     content = [replace(text, where, role == "assistant") for text in content_texts(message)]
     is_text = isinstance(message["content"], str)
     marked = message | {"content": content[0] if is_text else [{"type": "text", "text": text} for text in content]}
