@@ -79,7 +79,7 @@ def test_calls_of_any_sizes_have_few_kernels() -> None:
     with torch.inference_mode(), KernelRows() as rows:
         for n_rows in range(2, 301):
             torch.testing.assert_close(layer(x[:, :n_rows]), expected[:, :n_rows], rtol=1e-5, atol=1e-5)
-    assert 0 < len(rows.found) < 45
+    assert 0 < len(rows.found) < 50
 
 
 @pytest.fixture
