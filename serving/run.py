@@ -116,9 +116,11 @@ class ServerRun:
         work: list[asyncio.Future[None]] = list(answering)
         if self.drafting is not None:
             work.append(asyncio.ensure_future(self.drafting.stop(self._config.grace_s)))
-        rest = asyncio.gather(*work)
+        rest = asyncio.gather(*work, return_exceptions=True)
         await _first_of(rest, self._breaking_off.wait())
         rest.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await rest
         http.should_exit = True  # the listener and idle connections close
         await _first_of(serving, self._breaking_off.wait())
         http.force_exit = True

@@ -211,16 +211,7 @@ def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None
 def test_a_gradient_that_is_not_finite_stops_the_run(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gradient_clip: float
 ) -> None:
-    real, is_finite = MoADrafter.objective, torch.Tensor.isfinite
-    asked: list[torch.Size] = []
-
-    def noted(tensor: torch.Tensor) -> torch.Tensor:
-        asked.append(tensor.shape)
-        return is_finite(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "isfinite", noted)
-    run(store_path, tmp_path / "good", max_steps=3, micro_batch_size=4, gradient_clip=gradient_clip)
-    assert asked == [torch.Size()] * 3, "a question per step, because an accelerator has to wait for each"
+    real = MoADrafter.objective
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         terms = real(*args, **kwargs)
