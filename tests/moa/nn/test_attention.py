@@ -98,6 +98,7 @@ def test_a_kernel_that_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> Non
             assert not works(*facts)
 
 
+@pytest.mark.slow  # It compiles for most of a minute.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of torch, while it compiles
 def test_each_rule_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """For batches of any shape; where a rule needs more than torch keeps, scores are not held in silence."""
