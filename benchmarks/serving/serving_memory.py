@@ -128,7 +128,8 @@ class Clients:
         return self._send(CHAT, {"messages": [{"role": "user", "content": content}]} | settings)
 
     def _ask_short(self, chance: random.Random) -> None:
-        settings = chance.choice([{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "logprobs": True}])
+        choices: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "logprobs": True}]
+        settings = chance.choice(choices)
         with self._chat(chance, chance.randint(3, 60), max_tokens=chance.randint(8, 64), **settings) as response:
             response.read()
 
