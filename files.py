@@ -141,6 +141,7 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
             raise read_only(cause.filename or path, cause) from error
         if cause is None or cause.errno not in _FULL_ERRNOS:
             raise
+        advice = _ADVICE[errno.EFBIG] if cause.errno == errno.EFBIG else advice
         raise StorageUnavailable(
             f"No space left while writing {path} ({os.strerror(cause.errno)}). {advice}"
         ) from error

@@ -138,16 +138,21 @@ def _prove_target(
     plan: ExtractPlan, codec: StoreCodec, target: Target | None, progress: Progress | None, opened: ExitStack
 ) -> Forwards | None:
     """Refuse a target that cannot be loaded or run; returns its forwards, None if workers will load it."""
-    if not plan.config.scale.is_alone:
+    is_alone = plan.config.scale.is_alone
+    if plan.config.scale.engine == "ray":  # other machines load it, and this one may have no room for it
         check_weights(plan.forward.folder)
         return None
-    forwards = _load_forwards(plan, codec, target, progress, opened)
+    if is_alone:
+        forwards = _load_forwards(plan, codec, target, progress, opened)
+    else:
+        target = target or plan.forward.load_target(progress)
+        forwards = plan.forward.forwards(target, codec, plan.sequences.text)
     if forwards.engine is None:
         first = plan.table.slice(0, 1).to_pylist()[0]
         tokens, _ = plan.sequences.text(first["sequence_id"])
         captured = forwards.capture([tokens[:_N_PROVEN_TOKENS]])
         captured.check_finite([sequence_name(first)])
-    return forwards
+    return forwards if is_alone else None
 
 
 def _load_forwards(

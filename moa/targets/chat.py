@@ -5,7 +5,8 @@ row is rejected; it never disappears. Whether the chat template then shows each 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,23 +18,44 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # fmt: skip
 _MESSAGE_COLUMNS = ("messages", "conversations")
-_TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# Columns that hold more of the chat than its messages, which no text-only target can be given.
-_UNREAD_COLUMNS = ("documents", "chat_template_kwargs", *_MEDIA)
+# Columns that hold more of the chat than its messages: other turns, arguments of the template, documents, media.
+_UNREAD_COLUMN = re.compile(
+    r"history|chat_template_kwargs|documents|(?:image|video|audio)s?(?:_urls?|_paths?|_files?)?"
+)
 # Keys that some datasets keep beside a message's content. Few templates render them, and none says which it does.
-_UNREAD_KEYS = ("reasoning_content", "reasoning", "thinking", "refusal", "train_detail", *_MEDIA)
-# Marks of a message that say whether it is trained on, as OpenAI, axolotl, ms-swift, xtuner and others name them.
-_TRAIN_MARKS = (
-    "weight", "train", "trainable", "training", "train_on_turn", "loss", "loss_mask", "loss_weight", "loss_scale",
-)  # fmt: skip
-_SKIP_MARKS = ("mask", "masked", "ignore", "ignore_loss", "no_loss", "skip_loss", "exclude")
-_TRAIN_VALUES = ("1", "1.0", "true", "yes")  # values of a train mark, as lower-case text, that ask for training
+_UNREAD_KEY = re.compile(
+    r"(?:image|video|audio)s?|refusal|train_detail|cot|chain_of_thought|rationale|think"
+    r"|(?:reasoning|thinking|thoughts?)(?:_content|_text|_details|_blocks)?"
+)
+# Marks of a message that say whether it is trained on, as OpenAI, axolotl, ms-swift, xtuner and others name them: the
+# first kind trains where it is true, the second where it is false.
+_TRAIN_MARK = re.compile(
+    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?|.+_mask"
+)
+_SKIP_MARK = re.compile(
+    r"mask|masked|is_masked|mask_loss|(?:no|not|do_not)_(?:train|loss|learn).*|(?:ignored?|excluded?|skip)(?:_.+)?"
+)
+# Columns that mark a row as a whole; many other columns have names like marks.
+_ROW_MARKS = {
+    "train",
+    "trainable",
+    "loss",
+    "loss_mask",
+    "train_mask",
+    "weight",
+    "weights",
+    "masked",
+    "ignore",
+    "exclude",
+    "skip_loss",
+}
+_NO = ("0", "0.0", "false", "no")
 _UNTRAINED_ROLES = ("user", "system")  # roles that the `mask` column of NeMo's chats may name
-_MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *_UNREAD_KEYS}
+_MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")  # keys of a call that would hold its arguments
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
+_TEXT_TYPES = ("text", "input_text", "output_text", None)
 
 
 class RejectReason(StrEnum):
@@ -84,7 +106,8 @@ class Chat:
     """The chat of one row.
 
     A message has a role (system, user, assistant or tool) and a content: the text unchanged, or the list of its text
-    parts. Where the row has them it also has tool_calls, whose arguments are objects, and any other keys.
+    parts. Where the row has them it also has tool_calls, whose arguments are objects or the JSON of objects, and any
+    other keys.
     """
 
     messages: list[Message]
@@ -139,14 +162,27 @@ def _parse(row: Any, parse_message: Callable[[Mapping[Any, Any], int], Message |
         return Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):
         return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
-    if isinstance(items := _only_value(row, _MESSAGE_COLUMNS), Rejection):
-        return items
-    if items is None:
+    columns = [_unpacked(row[name]) for name in _MESSAGE_COLUMNS if row.get(name) is not None]
+    if not columns:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
+    if unread := [name for name in row if row[name] and _UNREAD_COLUMN.fullmatch(str(name).lower())]:
+        return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread[0]}")
+    columns = [items for items in columns if items] or columns[:1]
+    chats = [_parse_messages(items, parse_message) for items in columns]
+    if isinstance(chats[0], Rejection):
+        return chats[0]
+    if chats[-1] != chats[0]:
+        return Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(_MESSAGE_COLUMNS) + " differ")
+    if isinstance(tools := _parse_tools(row.get("tools") or row.get("functions")), Rejection):
+        return tools
+    return _with_system(Chat(chats[0], tools or None), row)
+
+
+def _parse_messages(
+    items: Any, parse_message: Callable[[Mapping[Any, Any], int], Message | Rejection]
+) -> list[Message] | Rejection:
     if not isinstance(items, (list, tuple)) or not items:
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"got {type(items).__name__} {items!r:.60}")
-    if unread := [name for name in _UNREAD_COLUMNS if row.get(name)]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread[0]}")
     messages = []
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
@@ -154,23 +190,7 @@ def _parse(row: Any, parse_message: Callable[[Mapping[Any, Any], int], Message |
         if isinstance(message := parse_message(item, index), Rejection):
             return message
         messages.append(message)
-    if isinstance(value := _only_value(row, _TOOL_COLUMNS), Rejection):
-        return value
-    if isinstance(tools := _parse_tools(value), Rejection):
-        return tools
-    return _with_system(Chat(messages, tools or None), row)
-
-
-def _only_value(row: Mapping[Any, Any], names: Sequence[str]) -> Any:
-    """Return the value of the one key among several names that is not null; equal values count once."""
-    values = {name: _unpacked(row[name]) for name in names if row.get(name) is not None}
-    filled = {name: value for name, value in values.items() if value} or values
-    if not filled:
-        return None
-    first, *others = filled.values()
-    if any(other != first for other in others):
-        return Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(filled) + " differ")
-    return first
+    return messages
 
 
 def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
@@ -195,21 +215,26 @@ def _parse_trained_message(item: Mapping[Any, Any], index: int) -> Message | Rej
     message = _parse_message(item, index)
     if isinstance(message, Rejection):
         return message
-    if message["role"] == "assistant" and (mark := _skip_mark(item)):
+    if message["role"] == "assistant" and (mark := _find_skip_mark(item)):
         return Rejection(RejectReason.MARKED_UNTRAINED, f"message {index} has {mark}")
     others = {key: value for key, value in item.items() if key not in _MESSAGE_KEYS and value is not None}
     message = {key: value for key, value in others.items() if _is_json(value)} | message
-    content = item.get("content", item.get("value"))
+    content = item.get("content") or item.get("value")
     if isinstance(content, (list, tuple)) and message["content"]:
-        message["content"] = [{"type": "text", "text": part["text"]} for part in content]
+        message["content"] = [_as_text_part(part) for part in content]
     return message
+
+
+def _as_text_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the type of a part, if it has one: some templates show parts of type ``text`` alone."""
+    return {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
 
 
 def _parse_message(item: Mapping[Any, Any], index: int) -> Message | Rejection:
     role = _read_role(item, index)
     if isinstance(role, Rejection):
         return role
-    if unread := [key for key in _UNREAD_KEYS if item.get(key)]:
+    if unread := [key for key in item if item[key] and _UNREAD_KEY.fullmatch(str(key).lower())]:
         return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has {unread[0]}")
     calls = _parse_calls(item, index)
     if isinstance(calls, Rejection):
@@ -219,10 +244,8 @@ def _parse_message(item: Mapping[Any, Any], index: int) -> Message | Rejection:
     content = _read_content(item, f"message {index} ({role})")
     if isinstance(content, Rejection):
         return content
-    if not content.strip():
-        if not calls:
-            return Rejection(RejectReason.EMPTY_CONTENT, f"message {index} ({role})")
-        content = ""  # The call is the message.
+    if not content.strip() and not calls:
+        return Rejection(RejectReason.EMPTY_CONTENT, f"message {index} ({role})")
     message: Message = {"role": role, "content": content}
     if calls:
         message["tool_calls"] = calls
@@ -243,7 +266,7 @@ def _read_role(item: Mapping[Any, Any], index: int) -> str | Rejection:
 
 def _read_content(item: Mapping[Any, Any], where: str) -> str | Rejection:
     """Read the content of a message as one text, empty for none."""
-    contents = [item[key] for key in ("content", "value") if item.get(key) is not None]
+    contents = [item[key] for key in ("content", "value") if item.get(key)]
     if len(contents) == 2 and contents[0] != contents[1]:
         return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
     content = contents[0] if contents else ""
@@ -260,33 +283,44 @@ def _read_content(item: Mapping[Any, Any], where: str) -> str | Rejection:
 
 def _is_text_part(part: Any) -> bool:
     """Whether a part of a content is a text and nothing else, such as an image or reasoning."""
-    if not isinstance(part, Mapping) or part.get("type", "text") not in ("text", None):
+    if not isinstance(part, Mapping) or part.get("type") not in _TEXT_TYPES:
         return False
-    filled = {key for key, value in part.items() if value is not None}
+    filled = {key for key, value in part.items() if _is_filled(value)}
     return isinstance(part.get("text"), str) and filled <= _PART_KEYS
 
 
-def _skip_mark(item: Mapping[Any, Any]) -> str:
-    """Return the mark of a message that says that it is not to be trained on, or only in part; empty without one."""
-    for key in _TRAIN_MARKS:
-        value = item.get(key)
-        if value is not None and str(value).strip().lower() not in _TRAIN_VALUES:
+def _is_filled(value: Any) -> bool:
+    """Whether a value holds anything: an object whose values are all null does not."""
+    return any(map(_is_filled, value.values())) if isinstance(value, Mapping) else bool(value)
+
+
+def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
+    """Return the mark of a message, or of a row, that says that it is not to be trained on; empty without one."""
+    for key, value in item.items():
+        name = str(key).lower()
+        is_plain = isinstance(value, (bool, int)) or (isinstance(value, float) and not is_row)  # else a row's loss
+        is_mark = (is_plain or isinstance(value, (str, list, tuple))) and (name in _ROW_MARKS or not is_row)
+        if not is_mark:
+            continue
+        values = [str(one).strip().lower() for one in (value if isinstance(value, (list, tuple)) else [value])]
+        if _SKIP_MARK.fullmatch(name):
+            is_skipped = any(one in ("1", "1.0", "true", "yes") for one in values)
+        else:
+            is_skipped = bool(_TRAIN_MARK.fullmatch(name)) and any(one in _NO for one in values)
+        if is_skipped:
             return f"{key} {value!r:.40}"
-    return next((f"{key} {item[key]!r:.40}" for key in _SKIP_MARKS if item.get(key)), "")
+    return ""
 
 
 def _read_row_marks(row: Any) -> Rejection | None:
     """Reject a row that is marked as a whole, or message by message, as not to be trained on."""
     if not isinstance(row, Mapping):
         return None
-    for key in _TRAIN_MARKS:
-        value = row.get(key)
-        # Other numbers may be something else, such as the loss of a model on the row.
-        if isinstance(value, (list, tuple)) or value == 0:
-            return Rejection(RejectReason.MARKED_UNTRAINED, f"the column {key} is {value!r:.40}")
-    untrained = row.get("mask")  # In NeMo's chats: the role whose messages are not trained on.
-    if untrained is not None and ROLES.get(str(untrained).strip().lower()) not in _UNTRAINED_ROLES:
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"the column mask is {untrained!r:.40}")
+    if mark := _find_skip_mark(row, is_row=True):
+        return Rejection(RejectReason.MARKED_UNTRAINED, f"the column {mark}")
+    role = row.get("mask")  # In NeMo's chats: the role whose messages are not trained on.
+    if isinstance(role, str) and ROLES.get(role.strip().lower(), "user") not in _UNTRAINED_ROLES:
+        return Rejection(RejectReason.MARKED_UNTRAINED, f"the column mask is {role!r:.40}")
     return None
 
 
@@ -319,13 +353,19 @@ def _parse_calls(item: Mapping[Any, Any], index: int) -> list[dict[str, Any]] | 
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         function = function if isinstance(function, Mapping) else {}
-        arguments = _unpacked(function.get("arguments") or {})
-        is_call = isinstance(arguments, Mapping) and tool_name(function) and _is_json(arguments)
+        arguments = function.get("arguments")
+        arguments = {} if arguments in (None, "") else arguments
+        known = _unpacked(arguments)
+        is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
         if not is_call or any(function.get(key) for key in _OTHER_ARGUMENTS):
             return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} calls {_keys(function)}")
-        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        others = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
         parsed.append(
-            identity | {"type": "function", "function": {"name": tool_name(function), "arguments": dict(arguments)}}
+            {key: value for key, value in others.items() if value is not None and _is_json(value)}
+            | {
+                "type": call.get("type") or "function",
+                "function": {"name": tool_name(function), "arguments": arguments},
+            }
         )
     return parsed
 
@@ -342,9 +382,17 @@ def _unpacked(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
         return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; raises ValueError if a key comes twice, since one of its values would disappear."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key comes twice")
+    return values
 
 
 def _is_json(value: Any) -> bool:

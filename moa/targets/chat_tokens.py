@@ -3,11 +3,10 @@
 A chat is rendered ONCE and encoded ONCE: encoding parts by themselves would move token borders. The assistant's
 characters are found in the rendered text, and the tokenizer's offsets map those spans to tokens. The spans come from
 
-1. the template's ``{% generation %}`` tags, where it has them: a copy of the template with markers in their place is
-   rendered and the markers are looked up;
-2. else prefixes: the chat up to the response, rendered with the generation prompt, must be a prefix of the rendering;
-3. else the response text: rendering the chat with this one response replaced gives the text before and after it.
+1. prefixes: the chat up to the response, rendered with the generation prompt, must be a prefix of the rendering;
+2. else the response text: rendering the chat with this one response replaced gives the text before and after it.
 
+A template's ``{% generation %}`` tags are not used: some surround headers or questions as well.
 The end-of-turn token belongs to the response, the white space after it does not.
 
 The tokens are those that ``apply_chat_template`` of transformers gives. Before they are used it is checked that the
@@ -16,7 +15,6 @@ rendering shows each piece of the chat exactly once; see :func:`find_hidden_piec
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +24,7 @@ import numpy as np
 from ...errors import TemplateError
 from ...text import first_line
 from .chat import Message, Rejection, RejectReason, content_texts, tool_name, with_arguments
-from .template import CLOSE, OPEN, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools, texts
+from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools, texts
 
 Span = tuple[int, int]
 
@@ -59,6 +57,7 @@ def tokenize_chat(
     ``messages``: roles, contents and tool calls, as :class:`.chat.Chat` has them; no system message is added.
     """
     template = template.for_tools(tools)
+    messages = template.shape(messages)
     try:
         if unusable := template.find_unusable_text(messages, tools):
             return Rejection(*unusable)
@@ -85,6 +84,7 @@ def prompt_tokens(
         PromptUnusable: a text holds control tokens, or cannot be encoded.
     """
     template = template.for_tools(tools)
+    messages = template.shape(messages)
     try:
         template.check_prompt(messages, tools)
         text = template.render(messages, tools, add_generation_prompt=is_open)
@@ -196,13 +196,6 @@ def _shows_message(text: str, message: Message) -> bool:
 
 def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> list[Span] | Rejection:
     """Find the character spans of the responses in the rendered text, the calls of tools included."""
-    if template.marked is not None:
-        tagged = _tagged_spans(template.render(messages, tools, template=template.marked), text)
-        tagged_text = "".join(text[start:end] for start, end in tagged or ())
-        answers = [message for message in messages if message["role"] == "assistant"]
-        # Tags that leave out a call or an answer would train on half a response.
-        if tagged is not None and all(_shows_message(tagged_text, message) for message in answers):
-            return [_with_end_of_turn(template, text, span) for span in tagged]
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -213,24 +206,6 @@ def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tool
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
     return spans
-
-
-def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
-    """Find the spans between markers; None where the markers changed the rendering."""
-    spans, length, start = [], 0, None
-    for piece in re.split(f"({OPEN}|{CLOSE})", marked_text):
-        if piece == OPEN:
-            start = length
-        elif piece == CLOSE:
-            if start is None:
-                return None
-            spans.append((start, length))
-            start = None
-        else:
-            if not text.startswith(piece, length):
-                return None
-            length += len(piece)
-    return spans if length == len(text) and start is None else None
 
 
 def _prefix_span(template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:

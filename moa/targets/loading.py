@@ -23,6 +23,12 @@ _SIZE_KEYS = (
     "head_dim", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "attention_bias",
     "tie_word_embeddings",
 )  # fmt: skip
+_DRAFTING_PARTS = (
+    "eh_proj",
+    "enorm",
+    "hnorm",
+    "shared_head",
+)  # of such a layer alone, in DeepSeek V3 and its relatives
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -35,6 +41,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     config = families.load_target_config(folder)
     headers = _read_headers(folder, config)
     _check_memory(folder, headers, config, dtype, device)
+    _check_tied_head(folder, headers, config)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         try:
             loaded: Any = families.model_loader(folder).from_pretrained(
@@ -127,25 +134,44 @@ def _check_fit(
 ) -> None:
     """Refuse weights that config.json has no place for, lacks, or gives another shape, by what transformers found."""
     expected = model.state_dict()
-    stored = {name: value for name, value in expected.items() if name not in info["missing_keys"]}
+    # Transformers casts weights of any dtype.
+    stored = {
+        name: TensorHeader(tuple(value.shape), headers[name].dtype if name in headers else value.dtype)
+        for name, value in expected.items()
+        if name not in info["missing_keys"]
+    }
     for name, shape, _ in info["mismatched_keys"]:
         stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
     for name in sorted(info["unexpected_keys"]):
-        if not _is_for_drafting(name, config):
+        if not _is_for_drafting(name, headers, config):
             stored[name] = headers.get(name, TensorHeader((), None))  # transformers has renamed some
     problem = find_problems(stored, expected)
     head = model.get_output_embeddings().weight
     if getattr(model.config, "tie_word_embeddings", False) and head is not model.get_input_embeddings().weight:
         problem = problem or f"lm_head.weight {list(head.shape)} differs from the embeddings, which it is tied to"
     if problem:
-        values = [f"{key} {getattr(config, key)}" for key in _SIZE_KEYS if getattr(config, key, None) is not None]
+        known = config.to_dict()  # Attributes of Gemma 4 that differ between layers cannot be read.
+        values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
         raise TargetError(
             f"the weights of {folder} do not fit config.json: {problem}. config.json has {', '.join(values)}. {_ADVICE}"
         )
 
 
-def _is_for_drafting(name: str, config: Any) -> bool:
+def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
+    """Refuse a stored LM head of another shape than the embeddings that it is tied to; transformers compares them."""
+    head = headers.get("lm_head.weight")
+    embeddings = headers.get("model.embed_tokens.weight")
+    if config.tie_word_embeddings and head and embeddings and head.shape != embeddings.shape:
+        raise TargetError(
+            f"the weights of {folder} do not fit config.json: lm_head.weight {list(head.shape)} is tied to the "
+            f"embeddings {list(embeddings.shape)}. {_ADVICE}"
+        )
+
+
+def _is_for_drafting(name: str, headers: Mapping[str, TensorHeader], config: Any) -> bool:
     """Whether a tensor belongs to layers after the last one, which predict further tokens and are not the target's."""
     layer = _NUMBER.search(name)
     n_drafting = getattr(config, "num_nextn_predict_layers", None) or 0
-    return layer is not None and 0 <= int(layer[0]) - config.num_hidden_layers < n_drafting
+    if layer is None or not 0 <= int(layer[0]) - config.num_hidden_layers < n_drafting:
+        return False
+    return any(f".{layer[0]}.{part}." in key for key in headers for part in _DRAFTING_PARTS)

@@ -35,14 +35,12 @@ RENDER_ERRORS = (
     JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
 )  # fmt: skip
 
-OPEN, CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
-_TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "user", "assistant", "tool")
 # transformers keeps compiled templates by their text. This comment makes ours different from those of its other users,
-# who see the real time. The plus sign keeps the line break that may follow.
-_OURS = "{# The time is fixed. +#}"
+# who see the real time. Jinja drops the line break with it, so the template still begins a line.
+_OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
@@ -118,7 +116,9 @@ class ChatTemplate:
         self._asked_the_time = False
         self._text_roles: set[str] = set()  # roles whose contents are shown as texts
         self._parts_roles: set[str] = set()  # roles whose contents are shown in parts
-        self._takes_json_arguments = False  # whether the arguments of calls are shown as JSON and not as objects
+        # Whether the template shows arguments of calls that are objects, and those that are the JSON of one.
+        self._shows_objects = False
+        self._shows_json = False
         try:
             self.text = template_text(tokenizer, uses_tools)
             if not getattr(tokenizer, "is_fast", False):
@@ -130,8 +130,6 @@ class ChatTemplate:
         user = _message("user")
         plain = self._try_render([user])
         prompt = self._try_render([user], add_generation_prompt=True)
-        # The template's ``text`` with markers in place of its generation tags; None where it has none.
-        self.marked = _mark_generation_tags(self.text) if _TAG.search(self.text) else None
         self.has_generation_prompt = None not in (plain, prompt) and plain != prompt  # after a user message
         self.end_of_turn = self._text_after_answer(plain or "")
         has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
@@ -169,24 +167,23 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Tools = None,
         add_generation_prompt: bool = False,
-        template: str | None = None,
         is_shaped: bool = False,
     ) -> str:
-        """Render a chat with ``text`` or another template.
+        """Render a chat.
 
         ``is_shaped``: whether the messages have the form that the template takes; see :meth:`_shaped`.
 
         Raises:
             One of RENDER_ERRORS, if the template refuses the chat or fails.
         """
-        text = _OURS + (template or self.text)
+        text = _OURS + self.text
         # The template may have left the cache of transformers and be compiled again, so this is set every time.
         _compile_jinja_template(text).globals["strftime_now"] = _fixed_time
         requests: list[str] = []
         token = _time_requests.set(requests)
         try:
             rendered: str = self.tokenizer.apply_chat_template(
-                list(messages) if is_shaped else [self._shaped(message) for message in messages],
+                list(messages) if is_shaped else self.shape(messages),
                 tools=None if tools is None else list(tools),
                 chat_template=text,
                 tokenize=False,
@@ -198,6 +195,10 @@ class ChatTemplate:
             self._asked_the_time = self._asked_the_time or bool(requests)
         return rendered
 
+    def shape(self, messages: Sequence[Message]) -> list[Message]:
+        """Give messages the form that the template shows; see :meth:`_shaped`."""
+        return [self._shaped(message) for message in messages]
+
     def _shaped(self, message: Message) -> Message:
         """Give the contents and the arguments of calls the form that the template shows, as inference engines do."""
         role = message["role"]
@@ -206,7 +207,12 @@ class ChatTemplate:
             message = _in_parts(message)
         elif not is_text and role not in self._parts_roles:
             message = message | {"content": "".join(content_texts(message))}
-        return with_arguments(message, _as_json) if self._takes_json_arguments else message
+        return with_arguments(message, self._shaped_arguments)
+
+    def _shaped_arguments(self, arguments: Any) -> Any:
+        if isinstance(arguments, str):
+            return arguments if self._shows_json else json.loads(arguments)
+        return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def _try_render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, is_shaped: bool = False
@@ -247,11 +253,11 @@ class ChatTemplate:
                 self._text_roles.add(role)
             if self._shows_content(role, _parts(PLACEHOLDER)):
                 self._parts_roles.add(role)
-        for arguments in ({"key": PLACEHOLDER}, _as_json({"key": PLACEHOLDER})):
-            rendered = self._try_render([self._shaped(_message("user")), _call(arguments)], is_shaped=True)
-            if rendered and PLACEHOLDER in rendered:
-                self._takes_json_arguments = isinstance(arguments, str)
-                break
+        user = self._shaped(_message("user"))
+        arguments = {"key": PLACEHOLDER}
+        self._shows_objects = PLACEHOLDER in (self._try_render([user, _call(arguments)], is_shaped=True) or "")
+        as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True) or ""
+        self._shows_json = _as_json(arguments) in as_text
 
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows a content of this form for a role: its text, and not the JSON of its parts."""
@@ -306,18 +312,6 @@ class ChatTemplate:
         """Refuse texts that cannot be part of a prompt."""
         if unusable := self.find_unusable_text(messages, tools):
             raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
-
-
-def _mark_generation_tags(template: str) -> str:
-    """Replace each tag by a pair of `if` tags around a marker, which keep white-space control at both ends."""
-
-    def replace(match: re.Match[str]) -> str:
-        left, name, right = match.groups()
-        if name == "generation":
-            return f"{{%{left} if true %}}{{{{ '{OPEN}' }}}}{{% if true {right}%}}"
-        return f"{{%{left} endif %}}{{{{ '{CLOSE}' }}}}{{% endif {right}%}}"
-
-    return _TAG.sub(replace, template)
 
 
 def _message(role: str) -> Message:

@@ -69,7 +69,6 @@ from ..schema import (
     PLAN_NAME,
     RUNS_NAME,
     TARGET_NAME,
-    TEXTS_NAME,
     StoredArray,
     StoreManifest,
     commit_path,
@@ -233,7 +232,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend.exists(self.path / name):
                 shutil.rmtree(str(self.path / name))
-        backend.remove_files(*(self.path / name for name in (TEXTS_NAME, CARD_NAME, PLAN_NAME, MANIFEST_NAME)))
+        # The texts name what they were made from, and this start may be reading them.
+        backend.remove_files(*(self.path / name for name in (CARD_NAME, PLAN_NAME, MANIFEST_NAME)))
         backend.sync_names(self.path)
 
     def _restore(self) -> None:

@@ -204,11 +204,14 @@ def test_a_target_that_lacks_weights_leaves_nothing(config: ExtractConfig, model
     assert extract(config.replaced(workers=1)).n_parts_done > 1
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("value", [float("nan"), 3e38])
-def test_a_target_whose_values_are_not_finite_leaves_nothing(config: ExtractConfig, model: Path, value: float) -> None:
+def test_a_target_whose_values_are_not_finite_leaves_nothing(
+    config: ExtractConfig, model: Path, value: float, workers: int
+) -> None:
     spoil_weights(model / "model.safetensors", value)
     with pytest.raises(TargetError):
-        extract(config.replaced(model=str(model)))
+        extract(config.replaced(model=str(model), workers=workers))
     assert not Path(config.out).exists()
 
 

@@ -177,7 +177,7 @@ def spoil(draw: st.DrawFn, drawn: Drawn, rows: list[dict[str, Any]]) -> str:
     elif kind == "images":
         drawn.row["images"] = ["a.png"]
     elif kind == "mark":
-        marks = [("train", False), ("loss_mask", 0), ("weight", 0), ("weight", 0.5), ("masked", True)]
+        marks = [("train", False), ("loss_mask", 0), ("weight", 0.0), ("is_trainable", "no"), ("masked", True)]
         name, value = draw(st.sampled_from(marks))
         message[name] = value
     elif kind == "control":
@@ -252,7 +252,8 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: s
 
 
 @pytest.mark.parametrize("mark", [
-    {"weight": 0}, {"weight": 0.5}, {"train": False}, {"trainable": False}, {"training": False}, {"loss": False},
+    {"weight": 0}, {"compute_loss": False}, {"Train": False}, {"do_not_train": 1},
+    {"train": False}, {"trainable": False}, {"training": False}, {"loss": False},
     {"loss": "false"}, {"loss_mask": 0}, {"loss_mask": [1, 1, 0]}, {"masked": True}, {"ignore_loss": True},
     {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
 ])  # fmt: skip
@@ -273,7 +274,7 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
         ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]}, RejectReason.UNKNOWN_ROLE),
         ({"messages": [{"role": "user", "content": "a"}], "conversations": [{"from": "gpt", "value": "b"}]},
          RejectReason.CONTENT_NOT_READ),
-        ({"tools": [TOOL], "functions": [{"name": "other"}]}, RejectReason.CONTENT_NOT_READ),
+        ({"history": [["q", "a"]]}, RejectReason.CONTENT_NOT_READ),
         ({"system": "one", "system_prompt": "two"}, RejectReason.TWO_SYSTEM_TEXTS),
         ({"chat_template_kwargs": {"enable_thinking": False}}, RejectReason.CONTENT_NOT_READ),
         ({"image": "a.png"}, RejectReason.CONTENT_NOT_READ),
@@ -289,6 +290,78 @@ def test_what_would_disappear_rejects_its_row(row: dict[str, Any], reason: Rejec
     rejected(tokenize_row(template_of("chatml"), whole | row, 100), reason)
     same = {"conversations": whole["messages"], "mask": "User", "loss": 1.5, "images": [], "functions": None}
     assert isinstance(tokenize_row(template_of("chatml"), whole | same, 100), TokenizedChat)
+
+
+@pytest.mark.parametrize("mark", [{"weight": 2}, {"loss": 0.73}, {"loss_mask": [1, 1]}, {"masked": "false"}, {"no": 1}])
+def test_marks_that_ask_for_training_keep_the_row(mark: dict[str, Any]) -> None:
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"} | mark]}
+    assert isinstance(tokenize_row(template_of("chatml"), row, 100), TokenizedChat)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"messages": [{"role": "user", "content": "q", "value": ""}, {"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q", "image_url": {"url": None}}]},
+                      {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}]},
+    ],
+)  # fmt: skip
+def test_other_spellings_of_the_same_chat_keep_the_row(extra: dict[str, Any]) -> None:
+    template = template_of("chatml")
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    found = tokenize_row(template, {"messages": chat} | extra, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+PRINTS = (
+    "  {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ 'CALL' ~ c.id ~ c.type }}"
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Arguments of calls as texts or as objects, behind white space that Jinja takes away."""
+
+
+@pytest.mark.parametrize("arguments", ['{"x":1}', '{"x": 1e5, "y": 0.10}', '{"x": "\\u00e9"}', {"x": 1.0}])
+def test_calls_are_written_as_the_row_has_them(arguments: Any) -> None:
+    template = ChatTemplate(build_tokenizer(PRINTS, None, "<|im_end|>"))
+    call = {"id": 7, "type": "custom", "function": {"name": "f", "arguments": arguments}}
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": "\n", "tool_calls": [call]},
+    ]  # fmt: skip
+    found = tokenize_row(template, {"messages": chat}, 1000)
+    # The name of the tool is not shown, so this row is rejected; with it in the content it is kept.
+    rejected(found, RejectReason.NOT_SHOWN)
+    chat[1]["content"] = "f"
+    found = tokenize_row(template, {"messages": chat}, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+@pytest.mark.parametrize("arguments", ['{"x": "first", "x": "second"}', [], False, "[1]", "x"])
+def test_arguments_that_are_not_one_object_reject_the_row(arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "f", "tool_calls": [call]}]
+    rejected(tokenize_row(template_of("coder"), {"messages": chat}, 1000), RejectReason.MALFORMED_TOOL_CALLS)
+
+
+@pytest.mark.parametrize("tagged", ["loop.last", "true", "whole"])
+def test_generation_tags_do_not_decide_what_is_trained(tagged: str) -> None:
+    """They may surround the last answer alone, questions too, or headers."""
+    turn = "{{ '<|im_start|>' + m.role + '\n' }}{% generation %}{{ m.content }}{% endgeneration %}"
+    if tagged == "whole":
+        turn = "{% generation %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endgeneration %}"
+    if tagged == "loop.last":
+        plain = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        turn = "{% if loop.last %}" + turn + "{% else %}" + plain + "{% endif %}"
+    prompt = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    text = "{% for m in messages %}" + turn + "{{ '<|im_end|>\n' }}{% endfor %}" + prompt
+    template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}] * 2
+    found = tokenize_row(template, {"messages": chat}, 100)
+    assert marked_texts(template.tokenizer, found) == ["a<|im_end|>"] * 2
 
 
 def test_keys_of_a_message_that_the_template_reads_are_shown() -> None:

@@ -95,6 +95,27 @@ def test_tensors_that_are_not_the_targets_are_no_disagreement(folder: Path) -> N
     refused(folder, "unexpected key model.layers.4.eh_proj.weight [2, 2]")
 
 
+def test_layers_are_for_drafting_only_if_they_have_its_parts(folder: Path) -> None:
+    """A config that lacks a layer and counts one for drafting must not lose the layer."""
+    change_json(folder / "config.json", num_hidden_layers=3, num_nextn_predict_layers=1)
+    refused(folder, "unexpected key model.layers.3.input_layernorm.weight [48]")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+def test_weights_of_dtypes_that_are_not_floating_point(folder: Path, dtype: torch.dtype) -> None:
+    change_weights(folder, lambda weights: weights.update({KEYS: torch.ones(24, 48).to(dtype)}))
+    refused(folder, KEYS, str(dtype).removeprefix("torch."))
+
+
+def test_layers_of_unlike_sizes_are_named_too(tmp_path: Path) -> None:
+    """Attributes of Gemma 4's config that differ between layers cannot be read."""
+    build_family("gemma4_text").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = max(key for key in weights if key.endswith("q_proj.weight"))
+    change_weights(tmp_path, lambda weights: weights.pop(name))
+    refused(tmp_path, f"missing key {name}")
+
+
 def test_tied_weights_may_be_there_twice(folder: Path) -> None:
     change_weights(folder, lambda weights: weights.update({HEAD: weights[EMBEDDINGS].clone()}))
     change_json(folder / "config.json", tie_word_embeddings=True)
