@@ -161,7 +161,8 @@ def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: 
     """Refuse a stored LM head of another shape than the embeddings that it is tied to; transformers compares them."""
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")
-    if config.tie_word_embeddings and head and embeddings and head.shape != embeddings.shape:
+    is_tied = getattr(config, "tie_word_embeddings", False)  # Not every config says it.
+    if is_tied and head and embeddings and head.shape != embeddings.shape:
         raise TargetError(
             f"the weights of {folder} do not fit config.json: lm_head.weight {list(head.shape)} is tied to the "
             f"embeddings {list(embeddings.shape)}. {_ADVICE}"
