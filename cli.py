@@ -11,7 +11,7 @@ from .commands.console import StageGroup, quiet_libraries
 GROUPS = {
     "First steps": {
         "demo": "train", "extract": "extract", "inspect": "store", "train": "train", "generate": "decode",
-        "eval": "decode", "options": "options",
+        "eval": "decode",
     },
     "Serve": {"serve": "serve", "chat": "chat"},
     "Prepare chats": {"regenerate": "extract"},

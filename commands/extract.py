@@ -42,9 +42,10 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
 
 
 @stage_command(ExtractConfig)
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop, like `moa-data plan`.")
-def extract(config: ExtractConfig, dry_run: bool) -> None:
+def extract(config: ExtractConfig) -> None:
     """Run a target over chats and store its activations.
+
+    `moa-data plan` with the same options says beforehand what that costs.
 
     Run the same command again to go on after an interruption: committed parts are kept. If anything that shapes the
     data has changed meanwhile, the command refuses and names what; more --activations or --target-layers than the store
@@ -63,9 +64,6 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
       moa-data extract --model /shared/llama3-8b --dataset /shared/chats.jsonl --out /shared/store \\
           --engine ray --address auto --workers 64 --gpus-per-worker 1
     """
-    if dry_run:
-        _print_plan(config)
-        return
     from ..pipeline.extract import extract as run_extract
 
     run_stage("token", run_extract, config, provenance=collect_provenance())
@@ -83,10 +81,6 @@ def plan(config: ExtractConfig) -> None:
     Example:
       moa-data plan --model ./llama3-8b --dataset HuggingFaceH4/ultrachat_200k --out /data/store
     """
-    _print_plan(config)
-
-
-def _print_plan(config: ExtractConfig) -> None:
     from ..pipeline.add import refuse_addition
     from ..pipeline.estimate import describe_estimate, has_device
     from ..pipeline.plan import build_plan

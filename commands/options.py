@@ -1,6 +1,6 @@
 """Options of a command from the settings of its stage: every setting is a flag, and has a place in a YAML file.
 
-``--help`` shows the common ones, ``--help-all`` and ``moa-data options STAGE``, which is the same page, all.
+``--help`` shows the common ones, ``--help-all`` shows all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ import click
 
 from ..config import Config, Earlier, Presets, Setting, option_name, plain_types, resolve
 from ..errors import OptionInvalid
-from .console import out
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
@@ -24,7 +23,7 @@ class StageCommand(click.Command):
         super().__init__(name, **attributes)
         self.config_class = config_class
         n_settings = len({setting.name for setting in config_class.settings()})
-        text = f"Show all {n_settings} settings, as `moa-data options {self.name}` does."
+        text = f"Show all {n_settings} settings with their types and defaults."
         self.params.append(
             click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text)
         )
@@ -50,25 +49,6 @@ class StageCommand(click.Command):
 
 
 _ALL = "moa_data.all_options"
-
-
-@click.command()
-@click.argument("stage")
-@click.pass_context
-def options(ctx: click.Context, stage: str) -> None:
-    """Print every setting of a command: type, meaning, default.
-
-    \b
-    Example:
-      moa-data options train
-    """
-    group = ctx.find_root().command
-    assert isinstance(group, click.Group)
-    command = group.resolve_command(ctx, [stage])[1]
-    if not isinstance(command, StageCommand):
-        raise click.UsageError(f"`moa-data {stage} --help` lists all options of {stage}.")
-    ctx.meta[_ALL] = True
-    out.print(command.get_help(click.Context(command, ctx.parent, stage)))
 
 
 class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click

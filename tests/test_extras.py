@@ -38,7 +38,6 @@ def test_public_names_are_those_of_their_modules() -> None:
 ARGUMENTS = {
     **dict.fromkeys(("inspect", "verify", "repair"), "STORE"),
     **dict.fromkeys(("plan", "extract", "regenerate"), "--model M --dataset D --out OUT"),
-    "options": "train",
     "add": "STORE --model M --activations hidden:last",
     "audit": "STORE --model M",
     "recode": "STORE --out OUT --codec int8",

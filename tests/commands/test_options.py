@@ -53,7 +53,7 @@ def test_help_shows_what_is_common_and_help_all_everything() -> None:
 
 
 def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
-    shown = CliRunner().invoke(main, ["options", "train"])
+    shown = CliRunner().invoke(main, ["train", "--help-all"])
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())
     for setting in TrainConfig.settings():
