@@ -103,7 +103,7 @@ def extract(
         report = _report(plan, store, timings, lost)
         restored = [] if had_target else [f"{TARGET_NAME}/"]
         if redo is not None:
-            restored += [name for name in ("manifest", "metadata", "codec", "texts") if redo.of_kind(name)]
+            restored += [name for name in ("manifest", "metadata", "codec") if redo.of_kind(name)]
         report.restored = ", ".join(restored)
         with store.publishing(CARD_BYTE):
             write_card(store.path, config.model, config.dataset, config.storage.licences)

@@ -21,7 +21,6 @@ from ..files import MAX_WHOLE_NUMBER
 from ..text import first_line
 from .backend import MISSING, download, read_file
 from .paths import StorePath
-from .schema import TEXTS_NAME
 
 SEQUENCE_SCHEMA = pa.schema(
     [
@@ -227,17 +226,3 @@ def texts_sha256(texts: pa.Table) -> bytes:
     for values in (rows, tokens.offsets, tokens.values, mask.values):
         digest.update(np.from_dlpack(values).data)
     return digest.hexdigest().encode()
-
-
-def find_texts_damage(store: StorePath) -> str:
-    """Say what is wrong with texts.arrow; empty where it holds what was written, or is not there."""
-    try:
-        texts = map_texts(store / TEXTS_NAME)
-        texts.validate(full=True)
-        if texts_sha256(texts) == (texts.schema.metadata or {}).get(TEXTS_SHA256):
-            return ""
-        return "it does not hold the texts that were written: its checksum differs."
-    except MISSING:
-        return ""
-    except (pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"it cannot be read as texts: {first_line(error)}."

@@ -30,7 +30,7 @@ from ..commit import (
     read_part_commit,
 )
 from ..paths import StorePath, name_below
-from ..plan import check_plan, find_texts_damage, numbers, part_counts, plan_counts, read_plan
+from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
@@ -104,10 +104,10 @@ def verify_store(
 ) -> VerifyReport:
     """Check everything that a store promises.
 
-    File sizes and checksums against the commits, the texts against their checksum, shard indexes, the checksum of every
-    chunk, counts against the plan, response masks against their counts, token ids against the vocabulary, and that
-    every value is finite. Damage, and what the machine kept from being checked, is listed and not raised. Where
-    store.json or plan.parquet is not the file that was written, nothing else is checked.
+    File sizes and checksums against the commits, shard indexes, the checksum of every chunk, counts against the plan,
+    response masks against their counts, token ids against the vocabulary, and that every value is finite. Damage, and
+    what the machine kept from being checked, is listed and not raised. Where store.json or plan.parquet is not the file
+    that was written, nothing else is checked.
 
     Args:
         progress: called with bytes, as files are checked (half of their bytes) and decoded (the other half).
@@ -162,10 +162,6 @@ class _Verification:
             if name.startswith("part-") and name.endswith(".json") and name not in known:
                 self._damage(None, store / schema.COMMITS_NAME / name, "a commit of a part that the plan does not have")
         report.lacks_target = lacks_target(store, manifest)
-        # No commit lists the texts, as an extraction may write them anew: the file holds its own checksum.
-        with self._checking(None, store / schema.TEXTS_NAME):
-            if message := find_texts_damage(store):
-                self._damage(None, store / schema.TEXTS_NAME, message)
         target_commit = schema.target_commit_path(store)
         with self._checking(None, target_commit), suppress(*backend.MISSING):
             for check in self._check_files(None, store / schema.TARGET_NAME, read_file_records(target_commit)):

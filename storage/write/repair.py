@@ -11,13 +11,12 @@ from ..paths import StorePath
 from ..plan import read_plan
 from ..read.store import read_manifest
 from ..read.verify import Finding, verify_store
-from ..schema import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PARTS_NAME, PLAN_NAME, TARGET_NAME, TEXTS_NAME
+from ..schema import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PARTS_NAME, PLAN_NAME, TARGET_NAME
 from .store import StoreWriter
 
 # Kind of damage to the whole store -> how its files' paths start, and what the plan says of it, in that order.
 _KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "target": ((f"{TARGET_NAME}/", f"{COMMITS_NAME}/target"), "the target bundle is damaged; training needs it"),
-    "texts": ((TEXTS_NAME,), f"{TEXTS_NAME} is damaged: --model writes it anew, --drop deletes it"),
     "manifest": (
         (MANIFEST_NAME, PLAN_NAME),
         f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help",
@@ -113,7 +112,7 @@ def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
     """
     now = plan_repair(writer.path, parts=plan.parts)
     _check_droppable(now)
-    remove_files(*(writer.path / damage.path for damage in now.of_kind("strays") + now.of_kind("texts")))
+    remove_files(*(writer.path / damage.path for damage in now.of_kind("strays")))
     if now.of_kind("target") or (plan.of_kind("target") and not writer.has_target):
         writer.drop_target()
     return now

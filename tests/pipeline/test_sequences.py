@@ -28,7 +28,7 @@ from moa_data.storage.schema import TEXTS_NAME, commit_path
 from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
 from moa_data.tests.kit.serving import wait_for
-from moa_data.tests.kit.stores import flip
+from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -239,6 +239,18 @@ def test_damaged_tokens_are_made_again(mixed: ExtractConfig, tokenised: list[Any
     tokenised.clear()
     assert keep(mixed).read_bytes() == content
     assert not tokenised
+
+
+def test_texts_are_a_cache(mixed: ExtractConfig) -> None:
+    """A damaged file of texts is not damage to the store: the next run makes it again."""
+    extract(mixed)
+    whole = read_tree(mixed.out)
+    path = Path(mixed.out) / TEXTS_NAME
+    for damage in (truncate, flip, Path.unlink):
+        damage(path)
+        assert verify_store(mixed.out).ok
+        assert extract(mixed).n_parts_done == 0
+        assert read_tree(mixed.out) == whole
 
 
 def test_tokens_of_other_inputs_are_not_read(mixed: ExtractConfig, model: Path, tokenised: list[Any]) -> None:

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.moa.targets.chat_tokens import TokenizedChat
-from moa_data.pipeline.sequences import Sequences, write_texts
 from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.storage.schema import StoreManifest
-from moa_data.storage.write.repair import drop_damage, plan_repair
 from moa_data.tests.kit.stores import Recipe, flip
 
 
@@ -46,24 +43,6 @@ def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recip
 def canonical(document: dict[str, Any]) -> str:
     """The one way in which commits are written."""
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
-
-
-@pytest.mark.parametrize("change", ["flip", "cut", "other"])
-def test_damaged_texts_are_found_and_dropped(store: Path, change: str) -> None:
-    texts, path = Sequences(), store / "texts.arrow"
-    for n in (50, 60):
-        texts.add(n, TokenizedChat(np.arange(n, dtype=np.int32), np.ones(n, np.uint8), truncated=False))
-    write_texts(path, texts, {"of": "this test"})
-    assert verify_store(store).ok
-    content = path.read_bytes()
-    at = content.index(np.arange(50, dtype=np.int32).tobytes()) + 8
-    flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-    path.write_bytes({"flip": flipped, "cut": content[:-200], "other": b"texts"}[change])
-    (damage,) = verify_store(store).damages
-    assert (damage.part, damage.path) == (None, "texts.arrow")
-    drop_damage(plan_repair(store))
-    assert verify_store(store).ok
-    assert not path.exists()
 
 
 def test_damaged_commits_are_found(store: Path) -> None:
