@@ -217,6 +217,7 @@ PHASE_UNITS = {
     "tokenise": ("chat", False),
     "hash": ("B", True),
     "load": ("B", True),
+    "verify": ("B", True),
     "measure": ("sequence", False),
     "learn": ("step", False),
     **dict.fromkeys(("extract", "add", "recode"), ("token", False)),

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
-from ..text import counted
-from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, collect_provenance, out, run_stage
+from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage
 from .options import StoreArgument, stage_command
+from .store import check_store
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
@@ -179,9 +179,10 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 def repair(store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
-    Without --model and --drop it verifies the store, lists what is damaged or missing and changes nothing; exit code 1
-    if anything is damaged, 3 if parts are missing only. Where a file could not be checked (too many open files, no
-    right to read it) nothing is changed: exit code 2. Run the same command again to go on after an interruption.
+    Every byte is checked first. With --model or --drop the damaged parts are then deleted, and with --model extracted
+    again together with the missing ones; run the same command again, or `extract`, to go on after an interruption.
+    Where a file could not be checked (too many open files, no right to read it) nothing is deleted: exit code 2.
+    Without --model and --drop this is `moa-data verify`.
 
     \b
     Examples:
@@ -191,41 +192,19 @@ def repair(store: "StorePath", model: str | None, dataset: str | None, device: s
     """
     if model and drop:
         raise StageFailure("give --model to extract the damaged parts again, or --drop to delete them, not both.")
-    if _repair(store, model, dataset, device, drop):
-        _repair(store, model, dataset, device, drop)  # of the parts, which could not be checked before
+    if model:
+        from ..pipeline.extract import repair as run_repair
 
+        run_stage("token", run_repair, store, model, dataset, device, provenance=collect_provenance())
+    elif drop:
+        from ..storage.write.repair import drop_damage
 
-def _repair(store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool) -> bool:
-    """Repair what can be found; returns whether there may be more behind it."""
-    from ..storage.write.repair import drop_damage, plan_repair
-
-    with ProgressLine("B", scaled=True) as progress:
-        damage = plan_repair(store, progress=progress)
-    out.print(damage.describe() or f"{store} is whole, there is nothing to repair")
-    if not damage.damages and (drop or not damage.missing):
-        return False
-    if drop:
-        dropped = drop_damage(damage)
-        out.print(
-            f"dropped: {counted(len(dropped), 'part')}{' and the target bundle' * bool(damage.of_kind('target'))}"
-        )
-        return damage.hides_parts
-    if model is None and damage.damages:
-        raise StageFailure(
-            f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts "
-            "with --drop and run the command that made it again.",
-            FOUND,
-        )
-    if model is None:
-        raise StageFailure(
-            f"{store} is incomplete: {damage.missing}. Run the command that made it again, or where its "
-            "extraction had ended, this one with --model MODEL.",
-            INCOMPLETE,
-        )
-    from ..pipeline.extract import repair as run_repair
-
-    run_stage("token", run_repair, damage, model, dataset, device, provenance=collect_provenance())
-    return damage.hides_parts
+        with ProgressLine("B", scaled=True) as progress:
+            damages = drop_damage(store, progress)
+        lines = [f"dropped: {damage.path}: {damage.message}" for damage in damages]
+        out.print("\n".join(lines) or f"{store} has no damage, nothing was dropped")
+    else:
+        check_store(store)
 
 
 @click.command()

@@ -68,16 +68,23 @@ def verify(store: "StorePath", checksums_only: bool) -> None:
       moa-data verify store --checksums-only
       moa-data verify s3://bucket/store --checksums-only
     """
+    check_store(store, values=not checksums_only)
+
+
+def check_store(store: "StorePath", values: bool = True) -> None:
+    """Print what a check finds; raise StageFailure unless the store is complete and whole."""
     from ..storage.read.verify import verify_store
     from .views import COMPLETE_IT, verify_view
 
     with ProgressLine("B", scaled=True) as progress:
-        report = verify_store(store, progress=progress, values=not checksums_only)
+        report = verify_store(store, progress=progress, values=values)
     out.print(verify_view(report))
     report.check_complete(store)
     if not report.ok:
         raise StageFailure(
-            f"{store} is damaged in {counted(len(report.damages), 'place')}; `moa-data repair` repairs it.", FOUND
+            f"{store} is damaged in {counted(len(report.damages), 'place')}. `moa-data repair` extracts the damaged "
+            "parts again (--model MODEL) or deletes them (--drop).",
+            FOUND,
         )
     if report.missing:
         raise StageFailure(f"{store} is incomplete: {report.missing}. {COMPLETE_IT}", INCOMPLETE)

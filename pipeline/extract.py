@@ -16,6 +16,7 @@ What becomes of one chat::
 Which parts are still to be done, in this process or in several, is decided in workers.py.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import Interrupted, OptionInvalid, StoreMismatch, WorkerError
+from ..errors import Interrupted, OptionInvalid, StoreMismatch
 from ..files import PARTIAL_SUFFIX, check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
@@ -32,10 +33,10 @@ from ..moa.targets.loading import check_weights
 from ..storage.backend import open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
+from ..storage.paths import StorePath
 from ..storage.plan import numbers
 from ..storage.schema import CODEC_NAME, TARGET_NAME, TEXTS_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
-from ..storage.write.repair import RepairPlan, retract_damage
 from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes
 from .add import refuse_addition
@@ -56,14 +57,14 @@ def extract(
     config: ExtractConfig,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
-    redo: RepairPlan | None = None,
+    repairs: bool = False,
 ) -> WriteReport:
     """Extract activations to a store, or continue where an earlier run stopped.
 
     Args:
         progress: called with (done, total, message). The message begins with the phase: tokenise (chats), hash and
-            load (bytes of weights), learn and extract (tokens).
-        redo: parts to extract again although they are committed, if they are damaged when the store is opened.
+            load (bytes of weights), learn, verify (bytes of a store that is repaired) and extract (tokens).
+        repairs: check every byte of the store when it is opened, so that what is damaged is written again.
 
     Raises:
         MoaDataError: the input cannot be used, or Interrupted after Ctrl-C.
@@ -86,12 +87,10 @@ def extract(
             with interruptible("while the target was loaded; nothing was written"):
                 forwards = _prove_target(plan, codec, target, progress, opened)
             target = None
-        store = opened.enter_context(_open_store(plan, codec, is_repair=redo is not None))
+        store = opened.enter_context(_open_store(plan, codec, progress, repairs))
         if not plan.keeps_texts:  # mapped from the store's own file they take no memory of this process
             with store.publishing(TEXTS_BYTE):
                 plan = replace(plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin))
-        if redo is not None:
-            store.replace_parts(retract_damage(store, redo).parts)
         had_target, counter = store.has_target, PartProgress(store, progress)
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
@@ -101,10 +100,7 @@ def extract(
             counter.tell(timings, looks=True)
         timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
         report = _report(plan, store, timings, lost)
-        restored = [] if had_target else [f"{TARGET_NAME}/"]
-        if redo is not None:
-            restored += [name for name in ("manifest", "metadata", "codec") if redo.of_kind(name)]
-        report.restored = ", ".join(restored)
+        report.restored = "" if had_target else f"{TARGET_NAME}/"
         with store.publishing(CARD_BYTE):
             write_card(store.path, config.model, config.dataset, config.storage.licences)
         counts = plan.sequences
@@ -168,14 +164,21 @@ def _load_forwards(
     return forwards
 
 
-def _open_store(plan: ExtractPlan, codec: StoreCodec, is_repair: bool) -> StoreWriter:
-    """Begin or join the store; where another run was first to learn the codec, with what that one learned."""
-    manifest, shares = replace(plan.manifest, codec=codec.describe()), not is_repair
-    create = partial(StoreWriter.create_or_resume, plan.store, shares=shares, begins_anew=not is_repair)
+def _open_store(plan: ExtractPlan, codec: StoreCodec, progress: Progress | None, repairs: bool) -> StoreWriter:
+    """Begin or join the store; if another run was first to learn the codec, with what that one learned."""
+    manifest = replace(plan.manifest, codec=codec.describe())
+    create = partial(
+        StoreWriter.create_or_resume,
+        plan.store,
+        shares=not repairs,  # the store is checked by the process that has it alone
+        begins_anew=not repairs,
+        depth="values" if repairs else "sizes",
+        progress=progress,
+    )
     try:
         return create(manifest, plan.table, codec.files())
     except StoreMismatch as error:
-        is_basis = set(error.changes) == {"codec.basis_sha256"} and shares
+        is_basis = set(error.changes) == {"codec.basis_sha256"}
         learned = learned_before(codec, plan.store, plan.manifest) if is_basis else None
         if learned is None:
             raise
@@ -249,6 +252,7 @@ def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Seque
     report = WriteReport.of(store, timings)
     report.compared = f", {report.stored_bytes / plan.raw_bytes:.3f} of {format_bytes(plan.raw_bytes)} raw"
     report.lines = plan.rows_read()
+    report.lines += [f"damaged      {damage.path}: {damage.message}" for damage in store.damages]
     n_workers = plan.config.scale.workers
     if n_workers > 1:
         report.lines.append(f"workers      {n_workers}")
@@ -259,49 +263,35 @@ def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Seque
 
 
 def repair(
-    plan: RepairPlan,
+    store: str | os.PathLike[str] | StorePath,
     model: str,  # the target that the store was made with: a folder or a hub id
     dataset: str | None = None,  # the chats; None for those of the store's last extraction
     device: str | None = None,  # device of the forward; None for that of the store's last extraction
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:
-    """Make the damaged parts and files of a store again.
+    """Extract what is damaged or missing in a store, with the settings of its last extraction.
 
-    Nothing is deleted before target and dataset are known to be the ones that the store was made from, and what is
-    deleted is checked once more right before.
+    Nothing is deleted before target and dataset are known to be the ones that the store was made from.
 
     Raises:
-        WorkerError: no extraction is recorded, there is damage that this cannot repair, or the codec learns something
-            else than the parts were written with.
-        StoreMismatch: the store was made from another target or dataset.
+        WorkerError: no extraction is recorded.
+        StoreMismatch: the store was made from another target or dataset, or the codec learns something else.
     """
-    if plan.others:
-        raise WorkerError(f"{plan.others[0].path}: {plan.others[0].message} This cannot be repaired; extract again.")
-    try:
-        recorded = recorded_config(plan.store)
-    except WorkerError as error:
-        if not plan.of_kind("codec"):
-            raise
-        raise WorkerError(
-            f"{plan.store}: {CODEC_NAME}/ is damaged and no extraction is recorded. If `recode` made the store, run "
-            "the same command again: it learns the codec from the lossless store anew."
-        ) from error
+    path = open_path(store)
+    recorded = recorded_config(path)
     config = recorded.replaced(
         model=model,
         dataset=dataset or recorded.dataset,
-        out=str(plan.store),
+        out=str(path),
         device=device or recorded.forward.device,
         **ScaleSettings().named(),
     )
     try:
-        return extract(config, progress, provenance, redo=plan)
+        return extract(config, progress, provenance, repairs=True)
     except StoreMismatch as error:
-        if set(error.changes) != {"codec.basis_sha256"}:
-            advice = "Give the --model and the --dataset that it was made from."
-            raise StoreMismatch(str(plan.store), error.changes, advice) from error
-        raise WorkerError(
-            f"{plan.store}: what the codec learns here is not what the parts were written with, which another device "
-            f"or number of threads is enough for ({error.changes['codec.basis_sha256'][0]} is recorded). Repair it "
-            f"where it was extracted, restore {CODEC_NAME}/ from a copy, or extract to another folder."
-        ) from error
+        advice = (
+            "Give the --model and the --dataset that it was made from. If only codec.basis_sha256 differs, repair it "
+            f"on the machine that extracted it, restore {CODEC_NAME}/ from a copy, or extract to another folder."
+        )
+        raise StoreMismatch(str(path), error.changes, advice) from error

@@ -107,7 +107,7 @@ class WriteReport:
 
     def describe(self) -> str:
         """Return the report as text."""
-        did = f"wrote {self.restored}" if self.restored else "nothing to do"
+        did = f"wrote {self.restored}" if self.restored else "wrote no part"
         is_whole = not self.timings.n_parts and not self.timings.n_late
         lines = [
             f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens, "

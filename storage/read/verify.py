@@ -7,11 +7,11 @@ made of manifest, plan and commits alone; it opens no shard.
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
 SLICE_BYTES = 32 << 20  # raw bytes that one thread holds at a time
+Depth = Literal["sizes", "checksums", "values"]
+"""What is checked of each file: its size, also the checksum of its bytes, or also every value that it holds."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +51,26 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """The outcome of ``verify_store``; both lists are in order of parts."""
+    """The outcome of a check; both lists of findings are in order of parts."""
 
     damages: list[Finding] = field(default_factory=list)
     unchecked: list[Finding] = field(default_factory=list)  # what could not be checked
+    commits: dict[int, PartCommit] = field(default_factory=dict)  # the commits that can be read
     n_parts: int = 0  # committed parts
     n_pending_parts: int = 0  # planned parts without a commit; the store is incomplete, which is no damage
     lacks_target: bool = False  # whether the target bundle, which an extraction writes, has no commit
     n_sequences: int = 0
     n_tokens: int = 0
-    n_bytes: int = 0  # bytes of all committed files
 
     @property
     def ok(self) -> bool:
         """Whether everything was checked and no damage was found."""
         return not self.damages and not self.unchecked
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files of committed parts."""
+        return sum(commit.stored_bytes for commit in self.commits.values())
 
     @property
     def missing(self) -> str:
@@ -100,76 +107,90 @@ def verify_store(
     progress: Progress | None = None,
     n_threads: int | None = None,
     values: bool = True,
-    parts: Collection[int] | None = None,
 ) -> VerifyReport:
     """Check everything that a store promises.
 
     File sizes and checksums against the commits, shard indexes, the checksum of every chunk, counts against the plan,
     response masks against their counts, token ids against the vocabulary, and that every value is finite. Damage, and
-    what the machine kept from being checked, is listed and not raised. Where store.json or plan.parquet is not the file
-    that was written, nothing else is checked.
+    what the machine kept from being checked, is listed and not raised. If store.json, plan.parquet or the codec is
+    damaged, nothing else is checked.
 
     Args:
         progress: called with bytes, as files are checked (half of their bytes) and decoded (the other half).
         n_threads: threads that checksum and decode; default: one per core, at most 16.
         values: also decode every value, which takes several times the time of comparing all bytes.
-        parts: check no other parts than these; None for all.
 
     Raises:
         StorageUnavailable: a file without which nothing else can be checked could not be read.
         StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json.
     """
     store = backend.open_path(path)
+    with backend.check_guard(store):
+        if backend.exists(store / schema.MANIFEST_NAME) and (damage := find_manifest_damage(store)):
+            return VerifyReport([Finding(None, name_below(store, file), str(error)) for file, error in damage])
+        manifest = read_manifest(store)
+        try:
+            StoreCodec.open(manifest, store)
+        except StoreDamaged as error:
+            return VerifyReport([Finding(None, schema.CODEC_NAME, str(error))])
+        plan = read_plan(store / schema.PLAN_NAME)
+        check_plan(plan, manifest.alignment_tokens)
+        planned = part_counts(plan, manifest.alignment_tokens)
+    report = verify_commits(store, planned, "values" if values else "checksums", progress, n_threads)
+    for key, counted in plan_counts(plan).items():
+        if counted != (expected := getattr(manifest, key)):
+            message = f"{schema.PLAN_NAME} has {key} {counted}, store.json says {expected}"
+            report.damages.insert(0, Finding(None, schema.PLAN_NAME, message))
+    with backend.check_guard(store):
+        report.lacks_target = lacks_target(store, manifest)
+    return report
+
+
+def verify_commits(
+    store: StorePath,
+    planned: Sequence[Mapping[str, int]],
+    depth: Depth,
+    progress: Progress | None = None,
+    n_threads: int | None = None,
+) -> VerifyReport:
+    """Check what has a commit, parts and target bundle, in a store whose manifest, plan and codec are whole.
+
+    Args:
+        planned: the counts of each planned part (``plan.part_counts``).
+    """
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
     with backend.check_guard(store), ThreadPoolExecutor(n_threads) as pool:
-        report = _Verification(store, pool, progress, values).run(parts)
+        report = _Verification(store, pool, progress, depth).run(planned)
     for findings in (report.damages, report.unchecked):
         findings.sort(key=lambda finding: (finding.part is not None, finding.part or 0))
     return report
 
 
 class _Verification:
-    """One run of :func:`verify_store`."""
+    """One run of :func:`verify_commits`."""
 
-    def __init__(self, store: StorePath, pool: Executor, progress: Progress | None, values: bool) -> None:
-        self.store, self.pool, self.progress, self.values = store, pool, progress, values
+    def __init__(self, store: StorePath, pool: Executor, progress: Progress | None, depth: Depth) -> None:
+        self.store, self.progress, self.depth = store, progress, depth
+        self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
+        # Of parts; only sizes may come from a list, which may be older than the files.
+        self.listed = backend.listed_sizes(store / schema.PARTS_NAME) if depth == "sizes" else {}
         self.report = VerifyReport()
         self.done_bytes = 0.0
 
-    def run(self, parts: Collection[int] | None) -> VerifyReport:
-        store, report = self.store, self.report
-        if backend.exists(store / schema.MANIFEST_NAME):
-            for path, error in find_manifest_damage(store):
-                self._damage(None, path, error)
-        if report.damages:
-            return report  # nothing can be held against a manifest or plan that may never have been written
-        manifest = read_manifest(store)
-        # From here on, what the manifest and the plan say is what was written; parts are compared with it.
-        try:
-            StoreCodec.open(manifest, store)
-        except StoreDamaged as error:
-            self._damage(None, store / schema.CODEC_NAME, error)
-            return report  # no part can be decoded
-        plan = read_plan(store / schema.PLAN_NAME)
-        check_plan(plan, manifest.alignment_tokens)
-        for key, counted in plan_counts(plan).items():
-            if counted != (expected := getattr(manifest, key)):
-                message = f"{schema.PLAN_NAME} has {key} {counted}, store.json says {expected}"
-                self._damage(None, store / schema.PLAN_NAME, message)
-        planned = part_counts(plan, manifest.alignment_tokens)
-        known = {schema.commit_path(store, part).name for part in range(len(planned))}
-        for name in backend.names_in(store / schema.COMMITS_NAME):
+    def run(self, planned: Sequence[Mapping[str, int]]) -> VerifyReport:
+        known = {schema.commit_path(self.store, part).name for part in range(len(planned))}
+        for name in backend.names_in(self.store / schema.COMMITS_NAME):
             if name.startswith("part-") and name.endswith(".json") and name not in known:
-                self._damage(None, store / schema.COMMITS_NAME / name, "a commit of a part that the plan does not have")
-        report.lacks_target = lacks_target(store, manifest)
-        target_commit = schema.target_commit_path(store)
+                path = self.store / schema.COMMITS_NAME / name
+                self._damage(None, path, "a commit of a part that the plan does not have")
+        target_commit = schema.target_commit_path(self.store)
         with self._checking(None, target_commit), suppress(*backend.MISSING):
-            for check in self._check_files(None, store / schema.TARGET_NAME, read_file_records(target_commit)):
-                report.add(check.result())
-        commits = self._read_commits(planned, [k for k in range(len(planned)) if parts is None or k in parts])
-        report.n_bytes = sum(commit.stored_bytes for commit in commits.values())
-        self._check_parts(commits)
-        return report
+            folder = self.store / schema.TARGET_NAME
+            for findings in self._check_files(None, folder, read_file_records(target_commit)):
+                self.report.add(findings)
+        self._read_commits(planned)
+        self._check_parts()
+        return self.report
 
     def _damage(self, part: int | None, path: StorePath, message: object) -> None:
         self.report.add([Finding(part, name_below(self.store, path), str(message))])
@@ -184,29 +205,29 @@ class _Verification:
         except (OSError, MemoryError) as error:
             self.report.add([Finding(part, name_below(self.store, path), backend.reason(error), error)])
 
-    def _read_commits(self, planned: Sequence[Mapping[str, int]], parts: list[int]) -> dict[int, PartCommit]:
-        """Return the commits that can be read, and say where they contradict the plan."""
-        commits: dict[int, PartCommit] = {}
-        for part, (path, read) in zip(
-            parts, backend.reads_of(schema.commit_path(self.store, part) for part in parts), strict=True
-        ):
+    def _read_commits(self, planned: Sequence[Mapping[str, int]]) -> None:
+        """Read the commits of all parts, and say where they contradict the plan."""
+        reads = backend.reads_of(schema.commit_path(self.store, part) for part in range(len(planned)))
+        for part, (path, read) in enumerate(reads):
             with self._checking(part, path):
                 try:
-                    commits[part] = commit = read_part_commit(path, read)
+                    commit = read_part_commit(path, read)
                 except backend.MISSING:
                     self.report.n_pending_parts += 1
                     continue
+                self.report.commits[part] = commit
                 for key, got in commit.counts.items():
                     if got != (expected := planned[part][key]):
                         self._damage(part, path, f"the commit says {key} {got}, the plan has {expected}")
-        self.report.n_parts = len(parts) - self.report.n_pending_parts
-        return commits
+        self.report.n_parts = len(planned) - self.report.n_pending_parts
 
-    def _check_parts(self, commits: Mapping[int, PartCommit]) -> None:
+    def _check_parts(self) -> None:
         """Check part by part: all files, then, if they are whole, all values."""
-        folder, contradicted = self.store / schema.PARTS_NAME, {damage.part for damage in self.report.damages}
-        self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
-        readable = [part for part in commits if self.values and part not in contradicted]
+        commits, folder = self.report.commits, self.store / schema.PARTS_NAME
+        decodes = self.depth == "values"
+        contradicted = {damage.part for damage in self.report.damages}
+        self.n_bytes = self.report.n_bytes
+        readable = [part for part in commits if decodes and part not in contradicted]
         reader = ActivationStore(self.store, parts=readable, cache=None, checks_sizes=False) if readable else None
         rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in readable}
         for i, row in enumerate(reader.sequences.to_pylist() if reader else ()):
@@ -214,29 +235,31 @@ class _Verification:
         for part, commit in commits.items():
             findings: list[Finding] = []
             checks = self._check_files(part, folder, commit.files)
-            for check, record in zip(checks, commit.files.values(), strict=True):
-                findings += check.result()
-                self._advance(record.bytes / (2 if self.values else 1), part)
+            for file_findings, record in zip(checks, commit.files.values(), strict=True):
+                findings += file_findings
+                self._advance(record.bytes / (2 if decodes else 1), part)
             self.report.add(findings)
             if reader and not findings and part in rows:
                 self._check_values(reader, part, rows[part], commit.stored_bytes / 2)
                 continue
-            if not self.values and not findings:
+            if not decodes and not findings:
                 self.report.n_sequences += commit.n_sequences
                 self.report.n_tokens += commit.n_tokens
-            self._advance(commit.stored_bytes / 2 if self.values else 0, part)
+            self._advance(commit.stored_bytes / 2 if decodes else 0, part)
         if reader:
             reader.close()
 
     def _check_files(
         self, part: int | None, folder: StorePath, files: Mapping[str, FileRecord]
-    ) -> list[Future[list[Finding]]]:
-        def check(path: StorePath, name: str, record: FileRecord) -> list[Finding]:
-            where = name_below(self.store, path)
+    ) -> Iterator[list[Finding]]:
+        listed = {} if part is None else self.listed
+
+        def check(name: str, record: FileRecord) -> list[Finding]:
+            where = name_below(self.store, folder / name)
             try:
-                for _, wrong in find_size_damage(folder, {name: record}):
+                for _, wrong in find_size_damage(folder, {name: record}, listed):
                     return [Finding(part, where, str(wrong))]
-                got = backend.file_crc32(path)
+                got = record.crc32 if self.depth == "sizes" else backend.file_crc32(folder / name)
             except (StoreError, *backend.MISSING) as error:  # a missing file is damage, other refusals are not
                 return [Finding(part, where, str(error))]
             except (OSError, MemoryError) as error:
@@ -245,15 +268,15 @@ class _Verification:
                 return []
             return [Finding(part, where, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
 
-        return [self.pool.submit(check, folder / name, name, record) for name, record in files.items()]
+        return self.map(check, files.keys(), files.values())
 
     def _check_values(
         self, reader: ActivationStore, part: int, rows: list[tuple[int, dict[str, Any]]], n_bytes: float
     ) -> None:
-        checks = [self.pool.submit(lambda i, row: list(_check_sequence(reader, i, row)), i, row) for i, row in rows]
+        checks = self.map(lambda row: list(_check_sequence(reader, *row)), rows)
         n_tokens = sum(row["n_tokens"] for _, row in rows)
-        for check, (_, row) in zip(checks, rows, strict=True):
-            self.report.add(check.result())
+        for findings, (_, row) in zip(checks, rows, strict=True):
+            self.report.add(findings)
             self.report.n_sequences += 1
             self.report.n_tokens += row["n_tokens"]
             self._advance(n_bytes * row["n_tokens"] / n_tokens, part)

@@ -280,19 +280,14 @@ class StoreFiles:
                 raise changed_meanwhile(commit)
             self._remove_others(TARGET_NAME, files)
 
-    def drop_target(self) -> None:
-        """Delete the target bundle: no training until it is written again."""
-        self._retract(target_commit_path(self.path))
-        self._remove_others(TARGET_NAME, ())
-
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
         """Delete the files of a folder but those to keep and those that somebody is writing."""
         found = (name for name in backend.names_below(self.path / folder) if not name.endswith(PARTIAL_SUFFIX))
         backend.remove_files(*(self.path / folder / name for name in found if name not in kept))
 
-    def _retract(self, commit: StorePath) -> None:
-        """Delete a commit durably, before the files that it lists change."""
-        backend.remove_files(commit)
+    def _retract(self, *commits: StorePath) -> None:
+        """Delete commits durably, before the files that they list change."""
+        backend.remove_files(*commits)
         backend.sync_names(self.path / COMMITS_NAME)
 
     def _remove_unfinished(self) -> None:

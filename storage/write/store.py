@@ -39,6 +39,7 @@ import pyarrow as pa
 
 from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreError, StoreLocked, StoreMismatch
 from ...files import disk_full_guard, kind_of
+from ...text import Progress
 from .. import backend
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
@@ -46,11 +47,9 @@ from ..commit import (
     FileRecord,
     PartCommit,
     find_manifest_damage,
-    find_size_damage,
     has_parts,
     metadata_names,
     read_commits,
-    read_file_records,
     read_part_commit,
     restore_files,
     write_manifest_commit,
@@ -59,6 +58,7 @@ from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
 from ..paths import RemotePath, StorePath
 from ..plan import check_plan, numbers, part_counts, plan_bytes, plan_counts, read_plan, rows_where
 from ..read.store import read_manifest
+from ..read.verify import Depth, Finding, verify_commits
 from ..schema import (
     CARD_NAME,
     CODEC_NAME,
@@ -101,15 +101,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.manifest = manifest
         self.plan = plan  # all sequences (see ``plan.PLAN_SCHEMA``)
         self.joined = self._lock is not None and not self._lock.is_alone  # others wrote to it when this one came
-        # Parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
-        self.repaired_parts: tuple[int, ...] = ()
+        self.damages: tuple[Finding, ...] = ()  # what was damaged when the store was opened; it is missing now
         self.has_begun_anew = False  # whether it took the place of a store of other inputs, which had no part
         self._counts = part_counts(plan, manifest.alignment_tokens)
         self.n_parts = len(self._counts)  # planned parts
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
-        self._damaged: set[int] = set()
         self._open_parts: set[int] = set()
 
     @classmethod
@@ -121,14 +119,19 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         codec_files: Mapping[str, bytes] | None = None,
         shares: bool = False,
         begins_anew: bool = False,
+        depth: Depth = "sizes",
+        progress: Progress | None = None,
     ) -> "StoreWriter":
         """Start a store, or continue one that was made from the same inputs.
+
+        What is damaged loses its commit: it is missing then, and is written again.
 
         Args:
             path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
             shares: whether others that share it too may write beside this process, as in a bucket they always may.
             begins_anew: whether to replace a store of other inputs that has no part and that nobody is writing to.
+            depth: how the files of a store are checked that nobody else is writing to; ``progress`` is told of bytes.
 
         Raises:
             OutputOccupied: the folder holds something else.
@@ -151,6 +154,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 writer._open_codec()
             else:
                 writer._open_alone(codec_files or {}, begins_anew)
+                writer._clean(depth, progress)
                 if shares and writer._lock is not None:
                     writer._lock.share()
         return writer
@@ -209,9 +213,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             self.joined = isinstance(self.path, RemotePath)
         else:
             _begin(self.path, self.manifest, self.plan, codec_files)
-        self.codec = StoreCodec.open(self.manifest, self.path)
-        self._clean()
-        self.lay_out(self.codec)
+        for name in (PARTS_NAME, COMMITS_NAME):
+            backend.make_folder(self.path / name)
+        self._open_codec()
         if not backend.exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
             self._record_manifest()  # all files were found equal to what the inputs give
 
@@ -260,17 +264,16 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             # The list of a bucket may lack what was committed just now.
             known = self._committed if self._lock is None else set[int]()
             self._committed = (found | known) & set(range(self.n_parts))
-        return sorted(self._committed - self._damaged)
+        return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
-        """Return the parts that have no commit yet or are to be replaced, in order."""
+        """Return the parts that have no commit yet, in order."""
         committed = set(self.committed_parts())
         return [part for part in range(self.n_parts) if part not in committed]
 
     def is_pending(self, part: int) -> bool:
-        """Whether a part has no commit yet or is to be replaced."""
-        is_committed = backend.exists(commit_path(self.path, part)) if self.is_shared else part in self._committed
-        return part in self._damaged or not is_committed
+        """Whether a part has no commit yet."""
+        return not (backend.exists(commit_path(self.path, part)) if self.is_shared else part in self._committed)
 
     def is_claimed(self, part: int) -> bool:
         """Whether a process, which may be this one, writes a part at this moment; only a hint."""
@@ -284,12 +287,6 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         """Open a part for writing (see :class:`PartWriter`); StoreError for no such part, or one that is committed."""
         if not 0 <= part < self.n_parts:
             raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
-        if part in self._damaged:
-            if backend.exists(commit_path(self.path, part)):
-                self.drop_part(part)
-            # Else another repair of a bucket has dropped it, and may be copying its own shards there.
-            self._damaged.discard(part)
-            self._committed.discard(part)
         if part in self._committed:
             raise StoreError(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
         return self.open_part(part, self.codec, {}, self._committed.add, pool)
@@ -323,24 +320,6 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         with backend.check_guard(self.path), disk_full_guard(self.path):
             self._grids |= _write_array_metadata(self.path, codec.arrays, self.n_parts, self._longest_part)
 
-    def replace_parts(self, parts: Iterable[int]) -> None:
-        """Make damaged parts pending; each is kept until :meth:`part` opens it, so that a stop loses at most that."""
-        self._damaged |= self._committed & set(parts)
-
-    def drop_part(self, part: int) -> None:
-        """Delete a part; it is pending again, and readers do not see it."""
-        try:
-            files = set(read_part_commit(commit_path(self.path, part)).files)
-        except (FileNotFoundError, StoreDamaged):
-            files = set()
-        self._retract(commit_path(self.path, part))
-        for array in self.codec.arrays:
-            grid = self._grids[array.name]
-            files |= {f"{array.name}/{grid.shard_key(part, number)}" for number in range(grid.shards_per_part)}
-        # Also shards that no commit lists: a writer that was killed may have named some.
-        backend.remove_files(*(self.path / PARTS_NAME / name for name in files))
-        self._committed.discard(part)
-
     def replace_manifest(self, manifest: StoreManifest) -> None:
         """Replace store.json by one whose files all exist; readers find the old or the new one at every moment."""
         # The old one's commit is deleted first and the new one's written last: a store without it is read unchecked. On
@@ -373,21 +352,34 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def _record_manifest(self) -> None:
         write_manifest_commit(self.path, metadata_names(array.name for array in self.codec.arrays))
 
-    def _clean(self) -> None:
-        """Delete what a kill left behind; make parts with lost files pending again."""
-        for name in (PARTS_NAME, COMMITS_NAME):
-            backend.make_folder(self.path / name)
+    def _clean(self, depth: Depth, progress: Progress | None) -> None:
+        """Delete what a kill left behind, and the commits of what is damaged."""
         # Everything is checked before the first deletion, so that a failed check deletes nothing.
-        has_damaged_target = not self._target_is_whole()
-        commits = self._whole_commits()
+        report = verify_commits(self.path, self._counts, depth, progress)
+        report.check_complete(self.path)
         self._remove_unfinished()
-        if has_damaged_target:
-            backend.remove_files(target_commit_path(self.path))
         name_next_basis(self.path, self.manifest)
-        self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
-        backend.remove_files(*(commit_path(self.path, part) for part in self.repaired_parts))
-        self._keep_listed(commit for commit in commits.values() if commit is not None)
-        self._committed |= {part for part, commit in commits.items() if commit is not None}
+        self.damages = tuple(report.damages)
+        self._drop(self.damages)
+        whole = report.commits.keys() - {damage.part for damage in self.damages}
+        self._keep_listed(report.commits[part] for part in whole)
+        self._committed |= whole
+
+    def _drop(self, damages: Iterable[Finding]) -> None:
+        """Delete the commits of what is damaged, and the files of a damaged target bundle."""
+        target_commit = target_commit_path(self.path)
+        commits: set[StorePath] = set()
+        for damage in damages:
+            if damage.part is not None:
+                commits.add(commit_path(self.path, damage.part))
+            elif damage.path.startswith(f"{COMMITS_NAME}/"):
+                commits.add(self.path / damage.path)
+            else:
+                commits.add(target_commit)
+        if commits:
+            self._retract(*commits)
+        if target_commit in commits:
+            self._remove_others(TARGET_NAME, ())
 
     def sweep(self) -> bool:
         """Stop sharing and delete what killed or second writers have left; returns whether no others write.
@@ -411,35 +403,6 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         kept = {name for commit in commits for name in commit.files}
         arrays = {name.rpartition("/")[0] for name in kept} | {array.name for array in self.codec.arrays}
         self._remove_unlisted(kept | {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)})
-
-    def _whole_commits(self) -> dict[int, PartCommit | None]:
-        """Return the commits of planned parts; None for one that is damaged, or does not match plan or files."""
-        commits: dict[int, PartCommit | None] = {}
-        listed = backend.listed_sizes(self.path / PARTS_NAME)
-        for part, (path, read) in enumerate(
-            backend.reads_of(commit_path(self.path, part) for part in range(self.n_parts))
-        ):
-            try:
-                commit = read_part_commit(path, read)
-            except backend.MISSING:
-                continue
-            except StoreDamaged:
-                commits[part] = None
-                continue
-            is_whole = commit.counts == self._counts[part]
-            is_whole = is_whole and not find_size_damage(self.path / PARTS_NAME, commit.files, listed)
-            commits[part] = commit if is_whole else None
-        return commits
-
-    def _target_is_whole(self) -> bool:
-        """Whether the target bundle has no commit, or all files that its commit lists."""
-        commit = target_commit_path(self.path)
-        try:
-            return not backend.exists(commit) or not find_size_damage(
-                self.path / TARGET_NAME, read_file_records(commit)
-            )
-        except StoreDamaged:
-            return False
 
 
 def _check_unoccupied(store: StorePath) -> None:

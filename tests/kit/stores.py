@@ -13,6 +13,7 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.paths import AnyPath, StorePath
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.verify import Depth
 from moa_data.storage.schema import (
     TOKENS,
     FieldSpec,
@@ -87,9 +88,9 @@ class Recipe:
                     self.write_part(writer, part, change)
         return path
 
-    def open(self, path: str | StorePath, shares: bool = False) -> StoreWriter:
+    def open(self, path: str | StorePath, shares: bool = False, depth: Depth = "sizes") -> StoreWriter:
         """Open a store for writing."""
-        return StoreWriter.create_or_resume(path, self.manifest, self.plan, shares=shares)
+        return StoreWriter.create_or_resume(path, self.manifest, self.plan, shares=shares, depth=depth)
 
     def write_bundled(self, path: Path) -> Path:
         """Write whatever is missing, a target bundle of one file included."""

@@ -23,7 +23,6 @@ from moa_data.storage.write import addition as addition_module
 from moa_data.storage.write import part as part_writer
 from moa_data.storage.write import publish
 from moa_data.storage.write import store as store_writer
-from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import write_target
@@ -236,9 +235,8 @@ def test_keys_and_values_can_be_added_and_repaired(config: ExtractConfig) -> Non
     add(addition(config, activations=("kv", "hidden:layer:0")))
     assert read_tree(config.out) == fresh(config, codec="int8")
     flip(next(Path(config.out).glob("parts/kv/*/c.1.*")))
-    plan = plan_repair(config.out)
-    assert plan.parts == (1,)
-    assert repair(plan, config.model).n_parts_done == 1
+    assert [damage.part for damage in verify_store(config.out).damages] == [1]
+    assert repair(config.out, config.model).n_parts_done == 1
     assert read_tree(config.out) == fresh(config, codec="int8")
 
 

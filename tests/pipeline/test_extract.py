@@ -32,7 +32,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path
 from moa_data.storage.write import part as part_writer
-from moa_data.storage.write.repair import drop_damage, plan_repair
+from moa_data.storage.write.repair import drop_damage
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, write_target
@@ -116,7 +116,7 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
     report = extract(config)
     assert report.n_parts_done == 0
-    assert "nothing to do" in report.describe()
+    assert "wrote no part" in report.describe()
     assert read_tree(config.out) == before
 
 
@@ -364,30 +364,25 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     store, whole = extracted(config)
     flip(next((store / "parts/kv").glob("c.1.*")))
     flip(store / "target/frozen.safetensors")
-    plan = plan_repair(store)
-    assert (plan.parts, bool(plan.of_kind("target")), plan.is_droppable) == ((1,), True, True)
 
     other = write_target(tmp_path / "other", seed=1)
     before = read_tree(store)
     with pytest.raises(StoreMismatch, match="weights_sha256") as caught:
-        repair(plan, str(other))
+        repair(store, str(other))
     assert "--model" in caught.value.hint
     assert read_tree(store) == before
 
-    report = repair(plan, config.model)
+    report = repair(store, config.model)
     assert report.n_parts_done == 1
+    assert "damaged      target/frozen.safetensors: checksum is" in report.describe()
     assert read_tree(store) == whole
-    flip(store / "store.json")
-    flip(store / "plan.parquet")
-    plan = plan_repair(store)
-    assert (plan.parts, plan.is_droppable) == ((), False)
-    repair(plan, config.model)
+    assert repair(store, config.model).n_parts_done == 0
     assert read_tree(store) == whole
     assert verify_store(store).ok
 
 
 def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damaged parts stay until their turn, and what is missing is work for the same command."""
+    """Damaged parts are missing until their turn, and what is missing is work for any run."""
     store, whole = extracted(config)
     n_damaged = 4
     for part in range(n_damaged):
@@ -402,26 +397,26 @@ def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(part_writer, "write_all", full_after_some)
         with pytest.raises(StorageUnavailable):
-            repair(plan_repair(store), config.model)
+            repair(store, config.model)
     report = verify_store(store)
-    n_left = len({damage.part for damage in report.damages}) + report.n_pending_parts
-    assert n_left == n_damaged
-    assert 0 < report.n_pending_parts < n_damaged
-    refused(run("verify", store), exit_code=1)
-
-    drop_damage(plan_repair(store))
+    assert report.ok
+    assert 0 < report.n_pending_parts <= n_damaged
+    n_planned = report.n_parts + report.n_pending_parts
     for command in ("verify", "repair"):
-        refused(run(command, store), f"{n_left} of {report.n_parts + report.n_pending_parts} parts", exit_code=3)
+        refused(run(command, store), f"{report.n_pending_parts} of {n_planned} parts", exit_code=3)
     assert run("verify", store).stdout.startswith("INCOMPLETE")
-    done = run("repair", store, "--model", config.model)
-    assert done.exit_code == 0, done.output
+    extract(config)
     assert read_tree(store) == whole
 
 
 @pytest.mark.parametrize("name", ["store.json", "plan.parquet", "parts/kv/zarr.json"])
-def test_parts_that_other_damage_hides_are_repaired_by_the_same_command(config: ExtractConfig, name: str) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_parts_that_other_damage_hides_are_repaired_at_once(config: ExtractConfig, name: str, is_lost: bool) -> None:
     store, whole = extracted(config)
-    flip(store / name)
+    if is_lost:
+        (store / name).unlink()
+    else:
+        flip(store / name)
     flip(next((store / "parts/kv").glob("c.1.*")))
     done = run("repair", store, "--model", config.model)
     assert done.exit_code == 0, done.output
@@ -432,39 +427,39 @@ def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
     store, whole = extracted(config)
     (store / "commits/target.json").unlink()
     refused(run("verify", store), "target bundle", exit_code=3)
-    report = repair(plan_repair(store), config.model)
+    report = repair(store, config.model)
     assert report.n_parts_done == 0
     assert "wrote target/" in report.describe()
     assert read_tree(store) == whole
-    assert "nothing to do" in extract(config).describe()
+    assert "wrote no part" in extract(config).describe()
 
 
 def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config.replaced(codec="transform:3,tokens")
     store, whole = extracted(config)
     flip(store / "codec/basis.safetensors")
+    flip(next((store / "parts/kv").rglob("c.1.*")))
     before = read_tree(store)
-    plan = plan_repair(store)
-    assert [damage.path for damage in plan.damages] == ["codec"]
-    assert "codec/ is damaged, without which nothing can be decoded" in plan.describe()
+    assert [damage.path for damage in verify_store(store).damages] == ["codec"]
     with pytest.raises(StoreDamaged, match="codec/"):
-        drop_damage(plan)
+        drop_damage(store)
 
     with monkeypatch.context() as patch:
         patch.setattr(calibrate.sample_rows, "__defaults__", (500,))
-        with pytest.raises(WorkerError, match="is not what the parts were written with"):
-            repair(plan, config.model)
+        with pytest.raises(StoreMismatch) as caught:
+            repair(store, config.model)
+    assert list(caught.value.changes) == ["codec.basis_sha256"]
     records = {path: path.read_text() for path in (store / "runs").iterdir()}
     for path in records:
         path.unlink()
-    with pytest.raises(WorkerError, match="If `recode` made the store"):
-        repair(plan, config.model)
+    with pytest.raises(WorkerError, match="Run the command that made the store"):
+        repair(store, config.model)
     assert read_tree(store) == before
 
     for path, text in records.items():
         path.write_text(text)
     (store / "codec/basis.safetensors").unlink()
-    assert repair(plan_repair(store), config.model).n_parts_done == 0
+    assert repair(store, config.model).n_parts_done == 1
     assert read_tree(store) == whole
     assert verify_store(store).ok
 

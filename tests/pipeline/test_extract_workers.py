@@ -152,7 +152,7 @@ def test_workers_write_the_bytes_of_one_process(runs: Runs) -> None:
     assert "Traceback" not in said
     (record,) = runs.records()
     assert (record["n_parts_done"], record["n_parts_late"], record["lost_workers"]) == (len(runs.commits()), 0, [])
-    assert "nothing to do" in runs.finish(runs.start(), runs.commits())[0]
+    assert "wrote no part" in runs.finish(runs.start(), runs.commits())[0]
 
 
 def test_a_worker_is_killed(runs: Runs) -> None:

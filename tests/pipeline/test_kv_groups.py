@@ -33,7 +33,6 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import StoreManifest
-from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.drafters import NO_DRAWS
 from moa_data.tests.kit.families import build_family, write_family
@@ -118,9 +117,8 @@ def test_stores_are_sound_and_alike_however_they_are_made(made: tuple[str, Path]
     assert one
     assert one == other
     flip(next((tmp_path / "added/parts/kv").glob("*/c.1.*")))
-    plan = plan_repair(tmp_path / "added")
-    assert plan.parts == (1,)
-    assert repair(plan, str(folder / "model")).n_parts_done == 1
+    assert [damage.part for damage in verify_store(tmp_path / "added").damages] == [1]
+    assert repair(tmp_path / "added", str(folder / "model")).n_parts_done == 1
     assert read_tree(tmp_path / "added/parts/kv") == one
 
 

@@ -37,7 +37,6 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.read.store import read_manifest
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import TEXTS_NAME, commit_path
-from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.families import write_family
@@ -330,7 +329,7 @@ def test_later_starts_take_the_recorded_commits(hub: Hub, hub_config: ExtractCon
     assert extract(hub_config).n_parts_done == 1
     for shard in (store / "parts" / "kv").glob("c.0.*"):
         shard.unlink()
-    repair(plan_repair(store), MODEL)
+    repair(store, MODEL)
     assert verify_store(store).ok
     assert build_plan(hub_config).table.equals(plan.table)
     report = audit(store, MODEL, samples=2, device="cpu")

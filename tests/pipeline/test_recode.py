@@ -20,7 +20,6 @@ from moa_data.storage.codecs import coding
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
-from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import BatchReader
@@ -169,9 +168,8 @@ def test_extracting_recoding_and_repairing(joint: ExtractConfig, tmp_path: Path)
         assert report.ok, report.describe()
     whole = read_tree(joint.out)
     flip(next(Path(joint.out).glob("parts/hidden/layer_0/*/c.1.*")))
-    plan = plan_repair(joint.out)
-    assert plan.parts == (1,)
-    assert repair(plan, joint.model).n_parts_done == 1
+    assert [damage.part for damage in verify_store(joint.out).damages] == [1]
+    assert repair(joint.out, joint.model).n_parts_done == 1
     assert read_tree(joint.out) == whole
 
 

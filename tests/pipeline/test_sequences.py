@@ -25,7 +25,6 @@ from moa_data.pipeline.sequences import Sequences, keep_texts, read_texts, token
 from moa_data.storage.plan import map_texts, plan_bytes, texts_sha256
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import TEXTS_NAME, commit_path
-from moa_data.storage.write.repair import plan_repair
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
 from moa_data.tests.kit.serving import wait_for
 from moa_data.tests.kit.stores import flip, read_tree
@@ -202,7 +201,7 @@ def test_every_start_after_the_first_reads_the_tokens(mixed: ExtractConfig, toke
         assert getattr(again.sequences, name) == getattr(plain.sequences, name)
     for shard in (store / "parts" / "kv").glob("c.0.*"):
         shard.unlink()
-    repair(plan_repair(store), mixed.model)
+    repair(store, mixed.model)
     assert verify_store(store).ok
     assert len(tokenised) == 2 * 27
     with pytest.raises(DatasetError):
