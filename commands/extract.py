@@ -1,5 +1,7 @@
 """Commands that run the target, or write a store: regenerate, plan, extract, add, recode, repair, audit."""
 
+import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -7,6 +9,7 @@ import click
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
 from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage
 from .options import StoreArgument, stage_command
+from .signals import end_with_input
 from .store import check_store
 
 if TYPE_CHECKING:
@@ -42,7 +45,10 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
 
 
 @stage_command(ExtractConfig)
-def extract(config: ExtractConfig) -> None:
+@click.option(
+    "--worker", type=(int, int), hidden=True, help="Be worker K of N of the command that started this process."
+)
+def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
     """Run a target over chats and store its activations.
 
     `moa-data plan` with the same options says beforehand what that costs.
@@ -51,9 +57,9 @@ def extract(config: ExtractConfig) -> None:
     data has changed meanwhile, the command refuses and names what; more --activations or --target-layers than the store
     has are what `moa-data add` is for.
 
-    With --workers N that many processes work, each on a device of its own. The same command may also run several times
+    With --workers N the command starts itself N times, with a device each. The same command may also run several times
     at once, on machines that share the disk too: a free worker takes the next part that nobody has committed.
-    With --engine ray workers run on all machines of a Ray cluster, and are started anew where one is lost.
+    With --engine ray workers run on all machines of a Ray cluster, and a lost one is started again.
 
     \b
     Examples:
@@ -66,7 +72,13 @@ def extract(config: ExtractConfig) -> None:
     """
     from ..pipeline.extract import extract as run_extract
 
-    run_stage("token", run_extract, config, provenance=collect_provenance())
+    if worker is None:
+        run_stage("token", run_extract, config, provenance=collect_provenance())
+        return
+    end_with_input()
+    with ProgressLine("token") as progress:
+        report = run_extract(config, progress, share=worker)
+    out.print(json.dumps(asdict(report.timings)))
 
 
 @stage_command(ExtractConfig)

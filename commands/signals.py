@@ -78,6 +78,16 @@ def begin_command() -> None:
     _State.phase = "running"
 
 
+def end_with_input() -> None:
+    """Send this process SIGTERM once its standard input is closed, which is when its parent has ended."""
+
+    def wait_for_end() -> None:
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+
+
 def end_command() -> None:
     """Let signals raise no more: they would only break off the report of how the command ended."""
     _State.phase = "ending"

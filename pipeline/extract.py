@@ -18,15 +18,17 @@ Which parts are still to be done, in this process or in several, is decided in w
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import Interrupted, OptionInvalid, StoreMismatch
-from ..files import PARTIAL_SUFFIX, check_room
+from ..files import check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
 from ..moa.targets.loading import check_weights
@@ -35,20 +37,20 @@ from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
 from ..storage.paths import StorePath
 from ..storage.plan import numbers
-from ..storage.schema import CODEC_NAME, TARGET_NAME, TEXTS_NAME
+from ..storage.schema import CODEC_NAME, TARGET_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes
 from .add import refuse_addition
 from .card import write_card
-from .config import ExtractConfig, ScaleSettings, core_share
+from .config import ExtractConfig, ScaleSettings
 from .forwards.calibrate import learned_before
-from .forwards.parts import Forwards, sequence_name
+from .forwards.parts import Forwards, run_parts, save_bundle, sequence_name
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible, recorded_config
 from .report import PartProgress, Timings, WriteReport
-from .sequences import keep_texts, write_texts
-from .workers import WorkOrder, device_orders, is_done, run_on_ray, run_processes, work_until_done
+from .sequences import keep_texts
+from .workers import Worker, is_done, pending_in_turn, run_on_ray, run_processes
 
 _N_PROVEN_TOKENS = 16  # tokens of the first sequence that the target runs before anything is created
 
@@ -58,6 +60,7 @@ def extract(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
     repairs: bool = False,
+    share: tuple[int, int] | None = None,
 ) -> WriteReport:
     """Extract activations to a store, or continue where an earlier run stopped.
 
@@ -65,6 +68,7 @@ def extract(
         progress: called with (done, total, message). The message begins with the phase: tokenise (chats), hash and
             load (bytes of weights), learn, verify (bytes of a store that is repaired) and extract (tokens).
         repairs: check every byte of the store when it is opened, so that what is damaged is written again.
+        share: (k, n) in worker k of n, which writes parts and nothing about the run; None in the command itself.
 
     Raises:
         MoaDataError: the input cannot be used, or Interrupted after Ctrl-C.
@@ -95,26 +99,31 @@ def extract(
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
         target = None  # of workers, whose memory it would take
-        timings, lost = _work(plan, store, forwards, counter)
+        timings, lost = _work(plan, store, forwards, counter, share or (0, 1))
         if timings.n_padded_tokens:
             counter.tell(timings, looks=True)
         timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
         report = _report(plan, store, timings, lost)
         report.restored = "" if had_target else f"{TARGET_NAME}/"
-        with store.publishing(CARD_BYTE):
-            write_card(store.path, config.model, config.dataset, config.storage.licences)
-        counts = plan.sequences
-        # Everything that may differ between runs that give equal data.
-        record = {
-            "config": plan.config.named(),
-            "lost_workers": lost,
-            "rejection_examples": counts.examples,
-            "plan": {"expected_bytes": plan.stored_bytes},
-            **{name: getattr(counts, name) for name in ("rejections", "n_rows", "n_duplicates", "n_truncated")},
-        }
-        store.record_run(report.record(provenance) | record)
-        store.sweep()
+        if share is None:
+            _finish(plan, store, report.record(provenance) | {"lost_workers": lost})
     return report
+
+
+def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) -> None:
+    """Write the card and the record of the run, and delete what lost workers have left."""
+    with store.publishing(CARD_BYTE):
+        write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
+    counts = plan.sequences
+    # Everything that may differ between runs that give equal data.
+    details = {
+        "config": plan.config.named(),
+        "rejection_examples": counts.examples,
+        "plan": {"expected_bytes": plan.stored_bytes},
+        **{name: getattr(counts, name) for name in ("rejections", "n_rows", "n_duplicates", "n_truncated")},
+    }
+    store.record_run({**record, **details})
+    store.sweep()
 
 
 def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCodec, Target | None]:
@@ -134,21 +143,16 @@ def _prove_target(
     plan: ExtractPlan, codec: StoreCodec, target: Target | None, progress: Progress | None, opened: ExitStack
 ) -> Forwards | None:
     """Refuse a target that cannot be loaded or run; returns its forwards, None if workers will load it."""
-    is_alone = plan.config.scale.is_alone
     if plan.config.scale.engine == "ray":  # other machines load it, and this one may have no room for it
         check_weights(plan.forward.folder)
         return None
-    if is_alone:
-        forwards = _load_forwards(plan, codec, target, progress, opened)
-    else:
-        target = target or plan.forward.load_target(progress)
-        forwards = plan.forward.forwards(target, codec, plan.sequences.text)
+    forwards = _load_forwards(plan, codec, target, progress, opened)
     if forwards.engine is None:
         first = plan.table.slice(0, 1).to_pylist()[0]
         tokens, _ = plan.sequences.text(first["sequence_id"])
         captured = forwards.capture([tokens[:_N_PROVEN_TOKENS]])
         captured.check_finite([sequence_name(first)])
-    return forwards if is_alone else None
+    return forwards if plan.config.scale.is_alone else None
 
 
 def _load_forwards(
@@ -187,14 +191,14 @@ def _open_store(plan: ExtractPlan, codec: StoreCodec, progress: Progress | None,
 
 
 def _work(
-    plan: ExtractPlan, store: StoreWriter, forwards: Forwards | None, counter: PartProgress
+    plan: ExtractPlan, store: StoreWriter, forwards: Forwards | None, counter: PartProgress, share: tuple[int, int]
 ) -> tuple[Timings, list[str]]:
     """Write what is pending, in this process or in workers; returns what was spent, and how workers were lost."""
     timings = Timings()
     try:
         if forwards is not None:
             forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
-            work_until_done(store, forwards, plan.forward.folder, timings, counter.tell)
+            work_until_done(store, forwards, plan.forward.folder, timings, counter.tell, share)
         elif not is_done(store):
             return _run_workers(plan, store, counter)
         return timings, []
@@ -207,45 +211,67 @@ def _work(
         ) from error
 
 
+def work_until_done(
+    store: StoreWriter,
+    forwards: Forwards,
+    folder: Path,
+    timings: Timings,
+    tell: Callable[[Timings], None],
+    share: tuple[int, int],
+) -> None:
+    """Write and commit what has no commit: the bundle of the target in ``folder``, and parts until none is left."""
+    n_layers = int(store.manifest.extraction["target_layers"])
+    # The first worker writes the bundle; the last one to end finds out whether it was killed.
+    if share[0] == 0 and not store.has_target:
+        save_bundle(store, forwards.target, folder, n_layers)
+    run_parts(forwards, store, pending_in_turn(store, *share), timings, tell)
+    if not store.has_target:
+        save_bundle(store, forwards.target, folder, n_layers)
+
+
 def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> tuple[Timings, list[str]]:
-    """Run worker processes until all is done; raises OptionInvalid where they cannot share the store."""
-    config, scale, folder = plan.config, plan.config.scale, plan.forward.folder
+    """Run the same command in workers until all is done; raises OptionInvalid if they cannot share the store."""
+    config = plan.config
+    scale = config.scale
     if not store.is_shared:
         raise OptionInvalid(
             f"The file system of {store.path} has no locks of byte ranges, so only one process can write to it. Leave "
             "out --workers and --engine."
         )
-    is_ray = scale.engine == "ray"
-    is_local = not is_ray or Path(config.model).expanduser().is_dir()  # else each machine finds it in its own cache
-    order = WorkOrder(
-        store=str(store.path.absolute() if isinstance(store.path, Path) else store.path),
-        texts=_texts_for_workers(plan, store),
-        model=str(folder.absolute()) if is_local else config.model,
-        revision=None if is_local else folder.name,
-        device=plan.forward.device,
-        n_threads=core_share(scale.n_local_workers),
-        n_encode_threads=plan.forward.n_encode_threads,
-        attempt=store.attempt,
+    torch.cuda.empty_cache()  # gives the memory of the target that was proven here to a worker
+    # Workers of Ray start in other folders.
+    single = config.replaced(
+        **ScaleSettings().named(),
+        model=_absolute(config.model),
+        dataset=_absolute(config.dataset),
+        out=_absolute(str(store.path)),
     )
-    if is_ray:
-        return run_on_ray(order, store, scale, config.forward.encode_threads, counter)
-    return run_processes(device_orders(order, plan.forward.device, scale.workers), store, counter)
+    device = plan.forward.device
+    devices = [device] * scale.workers if scale.engine == "ray" else worker_devices(device, scale.workers)
+    workers = [Worker(single.replaced(device=device), index, scale.workers) for index, device in enumerate(devices)]
+    if scale.engine == "ray":
+        return run_on_ray(workers, store, scale, counter)
+    return run_processes(workers, store, counter)
 
 
-def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> str | None:
-    """Return the Arrow file of the sequences, None for the store's; raises OptionInvalid where workers find none."""
-    is_ray = plan.config.scale.engine == "ray"
-    if plan.texts_origin is not None and (is_ray or isinstance(store.path, Path)):
-        return None
-    if is_ray and not isinstance(store.path, Path):
+def _absolute(name: str) -> str:
+    """Return the absolute path of a file or folder of this machine, and any other name as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
+def worker_devices(device: str, n_workers: int) -> list[str]:
+    """Return the device of each worker of this machine; on an accelerator (cuda, mps, cuda:1) each has its own."""
+    kind = torch.device(device)
+    if kind.type == "cpu":
+        return [device] * n_workers
+    n_devices = torch.cuda.device_count() if kind.type == "cuda" and kind.index is None else 1
+    if n_workers > n_devices:
         raise OptionInvalid(
-            f"{plan.config.dataset} has no commit that would name its rows, so {store.path} keeps no texts for workers "
-            "of other machines. Give a file, a folder, or a dataset of the Hub with a revision."
+            f"There are {n_devices} of {device} on this machine, and each of {n_workers} workers needs one of its "
+            "own. Lower --workers, or leave out --device."
         )
-    # Of a bucket they map a copy; and without an origin no later start could tell whose texts they are.
-    texts = store.scratch_path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
-    write_texts(texts, plan.sequences, plan.texts_origin)
-    return str(texts.absolute())
+    return [device] if kind.index is not None else [f"{kind.type}:{index}" for index in range(n_workers)]
 
 
 def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]) -> WriteReport:
@@ -257,8 +283,8 @@ def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Seque
     if n_workers > 1:
         report.lines.append(f"workers      {n_workers}")
     if lost:
-        ends = "; ".join(dict.fromkeys(lost))
-        report.lines.append(f"lost         {len(lost)} of {n_workers} workers ({ends}); others did their parts")
+        report.lines.append(f"lost         {len(lost)} of {n_workers} workers; their parts were done again")
+        report.lines += [f"             {end}" for end in lost]
     return report
 
 

@@ -37,12 +37,11 @@ class StoreLock:
 
     Args:
         shares: join those that share the lock, or take it alone and :meth:`share` it once the store is open.
-        joins: take it beside others from the start.
     """
 
-    def __init__(self, store: Path, shares: bool = False, joins: bool = False) -> None:
+    def __init__(self, store: Path, shares: bool = False) -> None:
         self._store, self._path = store, store / LOCK_NAME
-        self.is_alone = not joins  # whether no other process can write to the store
+        self.is_alone = True  # whether no other process can write to the store
         try:
             self._fd = open_lock(self._path)
         except OSError as error:
@@ -50,9 +49,7 @@ class StoreLock:
                 raise
             raise read_only(store, error) from error
         try:
-            if joins:
-                self._wait_for(lambda: lock(self._fd, self._path, shared=True))
-            elif shares and CAN_SHARE:
+            if shares and CAN_SHARE:
                 self._wait_for(self._lock_alone_or_beside)
             else:
                 self._wait_for(lambda: lock(self._fd, self._path), waits=False)

@@ -210,17 +210,17 @@ class PartFiles:
 class StoreFiles:
     """The files of a store that is written to: a folder, locked until :meth:`close`, or a prefix of a bucket.
 
-    ``shares, joins``: see ``StoreLock``; in a bucket others may always write.
+    ``shares``: see ``StoreLock``; in a bucket others may always write.
     """
 
-    def __init__(self, path: StorePath, attempt: str | None = None, shares: bool = False, joins: bool = False) -> None:
+    def __init__(self, path: StorePath, shares: bool = False) -> None:
         self.path = path
-        self.attempt = attempt or secrets.token_hex(4)  # no other writer's name; its unfinished files bear it
+        self.attempt = secrets.token_hex(4)  # no other writer's name; its unfinished files bear it
         # A bucket has no locks: the records of publications decide there.
-        self._lock = StoreLock(path, shares, joins) if isinstance(path, Path) else None
+        self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None
-        if self._lock is None and not joins:
+        if self._lock is None:
             self._remove_unfinished()  # before anything is compared with commits that are about to be made
 
     @property
@@ -299,7 +299,8 @@ class StoreFiles:
                         shutil.rmtree(leftover)
                     else:
                         leftover.unlink(missing_ok=True)
-            self.remove_attempt("*", TARGET_NAME)
+            for leftover in (self.path / TARGET_NAME).rglob(f"*{PARTIAL_SUFFIX}"):
+                leftover.unlink(missing_ok=True)
             (self.path / PUBLISH_NAME).unlink(missing_ok=True)
             return
         commits = self.path / COMMITS_NAME
@@ -324,12 +325,6 @@ class StoreFiles:
             and entry.modified is not None
             and (now - entry.modified).total_seconds() > LEFTOVER_S
         )
-
-    def remove_attempt(self, attempt: str, folder: str = PARTS_NAME) -> None:
-        """Delete the unfinished shards of a writer that is dead; those in a bucket may still be published."""
-        if isinstance(self.path, Path):
-            for leftover in (self.path / folder).rglob(f"*.{attempt}{PARTIAL_SUFFIX}"):
-                leftover.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let other processes write to the store, and delete what is local."""

@@ -84,7 +84,7 @@ _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
 
 class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
-    """A process that writes to a store. Make it with :meth:`create_or_resume` or :meth:`join`, for ``with``."""
+    """A process that writes to a store. Make it with :meth:`create_or_resume`, for ``with``."""
 
     codec: StoreCodec
 
@@ -93,11 +93,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         path: StorePath,
         manifest: StoreManifest,
         plan: pa.Table,
-        attempt: str | None = None,
         shares: bool = False,
-        joins: bool = False,
     ) -> None:
-        super().__init__(path, attempt, shares, joins)
+        super().__init__(path, shares)
         self.manifest = manifest
         self.plan = plan  # all sequences (see ``plan.PLAN_SCHEMA``)
         self.joined = self._lock is not None and not self._lock.is_alone  # others wrote to it when this one came
@@ -157,18 +155,6 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 writer._clean(depth, progress)
                 if shares and writer._lock is not None:
                     writer._lock.share()
-        return writer
-
-    @classmethod
-    def join(cls, path: str | os.PathLike[str] | StorePath, attempt: str | None = None) -> "StoreWriter":
-        """Write parts of a store beside the process that opened it, from what the store itself says."""
-        store = backend.open_path(path)
-        with backend.check_guard(store):
-            manifest, plan = read_manifest(store), read_plan(store / PLAN_NAME)
-        writer = cls(store, manifest, plan, attempt, joins=True)
-        writer.joined = True
-        with writer._opening():
-            writer._open_codec()
         return writer
 
     @contextmanager

@@ -1,24 +1,26 @@
 """Worker processes without a target: forks that write the parts of a recipe's store, to watch and to kill."""
 
+import json
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from moa_data.pipeline import workers
+from moa_data.errors import WorkerError
+from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.report import Timings
-from moa_data.pipeline.workers import WorkOrder, is_done, pending_in_turn
+from moa_data.pipeline.workers import LOG_NAME, TIMINGS_NAME, Worker, is_done, pending_in_turn
 from moa_data.storage.write.store import StoreWriter
 
 from .stores import Recipe
 
 
-def order_for(store: Path, attempt: str = "other") -> WorkOrder:
-    """An order for a worker that loads nothing."""
-    return WorkOrder(str(store), None, "", None, "cpu", 1, 1, attempt)
+def workers_of(store: Path, n_workers: int) -> list[Worker]:
+    """Workers that load nothing."""
+    config = ExtractConfig.of(model="model", dataset="chats", out=str(store))
+    return [Worker(config, index, n_workers) for index in range(n_workers)]
 
 
 class Forked:
@@ -28,16 +30,26 @@ class Forked:
 
     def __init__(self, action: Callable[[], int]) -> None:
         def run() -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os._exit(action())
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            try:
+                code = action()
+            except KeyboardInterrupt:
+                code = 128 + signal.SIGTERM
+            os._exit(code)
 
         self._process = multiprocessing.get_context("fork").Process(target=run)
         self._process.start()
-        self.pid, self.wait = self._process.pid or 0, self._process.join
-        self.terminate, self.kill = self._process.terminate, self._process.kill
+        self.pid = self._process.pid or 0
+        self.terminate = self._process.terminate
+        self.kill = self._process.kill
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Its exit code, if it ends in time."""
+        self._process.join(timeout)
         return self._process.exitcode
 
 
@@ -51,34 +63,46 @@ class Script:
     def __post_init__(self) -> None:
         self.pids: list[int] = []
 
-    def start(self, order: WorkOrder, log: BinaryIO, result: BinaryIO) -> Any:
-        """Stand in for ``workers.start_process``."""
+    def start(self, worker: Worker, folder: Path, n_threads: int) -> Forked:
+        """Stand in for ``workers.start_command``."""
 
         def run() -> int:
-            os.dup2(log.fileno(), 2)
-            return workers.write_outcome(result.fileno(), lambda: self.work(order))
+            with (folder / LOG_NAME).open("wb") as log:
+                os.dup2(log.fileno(), 2)
+            try:
+                timings = self.work(worker)
+            except Exception as error:  # noqa: BLE001  (as the command line does)
+                os.write(2, f"Error: {error}\n".encode())
+                return WorkerError.exit_code
+            (folder / TIMINGS_NAME).write_text(json.dumps(asdict(timings)))
+            return 0
 
         process = Forked(run)
         self.pids.append(process.pid)
         return process
 
-    def work(self, order: WorkOrder) -> Timings:
-        """Stand in for ``workers.run_worker``."""
+    def work(self, worker: Worker) -> Timings:
+        """Do what the command of a worker does."""
         timings = Timings()
-        with StoreWriter.join(order.store, order.attempt) as store:
-            if order.index == 0:
+        with open_recipe(Path(worker.config.out), self.recipe) as store:
+            if worker.index == 0:
                 write_bundle(store)
-            for part in pending_in_turn(store, order.index, order.n_workers):
+            for part in pending_in_turn(store, worker.index, worker.n_workers):
                 if part is None:
                     continue
                 with store.part(part) as out:
                     self.recipe.fill(out)
-                    self.at_part(order.index, part)
+                    self.at_part(worker.index, part)
                     out.commit()
                 timings.add_part(sum(out.sequences["n_tokens"].to_pylist()), out.was_first)
             if not is_done(store):
                 write_bundle(store)
         return timings
+
+
+def open_recipe(path: Path, recipe: Recipe) -> StoreWriter:
+    """Begin a recipe's store, or join those that write it."""
+    return StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan, shares=True)
 
 
 def write_bundle(store: StoreWriter) -> None:

@@ -15,7 +15,6 @@ from moa_data.errors import StorageUnavailable, StoreDamaged, StoreLocked
 from moa_data.files import LockHeld, lock_file
 from moa_data.storage.write import lock as lock_module
 from moa_data.storage.write.lock import StoreLock
-from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, read_tree
 
 
@@ -27,13 +26,11 @@ def attempts(path: Path) -> set[str]:
 def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path: Path, recipe: Recipe) -> None:
     path = tmp_path / "shared"
     first = recipe.open(path, shares=True)
-    dead = StoreWriter.join(path, attempt="dead")
+    dead = recipe.open(path, shares=True)
     recipe.fill(dead.part(1))  # as a kill leaves it: neither committed nor discarded
     recipe.fill(first.part(1))
     with recipe.open(path, shares=True) as second:
-        assert attempts(path) == {"dead", first.attempt}
-        second.remove_attempt(first.attempt)
-        assert attempts(path) == {"dead"}
+        assert attempts(path) == {dead.attempt, first.attempt}
         recipe.write_part(second, 0)
         dead.close()
         assert first.is_shared
@@ -51,11 +48,8 @@ def test_who_wants_a_store_alone_and_who_shares_keep_each_other_out(
     path = tmp_path / "shared"
     with recipe.open(path, shares=True), pytest.raises(StoreLocked, match="is being written by process"):
         recipe.open(path)
-    with recipe.open(path):
-        with pytest.raises(StoreLocked, match="is being written by process"):
-            recipe.open(path, shares=True)
-        with pytest.raises(StoreLocked, match="is being written by process"):
-            StoreWriter.join(path)
+    with recipe.open(path), pytest.raises(StoreLocked, match="is being written by process"):
+        recipe.open(path, shares=True)
 
 
 def test_who_shares_waits_for_the_one_who_opens(
