@@ -73,6 +73,11 @@ class MethodSummary:
     ratio: float
     ratio_interval: Interval
 
+    @property
+    def call_ms(self) -> float:
+        """Milliseconds per target call, drafting included and prefill excluded; 0 without a call."""
+        return 1e3 * (self.seconds - self.prefill_s) / self.n_target_calls if self.n_target_calls else 0.0
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -34,6 +34,7 @@ def markdown_report(report: EvaluationReport) -> str:
         *_pair_table(report),
         *(f"\n{name} drafted {text}." for name, text in report.auto.items()),
         *_cost_table(report),
+        *_break_even_lines(report),
         *_category_table(report),
         *_divergence_lines(report),
     ]
@@ -135,6 +136,35 @@ def _cost_table(report: EvaluationReport) -> list[str]:
         positions = ", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-"
         rows.append([summary.method, *(f"{one / max(1, summary.n_target_calls):.1f}" for one in sums), positions])
     return _table([*titles, "draft accepted at position 1, 2, ..."], rows)
+
+
+def _break_even_lines(report: EvaluationReport) -> list[str]:
+    """Say how many tokens a target call of each method has to commit before it is faster than the baseline."""
+    baseline_ms = report.methods[0].call_ms
+    if not baseline_ms:
+        return []
+    lines = []
+    for summary in report.methods[1:]:
+        if summary.acceptance_length is None:
+            continue
+        needed = summary.call_ms / baseline_ms
+        lines.append(
+            f"- {summary.method}: a round takes {summary.call_ms:.1f} ms and a {report.methods[0].method} step "
+            f"{baseline_ms:.1f} ms, so a round has to commit {needed:.2f} tokens to break even. "
+            f"It commits {summary.acceptance_length:.2f}."
+        )
+        if summary.acceptance_length < needed:
+            lines.append(f"  {_what_helps(summary)}")
+    return ["", "Break-even:", "", *lines] if lines else []
+
+
+def _what_helps(summary: MethodSummary) -> str:
+    advice = ["train the drafter longer or on more of the target's own answers"]
+    if summary.draft_s > 0.25 * summary.verify_s:
+        advice.append("make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)")
+    if not summary.method.startswith("auto"):
+        advice.append("decode with --method auto, which drafts only if it pays")
+    return f"What helps: {'; '.join(advice)}."
 
 
 def _category_table(report: EvaluationReport) -> list[str]:
