@@ -144,6 +144,8 @@ def generate(
 ) -> Generation:
     """Answer a prompt with drafts; greedy answers are those of plain decoding.
 
+    Target and drafter are prepared for decoding, so their weights must not change between calls.
+
     Args:
         prompt: what the user says, a chat (messages with ``role`` and ``content``), or token ids.
         max_new_tokens: limit of the answer.
@@ -179,6 +181,8 @@ def generate(
     if messages:
         arguments = choose_template_arguments((), {"drafter": drafter.config.target})
         tokens = prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)
+    target.prepare()
+    drafter.prepare()
     proposer = DrafterProposer(target, drafter, sampling)
     return generate_batch(
         target, [tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling, seed=seed,

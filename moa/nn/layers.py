@@ -299,6 +299,9 @@ class DecoderBlock(nn.Module):
 
     def join(self) -> None:
         """Draft by joined products (:mod:`.joined`), where the weights are laid out; they need not be exact."""
+        known: Joined | None = vars(self).get("joined")
+        if known is not None and known.is_current():
+            return
         has_head_norms = hasattr(self.self_attn, "q_norm")
         vars(self)["joined"] = None if has_head_norms else join(self, is_exact=False)
 

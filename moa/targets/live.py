@@ -179,7 +179,7 @@ class Target:
         return "" if self.is_llama else proof.decoding_problem(self)
 
     def prepare(self, uses_graphs: bool = True) -> None:
-        """Decode as fast as the device can, with weights that don't change any more.
+        """Decode as fast as the device can, with weights that don't change any more; a second call changes nothing.
 
         On a CPU they are laid out for it (:func:`.fused.fuse`), and a small target decodes with one thread
         (:meth:`threads`). On a CUDA device the calls after a prefill become graphs, if the layers are Llama's.
@@ -190,7 +190,8 @@ class Target:
         )
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
         # Experts, for one, choose what to compute by values that the host reads.
-        if uses_graphs and self.device.type == "cuda" and self.is_llama and self.has_uniform_kv:
+        takes_graphs = self.device.type == "cuda" and self.is_llama and self.has_uniform_kv
+        if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
 
     @contextmanager
