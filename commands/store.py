@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("store", type=StoreArgument())
-@click.option("--sample", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
-def inspect(store: "StorePath", sample: int | None) -> None:
+@click.option("--sequence", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
+def inspect(store: "StorePath", sequence: int | None) -> None:
     """Show what a store holds: identities, conventions, activations, sizes, lengths.
 
     \b
     Examples:
       moa-data inspect store
-      moa-data inspect store --sample 3
+      moa-data inspect store --sequence 3
       moa-data inspect s3://bucket/store
     """
     from ..storage.read.verify import summarize_store
     from .views import sample_view, summary_view
 
-    if sample is None:
+    if sequence is None:
         out.print(summary_view(summarize_store(store)))
         return
     from ..storage.read.store import ActivationStore
 
     with ActivationStore(store) as reader:
-        if not 0 <= sample < len(reader):
-            raise StageFailure(f"--sample is {sample}, the store has {len(reader)} sequences, counted from 0.")
-        tokens, mask = reader.read(sample, "tokens").tolist(), reader.read(sample, "response_mask").tolist()
-        row = {name: reader.sequences[name][sample].as_py() for name in reader.sequences.column_names}
+        if not 0 <= sequence < len(reader):
+            raise StageFailure(f"--sequence is {sequence}, the store has {len(reader)} sequences, counted from 0.")
+        tokens, mask = reader.read(sequence, "tokens").tolist(), reader.read(sequence, "response_mask").tolist()
+        row = {name: reader.sequences[name][sequence].as_py() for name in reader.sequences.column_names}
         out.print(sample_view(row, tokens, mask, _decoder(reader.target_path)))
 
 

@@ -51,8 +51,7 @@ target's config, tokenizer, embeddings, final norm and LM head.
 ## Load it with moa-data
 
 ```python
-from moa_data.pipeline.exchange.torch_dataset import ActivationDataset, pad_collate
-from moa_data.storage.read.store import ActivationStore
+from moa_data import ActivationDataset, ActivationStore, pad_collate
 from torch.utils.data import DataLoader
 
 store = ActivationStore("STORE")                         # where you downloaded it

@@ -41,7 +41,7 @@ GENERATE = f"generate {DECODE} --prompt Hi"
 EVAL = f"eval {DECODE} --prompts prompts.jsonl --out report.json"
 BARE = "generate --model absent --drafter absent --prompt Hi"
 STORE = {
-    "inspect": "inspect store --sample 0", "verify": "verify store", "audit": AUDIT, "train": TRAINING,
+    "inspect": "inspect store --sequence 0", "verify": "verify store", "audit": AUDIT, "train": TRAINING,
     "recode": "recode store --codec int8 --out ../recoded", "export": "export store --format eagle --out ../exported",
     "add": "add store --model model --activations hidden:layer:0",
 }  # fmt: skip
@@ -224,7 +224,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ),
     "no part": (drop_parts, {
         AUDIT: ("no committed part",),
-        STORE["inspect"]: ("--sample is 0, the store has 0 sequences",),
+        STORE["inspect"]: ("--sequence is 0, the store has 0 sequences",),
         TRAINING: ("0 committed training sequences",),
     }),
     "tokens beyond the vocabulary": (

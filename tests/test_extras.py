@@ -96,7 +96,7 @@ def test_storage_settings_and_the_table_of_installs_without_torch(tmp_path: Path
     extras = PROJECT["optional-dependencies"]
     refused = names(extras["extract"] + extras["train"]) - names(PROJECT["dependencies"])
     assert {"torch", "transformers", "lightning", "datasets"} <= refused
-    program = RUN_ALL.format(extras=refused, commands=ARGUMENTS | {"inspect": "STORE --sample 1"})
+    program = RUN_ALL.format(extras=refused, commands=ARGUMENTS | {"inspect": "STORE --sequence 1"})
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, (code, errors) in json.loads(done.stdout).items():

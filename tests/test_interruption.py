@@ -31,7 +31,7 @@ EVERY_COMMAND: dict[str, Any] = {
     "plan": "plan --model model --dataset chats.jsonl --out OUT --device cpu",
     "extract": "extract --model model --dataset chats.jsonl --out OUT --device cpu",
     "inspect": "inspect store",
-    "inspect --sample": "inspect store --sample 1",
+    "inspect --sequence": "inspect store --sequence 1",
     "verify": "verify store",
     "repair": "repair store",
     "audit": "audit store --model model --device cpu --samples 2",

@@ -54,7 +54,7 @@ def test_a_terminal_shows_text_tables_and_styles_of_its_own(monkeypatch: pytest.
 
 
 def test_inspect_shows_a_sample_without_obeying_it(room: Path) -> None:
-    result = run("inspect", room / "store", "--sample", "1")
+    result = run("inspect", room / "store", "--sequence", "1")
     assert result.exit_code == 0, result.output
     assert not CONTROLS.search(result.output)
     assert result.output.count(SHOWN) == 2
