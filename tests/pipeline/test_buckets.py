@@ -1,5 +1,6 @@
 """Every job that writes or reads a store does the same to one in a bucket as to one on a disk."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.tests.kit.chats import random_chats, write_jsonl
-from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
+from moa_data.tests.kit.object_stores import copy_up, empty_place, read_remote_tree, use
 from moa_data.tests.kit.stores import read_tree
 
 
@@ -97,12 +98,15 @@ def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Pa
     assert recode(remote, "int8", out).n_parts_done == 0
 
 
-def test_add_writes_to_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath, tmp_path: Path) -> None:
-    for place in (str(local), str(remote)):
+def test_add_writes_to_a_bucket(config: ExtractConfig, local: Path, endpoint: str, tmp_path: Path) -> None:
+    # Copies, since other tests compare with the stores as they were extracted.
+    on_disk = shutil.copytree(local, tmp_path / "store", ignore=shutil.ignore_patterns("*.lock"))
+    in_bucket = copy_up(on_disk, f"{empty_place(endpoint)}/store")
+    for place in (str(on_disk), str(in_bucket)):
         report = add(AddConfig.of(store=place, model=config.model, activations=("hidden:layer:0",), target_layers=2))
         assert report.n_parts_done == report.n_parts
-    assert read_remote_tree(remote) == read_tree(local)
-    assert verify_store(remote).ok
+    assert read_remote_tree(in_bucket) == read_tree(on_disk)
+    assert verify_store(in_bucket).ok
 
 
 @pytest.mark.slow
