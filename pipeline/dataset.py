@@ -442,7 +442,7 @@ class Columns:
         wanted = [name for _, columns in self.turns for name in columns] + [name for _, name in self.renamed]
         if missing := [name for name in wanted if name not in row]:
             return Rejection(RejectReason.NO_COLUMN, f"{missing[0]}; columns: " + ", ".join(map(str, list(row)[:8])))
-        chat = {key: value for key, value in row.items() if key not in ("messages", "conversations")}
+        chat = {key: value for key, value in row.items() if key not in ("messages", "conversations", *wanted)}
         chat |= {name: row[column] for name, column in self.renamed}
         if self.turns:
             chat["messages"] = [message for turn in self.turns for message in _messages(*turn, row)]

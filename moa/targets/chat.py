@@ -6,53 +6,54 @@ row is rejected; it never disappears. Whether the chat template then shows each 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 Message = dict[str, Any]
+_T = TypeVar("_T")
+_Parse = Callable[[Any, str], _T | "Rejection"]  # takes an item of a list, and its name for messages
 
 ROLES = {
     "system": "system", "tool": "tool", "user": "user", "human": "user", "prompter": "user",
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # fmt: skip
 _MESSAGE_COLUMNS = ("messages", "conversations")
+_TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# Columns that hold more of the chat than its messages: other turns, arguments of the template, documents, media.
-_UNREAD_COLUMN = re.compile(
-    r"history|chat_template_kwargs|documents|(?:image|video|audio)s?(?:_urls?|_paths?|_files?)?"
+# Names of what belongs to a chat and is not read: other turns, arguments of the template, documents, media, and what
+# some datasets keep beside an answer. Few templates render such a key of a message, and none says which it does.
+_UNREAD = re.compile(
+    r"history|chat_template_kwargs|documents|(?:image|video|audio)s?(?:_urls?|_paths?|_files?)?|refusal|train_detail"
+    r"|think|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
+    r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|trajector(?:y|ies)))?",
+    re.IGNORECASE,
 )
-# Keys that some datasets keep beside a message's content. Few templates render them, and none says which it does.
-_UNREAD_KEY = re.compile(
-    r"(?:image|video|audio)s?|refusal|train_detail|cot|chain_of_thought|rationale|think"
-    r"|(?:reasoning|thinking|thoughts?)(?:_content|_text|_details|_blocks)?"
-)
+# Texts under these names that only say whether, or how much, the assistant is to think.
+_SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
 # Marks of a message that say whether it is trained on, as OpenAI, axolotl, ms-swift, xtuner and others name them: the
 # first kind trains where it is true, the second where it is false.
 _TRAIN_MARK = re.compile(
-    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?|.+_mask"
+    r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?|.+_mask", re.IGNORECASE
 )
 _SKIP_MARK = re.compile(
-    r"mask|masked|is_masked|mask_loss|(?:no|not|do_not)_(?:train|loss|learn).*|(?:ignored?|excluded?|skip)(?:_.+)?"
+    r"mask|masked|is_masked|mask_loss|(?:no|not|do_not)_(?:train|loss|learn).*"
+    r"|(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
+    re.IGNORECASE,
 )
 # Columns that mark a row as a whole; many other columns have names like marks.
-_ROW_MARKS = {
-    "train",
-    "trainable",
-    "loss",
-    "loss_mask",
-    "train_mask",
-    "weight",
-    "weights",
-    "masked",
-    "ignore",
-    "exclude",
-    "skip_loss",
-}
-_NO = ("0", "0.0", "false", "no")
-_UNTRAINED_ROLES = ("user", "system")  # roles that the `mask` column of NeMo's chats may name
-_MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
+_ROW_MARK = re.compile(
+    r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trainable|loss|masked)|(?:train|loss)_(?:mask|weights?)"
+    r"|(?:sample_)?weights?|ignored?|excluded?|mask",
+    re.IGNORECASE,
+)
+_NO = ("0", "0.0", "-0.0", "false", "no", "off")
+_YES = ("1", "1.0", "true", "yes", "on", "assistant")  # `mask` names a role in NeMo's chats
+_MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
+_PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+# Keys whose values are the chat itself, in which words such as "weight" are not marks.
+_CHAT_KEYS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, "content", "value", "function", "function_call", "arguments"}
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")  # keys of a call that would hold its arguments
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
 _TEXT_TYPES = ("text", "input_text", "output_text", None)
@@ -106,12 +107,13 @@ class Chat:
     """The chat of one row.
 
     A message has a role (system, user, assistant or tool) and a content: the text unchanged, or the list of its text
-    parts. Where the row has them it also has tool_calls, whose arguments are objects or the JSON of objects, and any
-    other keys.
+    parts. A message that calls tools may lack the content. Where the row has them a message also has tool_calls, whose
+    arguments are objects or the JSON of objects, and any other keys.
     """
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None  # JSON schemas of those that the assistant may call
+    # JSON schemas of those that the assistant may call. Some templates tell an empty list from None.
+    tools: list[dict[str, Any]] | None = None
 
 
 def parse_chat(row: Any) -> Chat | Rejection:
@@ -124,11 +126,17 @@ def parse_chat(row: Any) -> Chat | Rejection:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
             optionally `tools` and `system` (a text). Messages and tools may be lists, or the JSON of lists.
     """
-    if isinstance(marked := _read_row_marks(row), Rejection):
-        return marked
-    chat = _parse(row, _parse_trained_message)
-    if isinstance(chat, Chat) and not any(message["role"] == "assistant" for message in chat.messages):
+    chat = _parse(row)
+    if isinstance(chat, Rejection):
+        return chat
+    answers = [message for message in chat.messages if message["role"] == "assistant"]
+    if not answers:
         return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(m["role"] for m in chat.messages[:8]))
+    if mark := _find_skip_mark(row, is_row=True):
+        return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
+    for answer in answers:
+        if mark := _find_skip_mark(answer):
+            return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
     return chat
 
 
@@ -138,236 +146,239 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     It may lack messages of the assistant. Contents are texts, and messages have no other keys than name, tool_call_id
     and tool_calls, because they may be sent to a server.
     """
-    return _parse(row, _parse_message)
+    chat = _parse(row)
+    if isinstance(chat, Rejection):
+        return chat
+    return Chat([_plain(message) for message in chat.messages], chat.tools)
+
+
+def _plain(message: Message) -> Message:
+    plain = {key: value for key, value in message.items() if key in _PLAIN_KEYS}
+    if "content" in message:
+        plain["content"] = "".join(content_texts(message))
+    return plain
 
 
 def content_texts(message: Message) -> list[str]:
     """Return the texts of a message's content, one for each part."""
-    content = message["content"]
+    content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
-def with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
-    """Return a message with other arguments of its calls, if it has any."""
+def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    """Return a message with other functions in its calls, if it has any; a function has a name and arguments."""
     if "tool_calls" not in message:
         return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    changed = [function | {"arguments": change(function["arguments"])} for function in functions]
-    calls = zip(message["tool_calls"], changed, strict=True)
-    return message | {"tool_calls": [call | {"function": function} for call, function in calls]}
+    return message | {"tool_calls": [call | {"function": change(call["function"])} for call in message["tool_calls"]]}
 
 
-def _parse(row: Any, parse_message: Callable[[Mapping[Any, Any], int], Message | Rejection]) -> Chat | Rejection:
+def _parse(row: Any) -> Chat | Rejection:
     if isinstance(row, UnreadableRow):
         return Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):
         return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
-    columns = [_unpacked(row[name]) for name in _MESSAGE_COLUMNS if row.get(name) is not None]
-    if not columns:
+    messages = _parse_columns(row, _MESSAGE_COLUMNS, _parse_message, "message", RejectReason.MALFORMED_MESSAGES)
+    if messages is None:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
-    if unread := [name for name in row if row[name] and _UNREAD_COLUMN.fullmatch(str(name).lower())]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread[0]}")
-    columns = [items for items in columns if items] or columns[:1]
-    chats = [_parse_messages(items, parse_message) for items in columns]
-    if isinstance(chats[0], Rejection):
-        return chats[0]
-    if chats[-1] != chats[0]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(_MESSAGE_COLUMNS) + " differ")
-    if isinstance(tools := _parse_tools(row.get("tools") or row.get("functions")), Rejection):
+    if unread := _find_unread(row):
+        return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
+    if isinstance(messages, Rejection):
+        return messages
+    if not messages:
+        return Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
+    tools = _parse_columns(row, _TOOL_COLUMNS, _parse_tool, "tool", RejectReason.MALFORMED_TOOLS)
+    if isinstance(tools, Rejection):
         return tools
-    return _with_system(Chat(chats[0], tools or None), row)
+    return _with_system(Chat(messages, tools), row)
 
 
-def _parse_messages(
-    items: Any, parse_message: Callable[[Mapping[Any, Any], int], Message | Rejection]
-) -> list[Message] | Rejection:
-    if not isinstance(items, (list, tuple)) or not items:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"got {type(items).__name__} {items!r:.60}")
-    messages = []
+def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
+    """Return the values that an item has under several names for the same thing; an empty one only if all are empty."""
+    values = [item[name] for name in names if item.get(name) is not None]
+    return [value for value in values if value] or values[:1]
+
+
+def _parse_columns(
+    row: Mapping[Any, Any], names: Sequence[str], parse: _Parse[_T], item_name: str, malformed: RejectReason
+) -> list[_T] | Rejection | None:
+    """Read the list that a row has under several names; None if it has none."""
+    values = [_unpacked(value) for value in _values(row, names) if value not in ("", {})]
+    parsed = [_parse_list(value, parse, item_name, malformed) for value in values]
+    for items in parsed:
+        if isinstance(items, Rejection):
+            return items
+    if parsed and parsed[-1] != parsed[0]:
+        return Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(names) + " differ")
+    return parsed[0] if parsed else None
+
+
+def _parse_list(items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason) -> list[_T] | Rejection:
+    if not isinstance(items, (list, tuple)):
+        return Rejection(malformed, f"{item_name}s: got {type(items).__name__} {items!r:.60}")
+    parsed = []
     for index, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            return Rejection(RejectReason.MALFORMED_MESSAGES, f"message {index} is {type(item).__name__}")
-        if isinstance(message := parse_message(item, index), Rejection):
-            return message
-        messages.append(message)
-    return messages
+        value = parse(item, f"{item_name} {index}")
+        if isinstance(value, Rejection):
+            return value
+        parsed.append(value)
+    return parsed
 
 
 def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
     """Put the text of the system column in front, unless a system message says the same."""
-    system_texts = [row[name] for name in _SYSTEM_COLUMNS if row.get(name)]
-    if wrong := [value for value in system_texts if not isinstance(value, str)]:
-        return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(wrong[0]).__name__}")
-    system_texts = [text for text in system_texts if text.strip()]
-    if not system_texts:
-        return chat
+    column_texts = [row[name] for name in _SYSTEM_COLUMNS if row.get(name)]
+    for text in column_texts:
+        if not isinstance(text, str):
+            return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(text).__name__}")
+    column_texts = [text for text in column_texts if text.strip()]
     shown = ["".join(content_texts(message)) for message in chat.messages if message["role"] == "system"]
-    if len({text.strip() for text in [*system_texts, *shown]}) > 1:
-        lengths = " and ".join(f"{len(text):,}" for text in [*system_texts, *shown])
-        return Rejection(RejectReason.TWO_SYSTEM_TEXTS, f"{lengths} characters")
-    if shown:
+    system_texts = [text.strip() for text in column_texts + shown]
+    if not column_texts or (shown and len(set(system_texts)) == 1):
         return chat
-    return Chat([{"role": "system", "content": system_texts[0]}, *chat.messages], chat.tools)
+    if len(set(system_texts)) > 1:
+        return Rejection(RejectReason.TWO_SYSTEM_TEXTS, " and ".join(f"{text!r:.40}" for text in system_texts))
+    return Chat([{"role": "system", "content": column_texts[0]}, *chat.messages], chat.tools)
 
 
-def _parse_trained_message(item: Mapping[Any, Any], index: int) -> Message | Rejection:
-    """Read a message with all of its keys; one of the assistant is rejected if it is marked as not to be trained on."""
-    message = _parse_message(item, index)
-    if isinstance(message, Rejection):
-        return message
-    if message["role"] == "assistant" and (mark := _find_skip_mark(item)):
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"message {index} has {mark}")
-    others = {key: value for key, value in item.items() if key not in _MESSAGE_KEYS and value is not None}
-    message = {key: value for key, value in others.items() if _is_json(value)} | message
-    content = item.get("content") or item.get("value")
-    if isinstance(content, (list, tuple)) and message["content"]:
-        message["content"] = [_as_text_part(part) for part in content]
-    return message
-
-
-def _as_text_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the type of a part, if it has one: some templates show parts of type ``text`` alone."""
-    return {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
-
-
-def _parse_message(item: Mapping[Any, Any], index: int) -> Message | Rejection:
-    role = _read_role(item, index)
-    if isinstance(role, Rejection):
-        return role
-    if unread := [key for key in item if item[key] and _UNREAD_KEY.fullmatch(str(key).lower())]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has {unread[0]}")
-    calls = _parse_calls(item, index)
+def _parse_message(item: Any, where: str) -> Message | Rejection:
+    """Read a message with all of its keys."""
+    if not isinstance(item, Mapping):
+        return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
+    names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
+    if not names:
+        return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} has no role")
+    role = ROLES.get(names[0])
+    if role is None or ROLES.get(names[-1]) != role:
+        return Rejection(RejectReason.UNKNOWN_ROLE, f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names))
+    where = f"{where} ({role})"
+    if unread := _find_unread(item):
+        return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
+    calls = _parse_calls(item, where)
     if isinstance(calls, Rejection):
         return calls
     if calls and role != "assistant":
-        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} ({role}) calls a tool")
-    content = _read_content(item, f"message {index} ({role})")
-    if isinstance(content, Rejection):
-        return content
-    if not content.strip() and not calls:
-        return Rejection(RejectReason.EMPTY_CONTENT, f"message {index} ({role})")
-    message: Message = {"role": role, "content": content}
-    if calls:
-        message["tool_calls"] = calls
-    return message | {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
-
-
-def _read_role(item: Mapping[Any, Any], index: int) -> str | Rejection:
-    names = {str(item[key]).strip().lower() for key in ("role", "from") if item.get(key) is not None}
-    if not names:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"message {index} has no role")
-    roles = {ROLES.get(name) for name in names}
-    role = roles.pop()
-    if role is None or roles:
-        shown = " and ".join(repr(name[:80]) for name in sorted(names))
-        return Rejection(RejectReason.UNKNOWN_ROLE, f"message {index} has role {shown}")
-    return role
-
-
-def _read_content(item: Mapping[Any, Any], where: str) -> str | Rejection:
-    """Read the content of a message as one text, empty for none."""
-    contents = [item[key] for key in ("content", "value") if item.get(key)]
+        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} calls a tool")
+    contents = _values(item, ("content", "value"))
     if len(contents) == 2 and contents[0] != contents[1]:
         return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
-    content = contents[0] if contents else ""
+    others = {key: value for key, value in item.items() if key not in _MESSAGE_KEYS}
+    message = _json_values(others) | {"role": role}
+    if contents:
+        content = _read_content(contents[0], where)
+        if isinstance(content, Rejection):
+            return content
+        message["content"] = content
+    if calls:
+        message["tool_calls"] = calls
+    elif not "".join(content_texts(message)).strip():
+        return Rejection(RejectReason.EMPTY_CONTENT, where)
+    return message
+
+
+def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Rejection:
+    """Read the content of a message: a text, or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         return Rejection(RejectReason.EMPTY_CONTENT, f"{where} has {type(content).__name__}")
+    parts = []
     for part in content:
-        if not _is_text_part(part):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") not in _TEXT_TYPES
+            or not isinstance(part.get("text"), str)
+        ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             return Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
-    return "".join(part["text"] for part in content)
-
-
-def _is_text_part(part: Any) -> bool:
-    """Whether a part of a content is a text and nothing else, such as an image or reasoning."""
-    if not isinstance(part, Mapping) or part.get("type") not in _TEXT_TYPES:
-        return False
-    filled = {key for key, value in part.items() if _is_filled(value)}
-    return isinstance(part.get("text"), str) and filled <= _PART_KEYS
+        if others := [key for key, value in part.items() if key not in _PART_KEYS and _is_filled(value)]:
+            return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {others[0]}")
+        # Some templates show parts of type ``text`` alone.
+        parts.append({"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]})
+    return parts
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether a value holds anything: an object whose values are all null does not."""
-    return any(map(_is_filled, value.values())) if isinstance(value, Mapping) else bool(value)
+    """Whether a value says anything: null, and an object whose values are all null, do not."""
+    values = value.values() if isinstance(value, Mapping) else [value]
+    return any(isinstance(each, (bool, int, float)) or bool(each) for each in values)
+
+
+def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a row or a message at every depth, except those within the chat itself."""
+    pending: list[Any] = [item]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (list, tuple)):
+            pending += [each for each in value if isinstance(each, Mapping)]
+            continue
+        for key, inner in value.items():
+            yield str(key), inner
+            if isinstance(inner, (Mapping, list, tuple)) and key not in _CHAT_KEYS:
+                pending.append(inner)
+
+
+def _find_unread(item: Mapping[Any, Any]) -> str:
+    """Return the name of a key of a row or of a message that holds content of the chat; empty without one."""
+    for key, value in _fields(item):
+        is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
+        if _UNREAD.fullmatch(key) and is_content and str(value).strip().lower() not in _SWITCHES:
+            return key
+    return ""
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
     """Return the mark of a message, or of a row, that says that it is not to be trained on; empty without one."""
-    for key, value in item.items():
-        name = str(key).lower()
-        is_plain = isinstance(value, (bool, int)) or (isinstance(value, float) and not is_row)  # else a row's loss
-        is_mark = (is_plain or isinstance(value, (str, list, tuple))) and (name in _ROW_MARKS or not is_row)
-        if not is_mark:
+    for key, value in _fields(item):
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words = [str(each).strip().lower() for each in values if isinstance(each, (bool, int, float, str))]
+        is_loss = is_row and isinstance(value, float) and key.lower() == "loss"  # the loss of some model on this row
+        if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(key)):
             continue
-        values = [str(one).strip().lower() for one in (value if isinstance(value, (list, tuple)) else [value])]
-        if _SKIP_MARK.fullmatch(name):
-            is_skipped = any(one in ("1", "1.0", "true", "yes") for one in values)
+        if _SKIP_MARK.fullmatch(key):
+            is_skipped = any(word in _YES for word in words)
         else:
-            is_skipped = bool(_TRAIN_MARK.fullmatch(name)) and any(one in _NO for one in values)
+            is_skipped = bool(_TRAIN_MARK.fullmatch(key)) and any(word in _NO for word in words)
         if is_skipped:
             return f"{key} {value!r:.40}"
     return ""
 
 
-def _read_row_marks(row: Any) -> Rejection | None:
-    """Reject a row that is marked as a whole, or message by message, as not to be trained on."""
-    if not isinstance(row, Mapping):
-        return None
-    if mark := _find_skip_mark(row, is_row=True):
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"the column {mark}")
-    role = row.get("mask")  # In NeMo's chats: the role whose messages are not trained on.
-    if isinstance(role, str) and ROLES.get(role.strip().lower(), "user") not in _UNTRAINED_ROLES:
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"the column mask is {role!r:.40}")
-    return None
+def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
+    """Read the JSON schema of a tool, or the JSON of one."""
+    tool = _unpacked(item)
+    if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
+        return Rejection(RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}")
+    return dict(tool)
 
 
-def _parse_tools(value: Any) -> list[dict[str, Any]] | Rejection:
-    # A list of JSON schemas, or the JSON of one, whose items may be JSON themselves.
-    tools = _unpacked(value or [])
-    if not isinstance(tools, (list, tuple)):
-        return Rejection(RejectReason.MALFORMED_TOOLS, f"got {type(tools).__name__}")
-    found = []
-    for index, item in enumerate(tools):
-        tool = _unpacked(item)
-        if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
-            return Rejection(RejectReason.MALFORMED_TOOLS, f"tool {index} is {type(tool).__name__} {_keys(tool)}")
-        found.append(dict(tool))
-    return found
-
-
-def _parse_calls(item: Mapping[Any, Any], index: int) -> list[dict[str, Any]] | Rejection:
+def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | Rejection:
     """Read the tool calls of a message, or the one call of OpenAI's earlier format."""
     calls = _unpacked(item.get("tool_calls") or [])
     old_call = _unpacked(item.get("function_call"))
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())  # what some libraries write for null
     if old_call and not is_empty:
         if calls:
-            return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} has tool_calls and function_call")
+            return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} has tool_calls and function_call")
         calls = [old_call]
-    if not isinstance(calls, (list, tuple)):
-        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} has {type(calls).__name__}")
-    parsed = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        function = function if isinstance(function, Mapping) else {}
-        arguments = function.get("arguments")
-        arguments = {} if arguments in (None, "") else arguments
-        known = _unpacked(arguments)
-        is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
-        if not is_call or any(function.get(key) for key in _OTHER_ARGUMENTS):
-            return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} calls {_keys(function)}")
-        others = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
-        parsed.append(
-            {key: value for key, value in others.items() if value is not None and _is_json(value)}
-            | {
-                "type": call.get("type") or "function",
-                "function": {"name": tool_name(function), "arguments": arguments},
-            }
-        )
-    return parsed
+    return _parse_list(calls, _parse_call, f"{where}, call", RejectReason.MALFORMED_TOOL_CALLS)
+
+
+def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    function = function if isinstance(function, Mapping) else {}
+    arguments = function.get("arguments")
+    arguments = {} if arguments in (None, "") else arguments
+    known = _unpacked(arguments)
+    is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
+    if not is_call or any(function.get(key) for key in _OTHER_ARGUMENTS):
+        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}")
+    # A call may lack the object around its function.
+    outer = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+    inner = {} if function is call else function
+    return _json_values(outer) | {
+        "type": call.get("type") or "function",
+        "function": _json_values(inner) | {"name": tool_name(function), "arguments": arguments},
+    }
 
 
 def tool_name(value: Mapping[str, Any]) -> str:
@@ -393,6 +404,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         raise ValueError("a key comes twice")
     return values
+
+
+def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Keep the values that are JSON and say something."""
+    return {key: value for key, value in values.items() if value is not None and _is_json(value)}
 
 
 def _is_json(value: Any) -> bool:

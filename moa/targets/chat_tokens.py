@@ -10,12 +10,13 @@ A template's ``{% generation %}`` tags are not used: some surround headers or qu
 The end-of-turn token belongs to the response, the white space after it does not.
 
 The tokens are those that ``apply_chat_template`` of transformers gives. Before they are used it is checked that the
-rendering shows each piece of the chat exactly once; see :func:`find_hidden_piece`.
+rendering shows each piece of the chat exactly once; see :func:`_find_hidden_piece`.
 """
 
-import contextlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,13 @@ import numpy as np
 
 from ...errors import TemplateError
 from ...text import first_line
-from .chat import Message, Rejection, RejectReason, content_texts, tool_name, with_arguments
-from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools, texts
+from .chat import Message, Rejection, RejectReason, content_texts, tool_name, with_functions
+from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 
 Span = tuple[int, int]
+_CALL_NAME = "a tool call's name"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_PLACEHOLDER = re.compile(rf"moaPiece\d{{6,}}end|{_NUMBER.pattern}")
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,70 @@ class TokenizedChat:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A text of a chat that the rendering has to show."""
+    """A text, a number or a key of a chat, which the rendering has to show."""
 
-    message: int  # index of its message
-    where: str  # name of the piece, for people
-    text: str  # without white space around it, which templates may trim
-    placeholder: str
-    is_response: bool  # whether the assistant says it
+    message: int  # index of its message; -1 for a piece of a tool
+    kind: str  # a role, a part of a call, or which tool
+    forms: Collection[str]  # ways to write it, without white space around it, which templates may trim
+    is_number: bool
+
+
+class _MarkedChat:
+    """A chat with a placeholder for each of its pieces.
+
+    Pieces are the texts of contents; the names, keys and values of calls; and the names, descriptions and parameters
+    of tools. Blank texts are not pieces.
+    """
+
+    def __init__(self, messages: list[Message], tools: Tools) -> None:
+        self.pieces: dict[str, _Piece] = {}  # by placeholder
+        self.messages = [self._mark_message(index, message) for index, message in enumerate(messages)]
+        self.tools = tools and [self._mark(tool, -1, f"tool {tool_name(tool)}", "tool") for tool in tools]
+
+    def _mark_message(self, index: int, message: Message) -> Message:
+        if "content" in message:
+            message = message | {"content": self._mark(message["content"], index, message["role"], "text")}
+
+        def mark_function(function: dict[str, Any]) -> dict[str, Any]:
+            name = self._mark(function["name"], index, _CALL_NAME, "name")
+            return function | {"name": name, "arguments": self._mark(function["arguments"], index, "a tool call", None)}
+
+        return with_functions(message, mark_function)
+
+    def _mark(self, value: Any, message: int, kind: str, key: str | None) -> Any:
+        """Replace the pieces in a value by placeholders.
+
+        ``key``: under which the value is; None in the arguments of a call, where each key and value is a piece.
+        """
+        if isinstance(value, (list, tuple)):
+            return [self._mark(item, message, kind, key) for item in value]
+        if isinstance(value, Mapping):
+            marked = {}
+            for name, item in value.items():
+                inner = None if key is None else name
+                if key in (None, "properties"):
+                    # The placeholder follows the name, so that a template that sorts names keeps their order.
+                    name = f"{name}\t{self._add(name, message, kind)}"
+                    inner = key and ""
+                marked[name] = self._mark(item, message, kind, inner)
+            return marked
+        return self._add(value, message, kind) if key in (None, "text", "name", "description") else value
+
+    def _add(self, value: Any, message: int, kind: str) -> Any:
+        """Add a piece and return its placeholder: a number for a number, a text for anything else."""
+        text = value.strip() if isinstance(value, str) else json.dumps(value)
+        if not text:
+            return value
+        forms = {text}
+        if kind != "assistant":  # Others may also be written as JSON, or as Python writes them.
+            forms |= {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], str(value).strip()}
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = 7_300_000 + len(self.pieces)
+        placeholder: Any = f"moaPiece{number}end"
+        if is_number:
+            placeholder = number if isinstance(value, int) else number + 0.1484375
+        self.pieces[str(placeholder)] = _Piece(message, kind, forms, is_number)
+        return placeholder
 
 
 def tokenize_chat(
@@ -62,9 +123,10 @@ def tokenize_chat(
         if unusable := template.find_unusable_text(messages, tools):
             return Rejection(*unusable)
         text = template.render(messages, tools)
-        if hidden := find_hidden_piece(template, messages, tools, text):
+        marked = _MarkedChat(messages, tools)
+        if hidden := _find_hidden_piece(template, marked, text):
             return hidden
-        spans = _response_spans(template, messages, tools, text)
+        spans = _response_spans(template, messages, tools, text, marked)
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
     if isinstance(spans, Rejection):
@@ -88,7 +150,7 @@ def prompt_tokens(
     try:
         template.check_prompt(messages, tools)
         text = template.render(messages, tools, add_generation_prompt=is_open)
-        hidden = find_hidden_piece(template, messages, tools, text)
+        hidden = _find_hidden_piece(template, _MarkedChat(messages, tools), text)
     except TemplateError:
         raise
     except RENDER_ERRORS as error:
@@ -100,101 +162,58 @@ def prompt_tokens(
     return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def find_hidden_piece(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> Rejection | None:
+def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -> Rejection | None:
     """Find a piece of a chat that its rendering does not show, or shows twice; a hidden response comes last.
 
-    The pieces are the texts of contents, the arguments of calls, and the names of tools. The chat is rendered once more
-    with a placeholder for each text. That tells how often and in which order the template shows them. Then each text is
-    looked for in the rendering, after the one before it.
+    The chat is rendered once more, with the placeholders. That tells how often and in which order the template shows
+    the pieces. Then each piece is looked for in the rendering ``text``, after the one before it. Those of tools may be
+    anywhere and any number of times: some templates describe a tool in words and by its schema.
     """
-    pieces: list[_Piece] = []
-    marked = [_with_placeholders(index, message, pieces) for index, message in enumerate(messages)]
     try:
-        marked_text = template.render(marked, tools)
+        shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
     except RENDER_ERRORS:
-        marked_text = "".join(piece.placeholder for piece in pieces)  # It wants other texts. Expect them in order.
+        shown = list(marked.pieces)  # It wants other texts. Expect them in order.
+    counts = Counter(shown)
+    order = {placeholder: position for position, placeholder in enumerate(counts)}
     end = 0
     last_result = 0
     rewritten = None
-    for piece in sorted(pieces, key=lambda piece: marked_text.find(piece.placeholder)):
-        n_shown = marked_text.count(piece.placeholder)
-        start, length = _find(text, piece.text, end)
-        is_hidden = n_shown != 1 or start < 0
-        if piece.is_response and (is_hidden or last_result > piece.message):  # Gemma 4 writes results before it.
-            rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, piece.where)
+    for placeholder in sorted(marked.pieces, key=lambda placeholder: order.get(placeholder, -1)):
+        piece = marked.pieces[placeholder]
+        n_shown = counts[placeholder]
+        piece_end = _find(text, piece, end)
+        if piece.message < 0:
+            n_shown = min(n_shown, 1)
+            piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
+        elif piece.kind == _CALL_NAME and n_shown > 1:  # Some templates write it again beside the call's result.
+            n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(placeholder)
+        is_hidden = n_shown != 1 or piece_end < 0
+        where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
+        if piece.kind == "assistant" and (
+            is_hidden or last_result > piece.message
+        ):  # Gemma 4 writes results before it.
+            rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
         elif is_hidden:
-            return Rejection(RejectReason.NOT_SHOWN, piece.where + (", twice" if n_shown > 1 else ""))
+            return Rejection(RejectReason.NOT_SHOWN, where + (", twice" if n_shown > 1 else ""))
         if not is_hidden:
-            end = start + length
-        if messages[piece.message]["role"] == "tool":
+            end = max(end, piece_end)
+        if piece.kind == "tool":
             last_result = piece.message
-    for index, message in enumerate(messages):
-        if not _shows_calls(text, message):
-            return Rejection(RejectReason.NOT_SHOWN, f"message {index}, a tool call")
-    return _find_hidden_tool(template, messages, tools, text) or rewritten
+    return rewritten
 
 
-def _with_placeholders(index: int, message: Message, pieces: list[_Piece]) -> Message:
-    """Replace the texts of a message's content and of the arguments of its calls; adds them to ``pieces``."""
-
-    def replace(text: str, where: str = "a tool call", is_response: bool = False) -> str:
-        if not text.strip():
-            return text
-        placeholder = f"moaPiece{len(pieces):06d}end"
-        pieces.append(_Piece(index, f"message {index}, {where}", text.strip(), placeholder, is_response))
-        return placeholder
-
-    role = message["role"]
-    where = {"tool": "a tool's result", "system": "a system message"}.get(role, str(role))
-    content = [replace(text, where, role == "assistant") for text in content_texts(message)]
-    is_text = isinstance(message["content"], str)
-    marked = message | {"content": content[0] if is_text else [{"type": "text", "text": text} for text in content]}
-    return with_arguments(marked, lambda arguments: _map_texts(arguments, replace))
+def _find(text: str, piece: _Piece, start: int) -> int:
+    """Find a piece in a rendering; returns where it ends, -1 if it is not there."""
+    if piece.is_number:
+        numbers = _NUMBER.finditer(text, start)
+        return next((number.end() for number in numbers if number.group() in piece.forms), -1)
+    places = [(text.find(form, start), len(form)) for form in piece.forms]
+    return min((place + length for place, length in places if place >= 0), default=-1)
 
 
-def _map_texts(value: Any, replace: Callable[[str], str]) -> Any:
-    """Replace every text in a value of JSON, but not the keys of objects."""
-    if isinstance(value, str):
-        return replace(value)
-    if isinstance(value, Mapping):
-        return {key: _map_texts(item, replace) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_texts(item, replace) for item in value]
-    return value
-
-
-def _find_hidden_tool(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> Rejection | None:
-    names = [tool_name(tool) for tool in tools or ()]
-    hidden = [name for name in names if not _shows(text, name)]
-    if names and not hidden:
-        with contextlib.suppress(*RENDER_ERRORS):  # A template that wants tools shows them.
-            hidden = names if text == template.render(messages) else []
-    return Rejection(RejectReason.NOT_SHOWN, f"tool {hidden[0]}") if hidden else None
-
-
-def _find(text: str, piece: str, start: int) -> tuple[int, int]:
-    """Find a piece in a rendering, as it is or as JSON writes it; returns its place, -1 for none, and its length."""
-    forms = dict.fromkeys([piece, *(json.dumps(piece, ensure_ascii=ascii)[1:-1] for ascii in (False, True))])
-    places = [(text.find(form, start), len(form)) for form in forms]
-    return min((place for place in places if place[0] >= 0), default=(-1, 0))
-
-
-def _shows(text: str, piece: str) -> bool:
-    return _find(text, piece.strip(), 0)[0] >= 0
-
-
-def _shows_calls(text: str, message: Message) -> bool:
-    """Whether a text holds the name and all arguments of each call of a message."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return all(_shows(text, part) for each in functions for part in (each["name"], *texts(each["arguments"])))
-
-
-def _shows_message(text: str, message: Message) -> bool:
-    """Whether a text holds the content and the calls of a message of the assistant."""
-    return all(part.strip() in text for part in content_texts(message)) and _shows_calls(text, message)
-
-
-def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> list[Span] | Rejection:
+def _response_spans(
+    template: ChatTemplate, messages: list[Message], tools: Tools, text: str, marked: _MarkedChat
+) -> list[Span] | Rejection:
     """Find the character spans of the responses in the rendered text, the calls of tools included."""
     spans = []
     for index, message in enumerate(messages):
@@ -202,7 +221,8 @@ def _response_spans(template: ChatTemplate, messages: list[Message], tools: Tool
             span = _prefix_span(template, messages, tools, index, text)
             span = span or _located_span(template, messages, tools, index, text)
             found = text[slice(*span)] if span else ""
-            if span is None or not _shows_message(found, message):
+            pieces = [piece for piece in marked.pieces.values() if piece.message == index]
+            if span is None or any(_find(found, piece, 0) < 0 for piece in pieces):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
     return spans

@@ -21,13 +21,12 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, RejectReason, content_texts, with_arguments
+from .chat import Message, RejectReason, content_texts, with_functions
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-# Some templates write today's date into the prompt, and equal inputs must give equal tokens: each gets this one.
-_DATE = {"date_string": "26 Jul 2024"}
-TEMPLATE_TIME = datetime(2024, 7, 26)  # what `strftime_now` gives
+# Some templates write today's date into the prompt, and equal inputs must give equal tokens: `strftime_now` gives this.
+TEMPLATE_TIME = datetime(2024, 7, 26)
 MAX_CHAT_CHARS = 1 << 24  # several times what the longest context holds
 RECORDED = "template_kwargs"  # key under which a store, and a drafter as JSON, record the arguments of the template
 # What a template can raise while it renders a chat.
@@ -119,6 +118,7 @@ class ChatTemplate:
         # Whether the template shows arguments of calls that are objects, and those that are the JSON of one.
         self._shows_objects = False
         self._shows_json = False
+        self._takes_no_content = True  # whether a message that calls a tool may lack the content
         try:
             self.text = template_text(tokenizer, uses_tools)
             if not getattr(tokenizer, "is_fast", False):
@@ -188,7 +188,7 @@ class ChatTemplate:
                 chat_template=text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **(_DATE | self.arguments),
+                **self.arguments,
             )
         finally:
             _time_requests.reset(token)
@@ -202,12 +202,14 @@ class ChatTemplate:
     def _shaped(self, message: Message) -> Message:
         """Give the contents and the arguments of calls the form that the template shows, as inference engines do."""
         role = message["role"]
-        is_text = isinstance(message["content"], str)
-        if is_text and role in self._parts_roles and role not in self._text_roles:
-            message = _in_parts(message)
-        elif not is_text and role not in self._parts_roles:
-            message = message | {"content": "".join(content_texts(message))}
-        return with_arguments(message, self._shaped_arguments)
+        if "content" in message or not self._takes_no_content:
+            text = "".join(content_texts(message))
+            is_text = isinstance(message.get("content", text), str)
+            if is_text and role in self._parts_roles and role not in self._text_roles:
+                message = message | {"content": _parts(text)}
+            elif is_text or role not in self._parts_roles:
+                message = message | {"content": text}
+        return with_functions(message, lambda call: call | {"arguments": self._shaped_arguments(call["arguments"])})
 
     def _shaped_arguments(self, arguments: Any) -> Any:
         if isinstance(arguments, str):
@@ -258,6 +260,9 @@ class ChatTemplate:
         self._shows_objects = PLACEHOLDER in (self._try_render([user, _call(arguments)], is_shaped=True) or "")
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True) or ""
         self._shows_json = _as_json(arguments) in as_text
+        call = _call(arguments)
+        del call["content"]
+        self._takes_no_content = self._try_render([user, call]) is not None
 
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows a content of this form for a role: its text, and not the JSON of its parts."""

@@ -26,20 +26,31 @@ BYTES_TEMPLATE = (
 HARMONY_TEMPLATE = r"""{{- '<|start|>system<|message|>Knowledge cutoff: 2024-06\nReasoning: medium<|end|>' }}
 {%- if tools %}
     {{- '<|start|>developer<|message|># Tools\n' }}
-    {%- for tool in tools %}{{- 'type ' + tool.function.name + ' = () => any;\n' }}{%- endfor %}
+    {%- for tool in tools %}
+        {{- '// ' + (tool.function.description or '') + '\ntype ' + tool.function.name + ' = (_: {\n' }}
+        {%- set parameters = tool.function.parameters or {'properties': {}} %}
+        {%- for name, schema in parameters.properties | items %}
+            {%- if schema.description %}{{- '// ' + schema.description + '\n' }}{%- endif %}
+            {{- name + ('' if name in (parameters.required or []) else '?') + ': ' + schema.type + ',\n' }}
+        {%- endfor %}
+        {{- '}) => any;\n' }}
+    {%- endfor %}
     {{- '<|end|>' }}
 {%- endif %}
+{%- set last_call = namespace(name=none) %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' and m.tool_calls %}
         {%- if m.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}{%- endif %}
         {%- set call = m.tool_calls[0].function %}
+        {%- set last_call.name = call.name %}
         {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
         {{- call.arguments | tojson + '<|call|>' }}
     {%- elif m.role == 'assistant' %}
         {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
         {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
     {%- elif m.role == 'tool' %}
-        {{- '<|start|>functions.now to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}
+        {{- '<|start|>functions.' + last_call.name + ' to=assistant<|channel|>commentary' }}
+        {{- '<|message|>' + m.content | tojson + '<|end|>' }}
     {%- else %}
         {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
     {%- endif %}
@@ -49,7 +60,7 @@ HARMONY_TEMPLATE = r"""{{- '<|start|>system<|message|>Knowledge cutoff: 2024-06\
 {%- endif %}
 """
 """gpt-oss's, in short: a last answer ends otherwise than an earlier one, and the generation prompt stops before the
-channel."""
+channel. A result names the tool again."""
 
 LLAMA31_TEMPLATE = r"""{{- bos_token }}
 {%- if not date_string is defined %}
@@ -324,3 +335,126 @@ CODER_TEMPLATE = r"""{%- for m in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 """Arguments of calls in tags, as Qwen3-Coder's."""
+
+HERMES_TEMPLATE = r"""{{- '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}
+    {{- messages[0].content }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- if tools %}
+    {{- '\nHere are the available tools: <tools> ' }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- '{"type": "function", "function": {"name": "' + tool.name + '", "description": "' + tool.name + '(' }}
+        {%- for name, schema in tool.parameters.properties | items %}
+            {{- name + ': ' + schema.type + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ') - ' + tool.description + '\n\n    Args:\n' }}
+        {%- for name, schema in tool.parameters.properties | items %}
+            {{- '        ' + name + '(' + schema.type + '): ' + schema.description | trim }}
+        {%- endfor %}
+        {{- '", "parameters": ' + tool.parameters | tojson + '}}\n' }}
+    {%- endfor %}
+    {{- ' </tools>' }}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content is defined and message.content %}{{- '\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {{- '\n<tool_call>\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+            {{- tool_call.function.arguments | tojson + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>tool\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""Hermes 2 Pro's: a tool is described in words, and then by its schema."""
+
+COMMAND_TEMPLATE = r"""{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|start|>system\n' + (system or 'You answer questions.') }}
+{%- if tools %}
+    {{- '\n\n## Available Tools\n' }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- '```python\ndef ' + tool.name + '(' }}
+        {%- for name, schema in tool.parameters.properties | items %}
+            {{- name + ': ' + ('str' if schema.type == 'string' else 'float') }}
+            {{- ('' if name in tool.parameters.required else ' = None') + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ') -> List[Dict]:\n    \"\"\"' + tool.description + '\n\n    Args:\n' }}
+        {%- for name, schema in tool.parameters.properties | items %}
+            {{- '        ' + name + ': ' + schema.description + '\n' }}
+        {%- endfor %}
+        {{- '    \"\"\"\n    pass\n```\n' }}
+    {%- endfor %}
+{%- endif %}
+{{- '<|end|>' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<|start|>chatbot\n' + (message.content or '') + 'Action: ```json\n[' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"tool_name": ' + call.function.name | tojson + ', "parameters": ' }}
+            {{- call.function.arguments | tojson(indent=4) + '}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']```<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>system\n<results>\nDocument: ' + loop.index0 | string + '\n' }}
+        {{- message.content + '</results><|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + ('chatbot' if message.role == 'assistant' else message.role) + '\n' }}
+        {{- message.content | trim + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>chatbot\n' }}{%- endif %}
+"""
+"""Command R's: a tool is a function of Python, whose types are other words than those of the schema."""
+
+SORTED_TEMPLATE = r"""{%- macro show(value) -%}
+    {%- if value is string %}{{- '<escape>' + value + '<escape>' }}
+    {%- elif value is boolean %}{{- 'true' if value else 'false' }}
+    {%- elif value is mapping %}
+        {{- '{' }}
+        {%- for key, item in value | dictsort %}{{- key + ':' + show(item) + ('' if loop.last else ',') }}{%- endfor %}
+        {{- '}' }}
+    {%- elif value is sequence %}
+        {{- '[' }}
+        {%- for item in value %}{{- show(item) + ('' if loop.last else ',') }}{%- endfor %}
+        {{- ']' }}
+    {%- else %}{{- value }}{%- endif %}
+{%- endmacro %}
+{{- bos_token }}
+{%- if tools or messages[0].role == 'system' %}
+    {{- '<start_of_turn>developer\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content | trim }}{%- endif %}
+    {%- for tool in tools or [] %}
+        {{- 'declaration:' + tool.function.name + '{description:' + show(tool.function.description) }}
+        {{- ',parameters:{properties:{' }}
+        {%- for name, schema in tool.function.parameters.properties | dictsort %}
+            {{- name + ':{description:' + show(schema.description) + ',type:' + schema.type | upper + '}' }}
+        {%- endfor %}
+        {{- '}}}' }}
+    {%- endfor %}
+    {{- '<end_of_turn>\n' }}
+{%- endif %}
+{%- for m in messages if m.role != 'system' %}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+    {%- if m.content %}{{- m.content | trim }}{%- endif %}
+    {%- for call in m.tool_calls or [] %}
+        {{- 'call:' + call.function.name + show(dict(call.function.arguments)) }}
+    {%- endfor %}
+    {{- '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
+"""
+"""FunctionGemma's: keys in the order of the alphabet, and a form of its own for each type of value."""

@@ -13,6 +13,7 @@ from moa_data.demo.target import CHAT_TEMPLATE
 from moa_data.moa.targets.chat import Rejection, RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat
 from moa_data.moa.targets.template import ChatTemplate
+from moa_data.pipeline.dataset import Columns
 from moa_data.pipeline.sequences import tokenize_row
 from moa_data.tests.kit import templates
 from moa_data.tests.kit.chats import marked_texts, rejected
@@ -28,11 +29,13 @@ class Form:
     shows: frozenset[str] = frozenset({"system"})  # pieces that it shows beside the turns of user and assistant
     contents: str = "text"  # form of contents that it takes: text, parts or either
     takes_json_arguments: bool = False
+    takes_no_content: bool = True  # whether a message that calls a tool may have a content of null
 
 
 PHASES = [Phase.explicit, Phase.generate]  # without shrinking, which takes minutes here
 CALLS = frozenset({"system", "calls"})
 TOOLS = frozenset({"system", "calls", "tools"})
+ALL = TOOLS | {"several calls"}
 FORMS = {
     "llama3": Form(templates.LLAMA3_TEMPLATE, "<|eot_id|>"),
     # With tools it takes the first two messages for the system's and the user's.
@@ -44,14 +47,23 @@ FORMS = {
     "mistral3": Form(templates.MISTRAL3_TEMPLATE, "</s>", frozenset({"tools"})),
     "gemma": Form(templates.GEMMA_TEMPLATE, "<end_of_turn>", frozenset()),
     "zephyr": Form(templates.ZEPHYR_TEMPLATE, "</s>"),
-    "qwen2.5": Form(templates.QWEN25_TEMPLATE, "<|im_end|>", TOOLS),
-    "qwen3": Form(templates.QWEN3_TEMPLATE, "<|im_end|>", TOOLS),
+    "qwen2.5": Form(templates.QWEN25_TEMPLATE, "<|im_end|>", ALL),
+    "qwen3": Form(templates.QWEN3_TEMPLATE, "<|im_end|>", ALL),
     "harmony": Form(templates.HARMONY_TEMPLATE, "<|return|>", TOOLS),
-    "deepseek": Form(templates.DEEPSEEK_TEMPLATE, "<|end_of_sentence|>", CALLS, takes_json_arguments=True),
+    "deepseek": Form(
+        templates.DEEPSEEK_TEMPLATE,
+        "<|end_of_sentence|>",
+        ALL - {"tools"},
+        takes_json_arguments=True,
+        takes_no_content=False,
+    ),
     "either": Form(templates.EITHER_TEMPLATE, "<end_of_turn>", contents="either"),
     "parts": Form(templates.PARTS_TEMPLATE, "<end_of_utterance>", contents="parts"),
     "phi4": Form(templates.PHI4_TEMPLATE, "<|end|>"),
-    "coder": Form(templates.CODER_TEMPLATE, "<|im_end|>", CALLS),
+    "coder": Form(templates.CODER_TEMPLATE, "<|im_end|>", ALL - {"tools"}, takes_no_content=False),
+    "hermes": Form(templates.HERMES_TEMPLATE, "<|im_end|>", ALL),
+    "command": Form(templates.COMMAND_TEMPLATE, "<|end|>", ALL),
+    "sorted": Form(templates.SORTED_TEMPLATE, "<end_of_turn>", ALL),
 }
 
 
@@ -73,7 +85,11 @@ TOOL: dict[str, Any] = {
     "function": {
         "name": "look_up",
         "description": "Looks a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "What to look up."}},
+            "required": ["word"],
+        },
     },
 }
 
@@ -108,10 +124,22 @@ def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
         n_parts = draw(st.sampled_from([0, 0, 0, 1, 2]))
         return [{"type": "text", "text": text()} for _ in range(n_parts)] if n_parts else text()
 
+    def number() -> int | float:
+        value = draw(st.sampled_from([90_000, -80_000, 70_000.25])) + len(drawn.pieces)
+        drawn.pieces.append(str(value))
+        return value
+
+    def call() -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        if draw(st.booleans()):
+            deep = {"Zone": [draw(st.booleans()), None], "after": number()}
+            arguments = {"word": text(), "n": number(), "deep": deep, "word 2": ""}
+        return {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+
     def add(role: str, value: Any, **extra: Any) -> None:
         drawn.messages.append({"role": role, "content": value, **extra})
 
-    wanted = shown if draw(st.integers(0, 3)) else frozenset({"system", "calls", "tools"})
+    wanted = shown if draw(st.integers(0, 3)) else ALL
     system = draw(st.sampled_from(["", "", "message", "column"])) if "system" in wanted else ""
     if system:
         drawn.features.add("system")
@@ -120,9 +148,10 @@ def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
         add("user", content())
         if "calls" in wanted and draw(st.integers(0, 3)) == 3:
             drawn.features.add("calls")
-            arguments = {"word": text(), "n": 3}
-            call = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
-            add("assistant", "", tool_calls=[call])
+            calls = [call() for _ in range(draw(st.integers(1, 2 if "several calls" in wanted else 1)))]
+            if len(calls) > 1:
+                drawn.features.add("several calls")
+            add("assistant", draw(st.sampled_from(["", None])), tool_calls=calls)
             drawn.answers.append("look_up")
             add("tool", text(), tool_call_id="abcdefghi")
         add("assistant", content())
@@ -135,15 +164,16 @@ def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
     if "tools" in wanted and draw(st.integers(0, 3)) == 3:
         drawn.features.add("tools")
         drawn.row["tools"] = [TOOL] if draw(st.booleans()) else json.dumps([TOOL])
-    drawn.row |= draw(st.sampled_from([{}, {}, {"id": 3, "images": [], "source": "web"}, {"tools": None}]))
-    if drawn.row.get("tools") is None:
+    others = [{}, {}, {"id": 3, "images": [], "source": "web"}, {"tools": None}, {"tools": []}]
+    drawn.row |= draw(st.sampled_from(others))
+    if not drawn.row.get("tools"):
         drawn.features.discard("tools")
     drawn.bad = spoil(draw, drawn, rows)
     return drawn
 
 
 def texts_of(message: dict[str, Any]) -> list[str]:
-    content = message["content"]
+    content = message["content"] or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
@@ -154,12 +184,18 @@ def message_of_row(draw: st.DrawFn, message: dict[str, Any], is_sharegpt: bool) 
         return {"from": role, "value": message["content"]} | draw(st.sampled_from([{}, {"weight": 1}]))
     extra: dict[str, Any] = draw(st.sampled_from([{}, {}, {"timestamp": 17, "tool_calls": None}]))
     row: dict[str, Any] = extra | message
-    if row.get("tool_calls"):
-        function = row["tool_calls"][0]["function"]
-        as_text = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-        if draw(st.booleans()):
-            row = row | {"content": None, "tool_calls": [row["tool_calls"][0] | {"function": as_text}]}
+    if row.get("tool_calls") and draw(st.booleans()):
+        row = row | {"tool_calls": with_json_arguments(row["tool_calls"])}
     return row
+
+
+def with_json_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write the arguments of calls as texts of JSON."""
+    changed = []
+    for call in calls:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        changed.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return changed
 
 
 def spoil(draw: st.DrawFn, drawn: Drawn, rows: list[dict[str, Any]]) -> str:
@@ -191,20 +227,17 @@ def reference_tokens(name: str, drawn: Drawn) -> list[int]:
     messages = []
     for message in drawn.messages:
         content = message["content"]
-        if form.contents == "text":
+        if content is None:  # Some templates refuse this. Then they are given an empty text.
+            content = None if form.takes_no_content else ""
+        elif form.contents == "text":
             content = "".join(texts_of(message))
         elif form.contents == "parts":
             content = [{"type": "text", "text": text} for text in texts_of(message)]
         messages.append(message | {"content": content})
         if form.takes_json_arguments and "tool_calls" in message:
-            function = message["tool_calls"][0]["function"]
-            as_text = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-            messages[-1]["tool_calls"] = [message["tool_calls"][0] | {"function": as_text}]
-    tools = [TOOL] if "tools" in drawn.features else None
-    tokens = template_of(name).tokenizer.apply_chat_template(
-        messages, tools=tools, return_dict=False, date_string="26 Jul 2024"
-    )
-    return list(tokens)
+            messages[-1]["tool_calls"] = with_json_arguments(message["tool_calls"])
+    tools = [TOOL] if "tools" in drawn.features else drawn.row.get("tools")
+    return list(template_of(name).tokenizer.apply_chat_template(messages, tools=tools, return_dict=False))
 
 
 def answer_of(marked: str, form: Form) -> str:
@@ -317,7 +350,7 @@ def test_other_spellings_of_the_same_chat_keep_the_row(extra: dict[str, Any]) ->
 
 PRINTS = (
     "  {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ 'CALL' ~ c.id ~ c.type }}"
+    "{{ 'CALL' ~ c.id ~ c.type ~ c.function.name }}"
     "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -331,10 +364,6 @@ def test_calls_are_written_as_the_row_has_them(arguments: Any) -> None:
     chat: list[dict[str, Any]] = [
         {"role": "user", "content": "q"}, {"role": "assistant", "content": "\n", "tool_calls": [call]},
     ]  # fmt: skip
-    found = tokenize_row(template, {"messages": chat}, 1000)
-    # The name of the tool is not shown, so this row is rejected; with it in the content it is kept.
-    rejected(found, RejectReason.NOT_SHOWN)
-    chat[1]["content"] = "f"
     found = tokenize_row(template, {"messages": chat}, 1000)
     assert isinstance(found, TokenizedChat), found
     assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
@@ -372,3 +401,242 @@ def test_keys_of_a_message_that_the_template_reads_are_shown() -> None:
     assert isinstance(found, TokenizedChat)
     assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
     assert "<|tool|>" in template.tokenizer.decode(found.tokens)
+
+
+CALLING = (
+    "{% if tools %}{{ 'TOOLS ' ~ TOOL_TEXT }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% set a = c.function.arguments %}{{ CALL_TEXT }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WHOLE_CALL = "'CALL ' ~ c.function.name ~ ' ' ~ a | tojson"
+WHOLE_TOOLS = "(tools | tojson)"
+
+
+def with_call(arguments: Any, call: str, shown_tools: str = WHOLE_TOOLS, **row: Any) -> tuple[Any, ChatTemplate]:
+    """What becomes of a chat with a call, and the template, which writes calls and tools by these expressions."""
+    text = CALLING.replace("CALL_TEXT", call).replace("TOOL_TEXT", shown_tools)
+    template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
+    called = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "content": "3"}, {"role": "assistant", "content": "true 3 None word"}]  # fmt: skip
+    return tokenize_row(template, {"messages": chat} | row, 1000), template
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ({}, WHOLE_CALL + " ~ 'CALL ' ~ c.function.name ~ '{}'"),
+        ({"n": 3}, WHOLE_CALL + " ~ (a | tojson)"),
+        ({"n": 3}, "'CALL ' ~ a | tojson"),
+        ({"n": 3, "word": "x"}, "'CALL ' ~ c.function.name ~ a.word ~ (a | list)"),
+        ({"n": 3}, "c.function.name ~ (a | list) ~ (a.values() | first | float)"),
+        ({"n": 3}, "c.function.name ~ ' n ' ~ (a.n * 2)"),
+        ({"n": 3}, "c.function.name ~ ' n ' ~ -a.n"),
+        ({"n": 2.25}, "c.function.name ~ (a | list) ~ (a.values() | first | round(2))"),
+        ({"n": 2.0}, "c.function.name ~ ' n ' ~ (a.n | int)"),
+        ({"n": 3}, "c.function.name ~ (a.values() | list)"),
+        ({"n": {"deep": [3]}}, "c.function.name ~ ' n ' ~ (a.n.values() | list)"),
+        ({"n": True}, "c.function.name ~ ' n ' ~ (a.n | int)"),
+        ({"n": True}, "c.function.name ~ ' n'"),
+        ({"n": None}, "c.function.name ~ ' n ' ~ (a.n or '')"),
+        ({"n": None}, "c.function.name ~ ' n ' ~ ('null' if a.n is none else 'something')"),
+    ],
+)
+def test_a_call_that_the_template_changes_rejects_its_row(arguments: Any, call: str) -> None:
+    found, _ = with_call(arguments, call)
+    assert isinstance(found, Rejection)
+    assert found.reason in (RejectReason.NOT_SHOWN, RejectReason.TEMPLATE_REWRITES_RESPONSE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ({"n": 3, "m": -3, "x": 3.5, "yes": True, "no": None, "z": [1e22, 10**25]}, WHOLE_CALL),
+        ({"n": 3}, "c.function.name ~ (a | string)"),  # as Python writes it
+        ({"n": 3}, "c.function.name ~ '(' ~ (a.items() | first | join('=')) ~ ').'"),
+        ({"b": 3, "B2": 1, "a": 2, "b c": 4}, "c.function.name ~ (a | tojson(sort_keys=true))"),
+        ({"n": 3}, "c.function.name ~ (a | items | first | join) ~ ('' if (a.values() | first) > 2 else ' is small')"),
+        ({"b": True, "a": 0, "": 1}, "c.function.name ~ (a | dictsort)"),
+        ({"n": 'a "quoted"\n“text”'}, WHOLE_CALL),
+    ],
+)
+def test_a_call_that_the_template_writes_as_it_is_keeps_its_row(arguments: Any, call: str) -> None:
+    found, template = with_call(arguments, call)
+    assert isinstance(found, TokenizedChat), found
+    assert "look_up" in marked_texts(template.tokenizer, found)[0]
+
+
+NAMES = "tools | map(attribute='function.name') | join"
+DESCRIBED = NAMES + " ~ (tools | map(attribute='function.description') | join)"
+SCHEMA = "tools[0].function.parameters.properties"
+
+
+@pytest.mark.parametrize(
+    ("tools", "is_kept"),
+    [
+        (WHOLE_TOOLS, True),
+        (WHOLE_TOOLS + " ~ " + WHOLE_TOOLS, True),
+        (DESCRIBED + f" ~ ({SCHEMA} | dictsort)", True),
+        (NAMES, False),
+        (DESCRIBED, False),
+        (NAMES + f" ~ ({SCHEMA} | tojson)", False),
+        (DESCRIBED + f" ~ ({SCHEMA} | list)", False),
+        (DESCRIBED + f" ~ ({SCHEMA}.values() | list)", False),
+    ],
+)
+def test_a_tool_without_its_description_or_parameters_rejects_its_row(tools: str, is_kept: bool) -> None:
+    found, _ = with_call({}, WHOLE_CALL, tools, tools=[TOOL])
+    if is_kept:
+        assert isinstance(found, TokenizedChat), found
+    else:
+        rejected(found, RejectReason.NOT_SHOWN, "tool look_up")
+
+
+def test_a_tool_that_a_result_names_again_keeps_its_row() -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}]  # fmt: skip
+    template = template_of("harmony")
+    found = tokenize_row(template, {"messages": chat}, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert template.tokenizer.decode(found.tokens).count("functions.look_up") == 2
+
+
+ASKS = {"role": "user", "content": "q"}
+ANSWERS = {"role": "assistant", "content": "a"}
+PART = {"type": "text", "text": "a"}
+DEEP: dict[str, Any] = {}
+for _ in range(900):
+    DEEP = {"metadata": DEEP}
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"metadata": {"train": False}},
+        {"meta": {"flags": [{"Loss_Weight": 0.0}]}},
+        {"extra": {"masked": True}},
+        {"content": [PART | {"train": False}]},
+        {"content": [PART, PART | {"weight": 0}]},
+        {"content": "a", "tool_calls": [{"weight": 0, "function": {"name": "look_up", "arguments": {}}}]},
+    ],
+)
+def test_a_mark_within_an_answer_rejects_its_row(mark: dict[str, Any]) -> None:
+    found = tokenize_row(template_of("coder"), {"messages": [ASKS, ANSWERS | mark]}, 100)
+    assert isinstance(found, Rejection)
+    assert found.reason in (RejectReason.MARKED_UNTRAINED, RejectReason.NON_TEXT_PART)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"loss_weight": 0}, {"weight": 0.0}, {"sample_weight": "0"}, {"is_trainable": False}, {"do_not_train": True},
+        {"metadata": {"train": False}}, {"info": {"quality": [{"loss_weight": 0.0}]}}, {"exclude": "yes"},
+    ],
+)  # fmt: skip
+def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
+    found = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS]} | column, 100)
+    rejected(found, RejectReason.MARKED_UNTRAINED, "the row has")
+
+
+@pytest.mark.parametrize("name", [
+    "reasoning", "thinking", "reasoning_content", "Chain_of_Thought", "cot", "model_reasoning", "thinking_trace",
+    "reasoningContent", "thought", "rationale",
+])  # fmt: skip
+def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
+    for value in ("Hm.", ["Hm."], {"text": "Hm."}):
+        for columns in ({name: value}, {"extra": {name: value}}):
+            row: dict[str, Any] = {"messages": [ASKS, ANSWERS]} | columns
+            rejected(tokenize_row(template_of("chatml"), row, 100), RejectReason.CONTENT_NOT_READ, name)
+    row = {"messages": [ASKS, ANSWERS | {"additional_kwargs": {name: "Hm."}}]}
+    rejected(tokenize_row(template_of("chatml"), row, 100), RejectReason.CONTENT_NOT_READ, name)
+    # A column that is read as the chat is not beside it.
+    used = tokenize_row(
+        template_of("chatml"), {"q": "1", name: "2"}, 100, Columns.parse(["user=q", f"assistant={name}"])
+    )
+    assert isinstance(used, TokenizedChat), used
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"reasoning": "off"}, {"thinking": True}, {"thinking": None}, {"cot": ""}, {"thoughts": []}, {"n_thoughts": 3},
+        {"reasoning_effort": "high"}, {"images": {"bytes": None, "path": None}}, {"metadata": {"split": "train"}},
+        {"metadata": {"train_loss": 0.0, "weighting": 0, "ignore_eos": True}}, {"loss": 0.0}, {"weight": 0.5}, DEEP,
+    ],
+)  # fmt: skip
+def test_columns_that_say_nothing_of_the_chat_keep_the_row(column: dict[str, Any]) -> None:
+    found = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS]} | column, 100)
+    assert isinstance(found, TokenizedChat), found
+    nested = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS | {"usage": {"ignore_eos": True}}]}, 100)
+    assert isinstance(nested, TokenizedChat), nested
+
+
+def test_a_column_is_read_once() -> None:
+    columns = Columns.parse(["user=system+q", "assistant=a"])
+    template = template_of("chatml")
+    found = tokenize_row(template, {"system": "Be brief.", "q": "1", "a": "2"}, 100, columns)
+    assert isinstance(found, TokenizedChat)
+    assert template.tokenizer.decode(found.tokens).count("Be brief.") == 1
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "qwen2.5", "chatml"])
+@pytest.mark.parametrize("tools", [None, []])
+def test_no_tools_are_given_to_the_template_as_the_row_has_them(name: str, tools: Any) -> None:
+    template = template_of(name)
+    expected = template.tokenizer.apply_chat_template([ASKS, ANSWERS], tools=tools, return_dict=False)
+    for column in ("tools", "functions"):
+        found = tokenize_row(template, {"messages": [ASKS, ANSWERS], column: tools}, 400)
+        assert isinstance(found, TokenizedChat), found
+        assert found.tokens.tolist() == expected
+
+
+def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
+    row = {"messages": [ASKS, ANSWERS], "tools": [TOOL], "functions": [TOOL | {"strict": True}]}
+    rejected(tokenize_row(template_of("qwen2.5"), row, 1000), RejectReason.CONTENT_NOT_READ)
+    for functions in ([TOOL], [], None, json.dumps([TOOL])):
+        assert isinstance(tokenize_row(template_of("qwen2.5"), row | {"functions": functions}, 1000), TokenizedChat)
+
+
+ASKS_OF_CONTENT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is not defined %}{{ 'nothing' }}"
+    "{% elif m.content == '' %}{{ 'empty' }}{% else %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": " \n"}, {"content": "a"}])
+def test_a_call_has_the_content_that_transformers_gives_it(content: dict[str, Any]) -> None:
+    template = ChatTemplate(build_tokenizer(ASKS_OF_CONTENT, None, "<|im_end|>"))
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "x"}}}
+    chat = [ASKS, {"role": "assistant", "tool_calls": [call]} | content]
+    found = tokenize_row(template, {"messages": chat}, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+@pytest.mark.parametrize("answer", ["\u2028a\u2029b\x85c\x0bd", "a\u00a0", "\ufeffa", "  a  ", "a\r\nb", "\u200b"])
+def test_white_space_of_all_kinds_is_kept(answer: str) -> None:
+    template = template_of("chatml")
+    found = tokenize_row(template, {"messages": [ASKS, {"role": "assistant", "content": answer}]}, 1000)
+    assert marked_texts(template.tokenizer, found) == [answer + "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "developer", "content": "Be brief."}, RejectReason.UNKNOWN_ROLE),
+        ({"role": "function", "name": "look_up", "content": "r"}, RejectReason.UNKNOWN_ROLE),
+        ({"role": "tool", "content": {"celsius": 22}}, RejectReason.EMPTY_CONTENT),
+        ({"role": "tool", "content": [{"celsius": 22}]}, RejectReason.NON_TEXT_PART),
+        ({"role": "tool", "content": ["r"]}, RejectReason.NON_TEXT_PART),
+        ({"role": "assistant", "content": " \n"}, RejectReason.EMPTY_CONTENT),
+        ({"role": "assistant", "content": []}, RejectReason.EMPTY_CONTENT),
+        ({"role": "assistant", "content": [PART | {"text": " "}]}, RejectReason.EMPTY_CONTENT),
+        ({"role": "assistant", "content": None, "tool_calls": []}, RejectReason.EMPTY_CONTENT),
+    ],
+)
+def test_messages_of_other_kinds_reject_their_row(message: dict[str, Any], reason: RejectReason) -> None:
+    rejected(tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS, message]}, 1000), reason, "message 2")

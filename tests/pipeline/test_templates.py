@@ -41,6 +41,7 @@ from moa_data.tests.kit.templates import (
 
 CHAT = chat("hi", "ho")["messages"]
 TIMED = "{{ 'Now ' + strftime_now('%A %d %B %Y, %H:%M:%S') }}" + LLAMA3_TEMPLATE
+LLAMA31_DATE = '{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}{{ date_string }}'
 DATED = "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}{{ date_string }}"
 
 
@@ -103,9 +104,20 @@ def test_a_store_is_resumed_and_audited_on_another_day_with_its_arguments(
         extract(config.replaced(template_kwargs="greeting=goodbye"))
 
 
-@pytest.mark.parametrize("template", ["", DATED])
-def test_a_store_whose_template_does_not_ask_records_no_time(templated: Any, template: str) -> None:
-    assert "template_time" not in build_plan(templated(template)).manifest.extraction
+@pytest.mark.parametrize(("template", "asks"), [("", False), (DATED, True), (LLAMA31_DATE, False)])
+def test_a_store_records_the_time_if_its_template_asks(templated: Any, template: str, asks: bool) -> None:
+    assert ("template_time" in build_plan(templated(template)).manifest.extraction) == asks
+
+
+@pytest.mark.parametrize("template", [
+    LLAMA31_TEMPLATE, "{{ 'dated' if date_string is defined else 'today' }}" + LLAMA3_TEMPLATE,
+])  # fmt: skip
+def test_no_date_is_given_to_a_template_unless_it_is_an_argument(template: str) -> None:
+    tokenizer = build_tokenizer(template)
+    for arguments in ({}, {"date_string": "1 Jan 2020"}):
+        found = tokenize_chat(ChatTemplate(tokenizer, arguments), CHAT, 400)
+        assert isinstance(found, TokenizedChat)
+        assert found.tokens.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=False, **arguments)
 
 
 # The end of Qwen3's template.
@@ -344,9 +356,9 @@ LONG = [{"role": "system", "content": "Be long."}, *SAID]
     [
         # A template that ignores a tool, a call, a result or a system column; one that drops or refuses.
         ("llama3", {"messages": SAID, "tools": [WEATHER]}, RejectReason.NOT_SHOWN, "tool get_weather"),
-        ("llama3", {"messages": [ASKS, CALLS]}, RejectReason.NOT_SHOWN, "message 1, a tool call"),
-        ("no-results", {"messages": [ASKS, ANSWERS, RESULT, ANSWERS]}, RejectReason.NOT_SHOWN, "message 2, a tool's"),
-        ("no-system", {"messages": SAID, "system": "Be brief."}, RejectReason.NOT_SHOWN, "message 0, a system"),
+        ("llama3", {"messages": [ASKS, CALLS]}, RejectReason.NOT_SHOWN, "message 1 (a tool call"),
+        ("no-results", {"messages": [ASKS, ANSWERS, RESULT, ANSWERS]}, RejectReason.NOT_SHOWN, "message 2 (tool)"),
+        ("no-system", {"messages": SAID, "system": "Be brief."}, RejectReason.NOT_SHOWN, "message 0 (system)"),
         ("llama3.1", ROW | {"messages": [ASKS, CALLS | {"content": "Let me look."}]},
          RejectReason.TEMPLATE_REWRITES_RESPONSE, "message 1"),
         ("llama3.1", ROW | {"messages": [ASKS, CALLS | {"tool_calls": [CALL, CALL]}]},
