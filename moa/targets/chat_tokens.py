@@ -16,9 +16,10 @@ rendering shows each piece of the chat exactly once; see :func:`_find_hidden_pie
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,9 @@ from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_PLACEHOLDER = re.compile(rf"moaPiece\d{{6,}}end|{_NUMBER.pattern}")
+# The end of a text's placeholder, such as moaPiece7300001end, or the placeholder of a number, such as 7300001. Both
+# begin with the same digits, which makes the search fast.
+_PLACEHOLDER = re.compile(r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))")
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,7 @@ class TokenizedChat:
     truncated: bool  # whether tokens beyond max_length were cut
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A text, a number or a key of a chat, which the rendering has to show."""
 
     message: int  # index of its message; -1 for a piece of a tool
@@ -60,7 +62,7 @@ class _MarkedChat:
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        self.pieces: dict[str, _Piece] = {}  # by placeholder
+        self.pieces: dict[str, _Piece] = {}  # by what _PLACEHOLDER finds of their placeholders
         self.messages = [self._mark_message(index, message) for index, message in enumerate(messages)]
         self.tools = tools and [self._mark(tool, -1, f"tool {tool_name(tool)}", "tool") for tool in tools]
 
@@ -81,7 +83,7 @@ class _MarkedChat:
         """
         if isinstance(value, (list, tuple)):
             return [self._mark(item, message, kind, key) for item in value]
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             marked = {}
             for name, item in value.items():
                 inner = None if key is None else name
@@ -100,14 +102,14 @@ class _MarkedChat:
             return value
         forms = {text}
         if kind != "assistant":  # Others may also be written as JSON, or as Python writes them.
-            forms |= {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], str(value).strip()}
+            forms |= {str(value).strip(), encode_basestring(text)[1:-1], encode_basestring_ascii(text)[1:-1]}
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        number = 7_300_000 + len(self.pieces)
-        placeholder: Any = f"moaPiece{number}end"
+        number = int(f"73{len(self.pieces):05d}")
+        placeholder: Any = f"{number}end"
         if is_number:
             placeholder = number if isinstance(value, int) else number + 0.1484375
         self.pieces[str(placeholder)] = _Piece(message, kind, forms, is_number)
-        return placeholder
+        return placeholder if is_number else f"moaPiece{placeholder}"
 
 
 def tokenize_chat(
@@ -236,7 +238,8 @@ def _prefix_span(template: ChatTemplate, messages: list[Message], tools: Tools, 
     prompt = template.render(before, tools, add_generation_prompt=True)
     if not template.has_generation_prompt and prompt == template.render(before, tools):
         return None  # no generation prompt: the header of the response would count as response
-    turn = template.render(messages[: index + 1], tools).rstrip()
+    up_to_response = messages[: index + 1]
+    turn = (text if up_to_response == messages else template.render(up_to_response, tools)).rstrip()
     end = len(turn)
     if not text.startswith(turn):  # Harmony ends a last response by <|return|>, and one with a turn after it by <|end|>
         turn = turn.removesuffix(template.end_of_turn)
