@@ -334,11 +334,10 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"  # the loss of some model on this row
         if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(key)):
             continue
+        excluding = _NO if _TRAIN_MARK.fullmatch(key) else ()
         if _SKIP_MARK.fullmatch(key):
-            is_skipped = any(word in _YES for word in words)
-        else:
-            is_skipped = bool(_TRAIN_MARK.fullmatch(key)) and any(word in _NO for word in words)
-        if is_skipped:
+            excluding = _YES
+        if any(word in excluding for word in words):
             return f"{key} {value!r:.40}"
     return ""
 

@@ -301,16 +301,17 @@ class ChatTemplate:
                 is_framed = key != "content" or message["role"] == "tool"
                 parts.append((f"message {index}", value, control.framed if is_framed else control.everywhere))
         parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
-        for where, text, pattern in ((where, text, each) for where, value, each in parts for text in texts(value)):
-            n_chars += len(text)
-            if n_chars > MAX_CHAT_CHARS:
-                return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
-            if found := pattern.search(text):
-                return RejectReason.SPECIAL_TOKEN_IN_CONTENT, f"{where} contains {found.group()!r}"
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                return RejectReason.NO_UNICODE, f"{where}, character {error.start:,}: {text[error.start]!a}"
+        for where, value, pattern in parts:
+            for text in texts(value):
+                n_chars += len(text)
+                if n_chars > MAX_CHAT_CHARS:
+                    return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
+                if found := pattern.search(text):
+                    return RejectReason.SPECIAL_TOKEN_IN_CONTENT, f"{where} contains {found.group()!r}"
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    return RejectReason.NO_UNICODE, f"{where}, character {error.start:,}: {text[error.start]!a}"
         return None
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
