@@ -63,7 +63,12 @@ def train(config: TrainConfig) -> None:
 
     with ProgressLine("step") as progress, warnings.catch_warnings():
         warnings.showwarning = partial(_show_warning, warnings.showwarning)
-        report = run_train(config, progress=progress, provenance=collect_provenance())
+        report = run_train(
+            config,
+            progress=progress,
+            provenance=collect_provenance(),
+            announce=lambda plan: out.print(run_plan_view(plan)),
+        )
     out.print(train_view(report))
     if report.n_pending_parts:
         tell(

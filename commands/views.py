@@ -156,7 +156,11 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
         "activations": f"{format_bytes(plan.read_bytes_per_epoch)} read an epoch",
         "parameters": f"{plan.n_parameters:,}",
         "disk": f"{format_bytes(plan.disk_bytes)} of {format_bytes(plan.free_disk_bytes)} free",
+        "exports to": ", ".join(name for name, problems in plan.export_problems.items() if not problems) or "-",
     }
+    for name, problems in plan.export_problems.items():
+        if problems:
+            facts[f"not to {name}"] = "; ".join(problems)
     return pairs_view("Training", facts)
 
 

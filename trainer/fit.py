@@ -20,7 +20,7 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from ..files import (
 )
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.registry import drafter_class
+from ..moa.formats.checkpoint import export_problems
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.families import target_sizes
 from ..storage.commit import check_target_bundle
@@ -108,16 +109,21 @@ class RunPlan:
     n_parameters: int
     disk_bytes: int  # of checkpoints and drafter, with room for the one that is being written
     free_disk_bytes: int
+    export_problems: dict[str, list[str]]  # format of export-drafter -> why it does not hold this drafter
 
 
 def train(
-    config: TrainConfig, progress: Progress | None = None, provenance: dict[str, Any] | None = None
+    config: TrainConfig,
+    progress: Progress | None = None,
+    provenance: dict[str, Any] | None = None,
+    announce: Callable[[RunPlan], None] | None = None,
 ) -> TrainReport:
     """Train a drafter from a store; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
 
     Args:
         progress: called with optimizer steps.
         provenance: command, versions and machine of the run, written beside it.
+        announce: called once, before the first step, with what the run will take.
 
     Raises:
         Interrupted: a signal stopped the run; its state is saved.
@@ -126,7 +132,7 @@ def train(
     out, is_first = Path(config.out), is_first_process()  # launchers start this very command once a device
     try:
         with disk_full_guard(out, checkpoints.FULL_DISK_ADVICE):
-            return _train(config, out, progress, provenance, is_first)
+            return _train(config, out, progress, provenance, announce if is_first else None, is_first)
     except torch.OutOfMemoryError as error:
         raise TrainingError(f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}") from error
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -151,7 +157,12 @@ def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
 
 
 def _train(
-    config: TrainConfig, out: Path, progress: Progress | None, provenance: dict[str, Any] | None, is_first: bool
+    config: TrainConfig,
+    out: Path,
+    progress: Progress | None,
+    provenance: dict[str, Any] | None,
+    announce: Callable[[RunPlan], None] | None,
+    is_first: bool,
 ) -> TrainReport:
     if is_first:
         _check_folder(config, out)
@@ -171,6 +182,8 @@ def _train(
                 _check_resumed(config, out, store, data)
             checkpoints.remove_leftovers(out)
             _record_run(config, out, store, provenance)
+        if announce is not None:
+            announce(_plan(config, store, data, module))
         report = _fit(config, store, data, module, progress, is_first)
     store.close()
     return report
@@ -369,19 +382,23 @@ def plan_run(config: TrainConfig) -> RunPlan:
     """Compute how long a run is and what it will write; writes nothing."""
     with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
         data = StoreDataModule(store, config)
-        module = build_module(store, data.config, data)
-        weights = list(module.drafter.parameters())
-        n_tokens = int(data.lengths[data.train_sequences].sum())
-        return RunPlan(
-            n_steps=data.max_steps,
-            steps_per_epoch=data.steps_per_epoch,
-            n_sequences=len(data.train_sequences),
-            n_tokens_per_epoch=n_tokens,
-            read_bytes_per_epoch=sequence_bytes(store, data.config, n_tokens),
-            n_parameters=sum(weight.numel() for weight in weights),
-            disk_bytes=_WEIGHT_COPIES_ON_DISK * sum(weight.nbytes for weight in weights),
-            free_disk_bytes=shutil.disk_usage(nearest_folder(Path(config.out))).free,
-        )
+        return _plan(config, store, data, build_module(store, data.config, data))
+
+
+def _plan(config: TrainConfig, store: ActivationStore, data: StoreDataModule, module: DrafterModule) -> RunPlan:
+    weights = list(module.drafter.parameters())
+    n_tokens = int(data.lengths[data.train_sequences].sum())
+    return RunPlan(
+        n_steps=data.max_steps,
+        steps_per_epoch=data.steps_per_epoch,
+        n_sequences=len(data.train_sequences),
+        n_tokens_per_epoch=n_tokens,
+        read_bytes_per_epoch=sequence_bytes(store, data.config, n_tokens),
+        n_parameters=sum(weight.numel() for weight in weights),
+        disk_bytes=_WEIGHT_COPIES_ON_DISK * sum(weight.nbytes for weight in weights),
+        free_disk_bytes=shutil.disk_usage(nearest_folder(Path(config.out))).free,
+        export_problems=export_problems(module.drafter.config),
+    )
 
 
 def _hush_lightning() -> None:

@@ -148,6 +148,11 @@ def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "
     return drafter
 
 
+def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
+    """Map the formats of this kind of drafter to why their reader would run it differently; empty if it would not."""
+    return {name: layout.refusals(sizes) for name, layout in LAYOUTS.items() if layout.kind == sizes.kind}
+
+
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that was trained for another target."""
     check_target_fits(drafter.config, target.sizes, target.identity)

@@ -12,7 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from rich.console import Console
 
+from moa_data.commands.views import run_plan_view
 from moa_data.errors import RunWarning, TrainingError
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
@@ -101,7 +103,17 @@ def test_a_plan_trains_nothing(store_of_all: Path, tmp_path: Path) -> None:
     assert plan.read_bytes_per_epoch == store.lengths.sum() * 32 * 4, "a hidden state of a token"
     assert plan.disk_bytes == 10 * 4 * plan.n_parameters
     assert plan.free_disk_bytes > 0
+    assert plan.export_problems["eagle"] == []
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_names_the_formats_that_would_not_hold_the_drafter(store_of_all: Path, tmp_path: Path) -> None:
+    plan = plan_run(TrainConfig.of(store=str(store_of_all), out=str(tmp_path / "run"), drafter="moa"))
+    assert plan.export_problems["moa"], "the default has two layer groups, and the authors' code has one"
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(run_plan_view(plan))
+    assert "not to moa " in shown.get()
 
 
 @pytest.mark.parametrize(("kind", "in_parts"), [*((kind, False) for kind in SIZES), ("moa", True)])
