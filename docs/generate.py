@@ -146,23 +146,24 @@ table are decoded where the calls over cached tokens prove right, and hold hidde
 with many whose layers carry a state (Mamba, LFM 2), `generate` says so in a line, and stores of hidden states,
 and what trains from them, remain.
 
-The table is the list that the tests go through. A drafter with a letter trains from the family's stores:
+The tests run every cell of this table. A drafter with a letter trains from the family's stores:
 
-- **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: trees and batches as well; layers that
-  carry a state have no branches;
-- **S**: `serve` drafts with it. It serves no layers with a state, and for latents no drafters that read keys and
-  values. It compares the engine's calls with one of the model, and refuses those whose attention is their own;
-- **E**: all its formats of `export-drafter` ([below](#drafters)) hold it; **e**: some, which are `moa`, and of Gemma,
-  whose embeddings are scaled after they are looked up, those that bring embeddings of their own (`speculators-eagle3`,
-  `dspark`, `eagle`, `llama`). The formats `eagle`, `eagle3`, `moa` and `moa-vllm` want heads that fill the width,
-  `eagle` and `moa` a rotation that is not scaled, and both of `moa` the sizes of `--preset paper`. Whether an engine
-  drafts for a family is the engine's matter;
-- **no**: drafts pass through the last layers of Llama's kinds alone; block drafters of context `kv` take keys that are
-  alike in all layers and rotated as Llama's.
+- **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: they verify trees and batches as well.
+  Trees need attention layers, because layers with a recurrent state cannot branch.
+- **S**: `serve` drafts with it. `serve` does not run targets with recurrent layers. For targets with latents it does
+  not draft with drafters that read keys and values. At its start it compares a call of the engine with a call of the
+  model, and refuses a target whose attention the engine does not compute.
+- **E**: all formats of `export-drafter` for this drafter ([below](#drafters)) hold it. **e**: some of them do:
+  `moa`, and for Gemma, which scales its embeddings after the lookup, the formats with embeddings of their own
+  (`speculators-eagle3`, `dspark`, `eagle`, `llama`). The formats `eagle`, `eagle3`, `moa` and `moa-vllm` need heads
+  that fill the width, `eagle` and `moa` need a rotation that is not scaled, and `moa` and `moa-vllm` need the sizes of
+  `--preset paper`. Which families an engine can draft for depends on the engine.
+- **no**: target layer inference works for families of Llama's kind only. Block drafters of context `kv` need keys that
+  have one shape in all layers and are rotated as in Llama.
 
-Keys and values *by groups*: layers cache others than others do, or none, or latents. Stores hold them
-[by groups of layers](format.md#keys-and-values-by-groups-of-layers), in codec `lossless` or `int8`, not by
-`--source vllm`; nor do their calls become CUDA graphs.
+Keys and values *by groups*: some layers cache other shapes than others, or latents, or nothing. Stores hold them
+[by groups of layers](format.md#keys-and-values-by-groups-of-layers), with codec `lossless` or `int8`. `--source vllm`
+does not extract them, and calls of these targets are not captured as CUDA graphs.
 
 {families}
 
