@@ -232,13 +232,17 @@ def run_processes(
         return lambda: None if process.process.poll() is None else outcome_of(*process.ended())
 
     try:
-        return direct(begin, workers, store, progress, restarts=False)
-    finally:
+        outcome = direct(begin, workers, store, progress, restarts=False)
+    except BaseException:
         _end(processes)
+        store.sweep()  # A worker that had to be killed has not discarded its part.
+        raise
+    _end(processes)
+    return outcome
 
 
 def _end(workers: Sequence[WorkerProcess]) -> None:
-    """End the workers that still run; they discard what they have not committed."""
+    """End the workers that still run; they discard what they have not committed, if they do so in time."""
     for worker in workers:
         worker.process.terminate()
     until_s = time.monotonic() + _LEAVE_S

@@ -6,6 +6,7 @@ Ray is stood in for here; test_extract_workers.py has the real one.
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from moa_data.pipeline.workers import (
     workers_that_fit,
 )
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.write.publish import partial_name
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.kills import die
@@ -216,6 +218,29 @@ def test_an_error_in_a_worker_ends_the_run(crew: Crew, whole: dict[str, bytes]) 
     assert not list(crew.path.rglob("c.*.partial"))
     crew.run(1)
     assert read_tree(crew.path) == whole
+
+
+def test_a_worker_that_does_not_end_in_time_leaves_no_file(
+    crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_LEAVE_S", 0.1)
+    has_begun = tmp_path / "has-begun"
+
+    def hang_or_fail(number: int, part: int) -> None:
+        if number == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # A part this small has files only while it is committed.
+            (crew.path / "parts" / "tokens" / partial_name("c.0", "0123abcd")).touch()
+            has_begun.touch()
+            time.sleep(60)
+        while not has_begun.exists():
+            time.sleep(0.01)
+        raise ValueError("kv of layer 2 is not finite")
+
+    with pytest.raises(WorkerError):
+        crew.run(2, hang_or_fail)
+    crew.check_gone()
+    assert not list(crew.path.rglob("c.*.partial"))
 
 
 def test_ctrl_c_ends_the_workers_and_leaves_no_file_of_theirs(

@@ -89,7 +89,8 @@ def read_nothing(server: LiveServer, held: ExitStack) -> None:
     for _ in range(3):
         held.enter_context(never_read(server.place, post(COMPLETIONS, STREAM)))
     wait_for(lambda: server.engine.snapshot().n_open == 3 and not server.engine.snapshot().n_working)
-    time.sleep(0.1)
+    # The server sees that nobody reads only once the buffers of a connection are full.
+    wait_for(lambda: httpx.post(f"{server.address}{COMPLETIONS}", json=BODY, timeout=60).status_code == 200)
 
 
 def be_refused(data: bytes, status: int) -> Callable[[LiveServer, ExitStack], None]:

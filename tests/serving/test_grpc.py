@@ -559,11 +559,17 @@ def test_an_engine_that_is_full(target: Target) -> None:
         wait_for(is_taken)
 
 
-def test_too_many_messages_in_flight(target: Target, answer: list[int]) -> None:
+def test_too_many_messages_in_flight(target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones are answered, those beyond the bound are refused one by one."""
-    with Server(target, target_ms=100.0) as server, Talk(server.grpc_address) as talk:
+    may_step = threading.Event()
+    with Server(target) as server, Talk(server.grpc_address) as talk:
         talk.opened(PROMPT)
+        step = server.engine.step
+        monkeypatch.setattr(server.engine, "step", lambda: may_step.wait(60) and step())
         sent = [talk.send(verify=pb.Verify(start=N)) for _ in range(25)]
+        for _ in range(7):
+            talk.read("failure")
+        may_step.set()
         talk.hang_up()
         talk.rest()
         refused = [message.failure for message in talk.got if message.WhichOneof("body") == "failure"]
