@@ -69,7 +69,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.0
 def moto() -> Iterator[str]:
     """Run moto's server in a process of its own; yields its endpoint."""
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, str(Path(__file__).with_name("moto_server.py")), "127.0.0.1", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(f"http://127.0.0.1:{port}/moto-api/data.json", process)

@@ -1,0 +1,25 @@
+"""Run moto's S3 server: python moto_server.py HOST PORT.
+
+S3 checks the condition of a conditional write and writes in one step. moto does so in two, so that two of several
+writers can win; here its writes follow each other.
+"""
+
+import sys
+import threading
+
+from moto.s3.responses import S3Response
+from moto.server import main
+
+_WRITES = threading.Lock()
+_put_object = S3Response.put_object
+
+
+def put_object(self: S3Response) -> object:
+    """Write an object while no other one is written."""
+    with _WRITES:
+        return _put_object(self)
+
+
+if __name__ == "__main__":
+    S3Response.put_object = put_object
+    main(["-H", sys.argv[1], "-p", sys.argv[2]])
