@@ -87,7 +87,8 @@ def extract(
         codec, target = _learn_codec(plan, progress)
     with ExitStack() as opened:
         forwards = None
-        if not has_parts(plan.store):  # nothing is created for a target that cannot be used
+        # Nothing is created or dropped for a target that cannot be used.
+        if repairs or not has_parts(plan.store):
             with interruptible("while the target was loaded; nothing was written"):
                 forwards = _prove_target(plan, codec, target, progress, opened)
             target = None

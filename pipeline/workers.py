@@ -122,14 +122,19 @@ class WorkerProcess:
         settings = worker.config.replaced(encode_threads=n_encode_threads).to_yaml()
         self._folder = Path(tempfile.mkdtemp(prefix=f"moa-data-worker-{worker.index}-"))
         self._keeps_log = False
-        (self._folder / SETTINGS_NAME).write_text(settings, encoding="utf-8")
-        self.process = start(worker, self._folder, core_share(n_here))
+        try:
+            (self._folder / SETTINGS_NAME).write_text(settings, encoding="utf-8")
+            self.process = start(worker, self._folder, core_share(n_here))
+        except BaseException:
+            shutil.rmtree(self._folder)
+            raise
 
     def ended(self) -> tuple[int, str]:
         """Wait for its end; returns the exit code, negative for a signal, and its timings or why it ended."""
         code = self.process.wait()
         if code == 0:
-            return code, (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
+            output = (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
+            return code, output.splitlines()[-1]  # Libraries may print before it.
         log = self._folder / LOG_NAME
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
         reason = lines[-1].strip() if lines else f"exit code {code}"

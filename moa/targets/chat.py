@@ -38,10 +38,11 @@ _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trainable|training|learn|learnable|supervised|loss|weights?)(?:_.+)?|.+_mask", re.IGNORECASE
 )
 _SKIP_MARK = re.compile(
-    r"mask|masked|is_masked|mask_loss|(?:no|not|do_not)_(?:train|loss|learn).*"
+    r"(?:is_)?mask(?:ed)?(?:_(?:out|loss|from_loss))?|loss_masked|untrained|(?:no|not|do_not)_(?:train|loss|learn).*"
     r"|(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?",
     re.IGNORECASE,
 )
+_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")  # where a word begins in a name such as isTrainable
 # Columns that mark a row as a whole; many other columns have names like marks.
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trainable|loss|masked)|(?:train|loss)_(?:mask|weights?)"
@@ -331,11 +332,12 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
     for key, value in _fields(item):
         values = value if isinstance(value, (list, tuple)) else [value]
         words = [str(each).strip().lower() for each in values if isinstance(each, (bool, int, float, str))]
+        name = _CAMEL_CASE.sub("_", key)
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"  # the loss of some model on this row
-        if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(key)):
+        if not words or is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
-        excluding = _NO if _TRAIN_MARK.fullmatch(key) else ()
-        if _SKIP_MARK.fullmatch(key):
+        excluding = _NO if _TRAIN_MARK.fullmatch(name) else ()
+        if _SKIP_MARK.fullmatch(name):
             excluding = _YES
         if any(word in excluding for word in words):
             return f"{key} {value!r:.40}"
@@ -369,7 +371,11 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
     arguments = {} if arguments in (None, "") else arguments
     known = _unpacked(arguments)
     is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
-    if not is_call or any(function.get(key) for key in _OTHER_ARGUMENTS):
+    others = [function.get(key) for key in _OTHER_ARGUMENTS]
+    if function is not call and isinstance(call, Mapping):
+        # Templates read the function alone.
+        others += [call.get(key) for key in ("arguments", *_OTHER_ARGUMENTS)]
+    if not is_call or any(others):
         return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}")
     # A call may lack the object around its function.
     outer = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}

@@ -18,7 +18,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moa_data import files
-from moa_data.errors import Interrupted, StorageUnavailable, StoreDamaged, StoreMismatch, TargetError, WorkerError
+from moa_data.errors import (
+    Interrupted,
+    StorageUnavailable,
+    StoreDamaged,
+    StoreMismatch,
+    TargetError,
+    WorkerError,
+)
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ExtractConfig
@@ -379,6 +386,18 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     assert repair(store, config.model).n_parts_done == 0
     assert read_tree(store) == whole
     assert verify_store(store).ok
+
+
+def test_a_repair_whose_target_cannot_be_loaded_drops_nothing(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = extracted(config)
+    flip(next((store / "parts/kv").glob("c.1.*")))
+    before = read_tree(store)
+    monkeypatch.setattr("moa_data.moa.targets.loading.free_memory", lambda: 1000)
+    with pytest.raises(TargetError):
+        repair(store, config.model)
+    assert read_tree(store) == before
 
 
 def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,8 @@ def test_each_piece_is_in_the_tokens_exactly_once_or_the_row_is_rejected(name: s
     {"train": False}, {"trainable": False}, {"training": False}, {"loss": False},
     {"loss": "false"}, {"loss_mask": 0}, {"loss_mask": [1, 1, 0]}, {"masked": True}, {"ignore_loss": True},
     {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
+    {"isTrainable": False}, {"computeLoss": False}, {"lossWeight": 0}, {"skipTraining": True}, {"isMasked": True},
+    {"loss_masked": True}, {"mask_out": True}, {"untrained": True},
 ])  # fmt: skip
 def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, Any]) -> None:
     asks, answers = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

@@ -346,6 +346,7 @@ def calling(call: Any) -> dict[str, Any]:
 NO_CALLS: list[Any] = [
     "f", {"function": "f"}, {"function": {"name": "f", "arguments": "{"}}, {"name": "f", "arguments": [1]},
     {"arguments": {}}, {"name": "f", "arguments": {"x": float("inf")}},
+    {"function": {"name": "f"}, "arguments": {"x": 1}}, {"function": {"name": "f"}, "parameters": {"x": 1}},
 ]  # fmt: skip
 SAID = [ASKS, ANSWERS]
 LONG = [{"role": "system", "content": "Be long."}, *SAID]

@@ -29,6 +29,7 @@ from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.report import PartProgress, Timings
 from moa_data.pipeline.workers import (
     SETTINGS_NAME,
+    TIMINGS_NAME,
     Worker,
     WorkerProcess,
     outcome_of,
@@ -373,6 +374,28 @@ def test_a_worker_computes_on_its_share_of_the_cores(tmp_path: Path) -> None:
     WorkerProcess(worker, 2, start).close()
     WorkerProcess(replace(worker, config=worker.config.replaced(encode_threads=3)), 1, start).close()
     assert told == [(core_share(2), core_share(2)), (core_share(1), 3)]
+
+
+def test_what_libraries_print_in_a_worker_is_ignored(tmp_path: Path) -> None:
+    def start(worker: Worker, folder: Path, n_threads: int) -> Forked:
+        (folder / TIMINGS_NAME).write_text("INFO: the engine starts\n" + json.dumps(asdict(Timings(n_tokens=5))) + "\n")
+        return Forked(lambda: 0)
+
+    [worker] = workers_of(tmp_path / "store", 1)
+    process = WorkerProcess(worker, 1, start)
+    assert outcome_of(*process.ended()) == Timings(n_tokens=5)
+    process.close()
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> Forked:
+        raise OSError("no process is left")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    [worker] = workers_of(tmp_path / "store", 1)
+    with pytest.raises(OSError, match="no process is left"):
+        WorkerProcess(worker, 1, start)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("ray")
