@@ -199,7 +199,7 @@ class TargetSettings(Config):
     """Which target is loaded to decode with, and how."""
 
     model: Common[str]
-    """The target: a folder or a hub id."""
+    """The target: a folder, a GGUF file, or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main."""
     template_kwargs: TemplateKwargs = ()

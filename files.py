@@ -227,19 +227,20 @@ def open_lock(path: Path) -> int:
         raise StoreDamaged(f"{path} is a symbolic link, expected a file. Delete the link and try again.") from error
 
 
-def lock(fd: int, path: Path, shared: bool = False, note: str = "") -> None:
-    """Take a lock without waiting, or change one that is held; the kernel frees it when the process ends.
+def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool = False) -> None:
+    """Take a lock, or change one that is held; the kernel frees it when the process ends.
 
     Args:
         fd: from :func:`open_lock`; closing it frees the lock. The file stays.
         note: one line, for those who find it locked.
+        waits: wait until others have freed the lock.
 
     Raises:
         LockHeld: by another descriptor. A lock that was to be changed is then lost.
         StorageUnavailable: the file system has no locks, or no room for the process's name.
     """
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
     except OSError as error:
         if error.errno not in _HELD_ERRNOS:
             raise no_locks(path, error) from error
@@ -251,11 +252,11 @@ def lock(fd: int, path: Path, shared: bool = False, note: str = "") -> None:
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n{note}\n".encode(), 0)
 
 
-def lock_file(path: Path) -> int:
+def lock_file(path: Path, waits: bool = False) -> int:
     """Lock a file for this process alone; returns the descriptor that holds it until it is closed."""
     fd = open_lock(path)
     try:
-        lock(fd, path)
+        lock(fd, path, waits=waits)
     except BaseException:
         os.close(fd)
         raise
@@ -380,7 +381,7 @@ def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore t
     # tokenizers a plain Exception.
     try:
         yield
-    except (DrafterError, NotEnoughMemory, error_class):
+    except (DrafterError, NotEnoughMemory, StorageUnavailable, error_class):
         raise
     except MemoryError as error:
         raise NotEnoughMemory(f"{trouble}, or there is too little memory ({first_line(error)}). {advice}") from error

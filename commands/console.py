@@ -189,7 +189,7 @@ def user_message(error: BaseException, command: str = "") -> str | None:
     if isinstance(error, MoaDataError):
         return text
     if isinstance(error, ModuleNotFoundError) and (error.name or "moa_data").split(".")[0] != "moa_data":
-        extra = _EXTRAS.get(command, "extract")
+        extra = "gguf" if error.name in ("gguf", "accelerate") else _EXTRAS.get(command, "extract")
         return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[{extra}]'."
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
         # Python's own error comes from data; torch's from tensors, whose sizes a flag changes.

@@ -156,7 +156,7 @@ def evaluate(config: EvalConfig) -> None:
 
 @click.command()
 @click.argument("drafter")
-@click.option("--model", required=True, metavar="TEXT", help="The target: a folder or a hub id.")
+@click.option("--model", required=True, metavar="TEXT", help="The target: a folder, a GGUF file, or a hub id.")
 @click.option(
     "--with", "engine", required=True, type=click.Choice(["transformers", "vllm", "speculators"]),
     help="The other side: vLLM, transformers, or speculators' own model, which is fed with the text.",

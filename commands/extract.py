@@ -221,7 +221,7 @@ def repair(store: "StorePath", model: str | None, dataset: str | None, device: s
 
 @click.command()
 @click.argument("store", type=StoreArgument())
-@click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
+@click.option("--model", required=True, help="The target the store was made with: a folder, a GGUF file, or a hub id.")
 @click.option(
     "--samples", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Sequences to run again."
 )

@@ -146,6 +146,9 @@ table are decoded where the calls over cached tokens prove right, and hold hidde
 with many whose layers carry a state (Mamba, LFM 2), `generate` says so in a line, and stores of hidden states,
 and what trains from them, remain.
 
+`--model` takes a folder in Hugging Face layout, a Hub id, or [a GGUF file](real-model.md#gguf-files) of an architecture
+whose GGUF files transformers reads.
+
 The tests run every cell of this table. A drafter with a letter trains from the family's stores:
 
 - **C**: `generate` and `eval` verify its chains, one prompt at a time. **T**: they verify trees and batches as well.

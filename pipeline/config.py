@@ -141,7 +141,7 @@ class ExtractConfig(Config):
         def __init__(self, /, **values: Any) -> None: ...
 
     model: Common[str]
-    """The target: a folder in Hugging Face layout, or a hub id."""
+    """The target: a folder in Hugging Face layout, a GGUF file, or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main. Its commit is recorded, and used by every later start."""
     dataset: Common[str]
@@ -177,7 +177,7 @@ class AddConfig(Config):
     store: str
     """The store, made by `extract`."""
     model: str
-    """The target that the store was made with: a folder in Hugging Face layout, or a hub id."""
+    """The target that the store was made with: a folder in Hugging Face layout, a GGUF file, or a hub id."""
     activations: tuple[str, ...] = ()
     """What to add: hidden:layer:K (output of decoder layer K, from 0), hidden:last, kv; stored fields are kept."""
     target_layers: Natural = 0
@@ -216,7 +216,8 @@ class RegenerateConfig(Config):
     """Settings of `moa-data regenerate`: who answers which questions, and where to."""
 
     model: Common[str | None] = None
-    """The target: a folder or a hub id. With --server its name there; default: the only model that the server has."""
+    """The target: a folder, a GGUF file, or a hub id. With --server its name there; default: the only model that the
+    server has."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main."""
     drafter: Common[str | None] = None

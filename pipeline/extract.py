@@ -291,7 +291,7 @@ def _report(plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Seque
 
 def repair(
     store: str | os.PathLike[str] | StorePath,
-    model: str,  # the target that the store was made with: a folder or a hub id
+    model: str,  # the target that the store was made with: a folder, a GGUF file or a hub id
     dataset: str | None = None,  # the chats; None for those of the store's last extraction
     device: str | None = None,  # device of the forward; None for that of the store's last extraction
     progress: Progress | None = None,

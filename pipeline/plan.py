@@ -337,7 +337,7 @@ def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str
 def find_target(model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True) -> Path:
     """Return the folder of a target, a Hub model at the commit that a store records; refuse one without weights."""
     folder = resolve_model_folder(model, with_weights, pinned_revision(sources, "model", model, revision))
-    if with_weights and Path(model).expanduser().is_dir():
+    if with_weights:
         weight_files(folder)  # refuses a folder without weights
     return folder
 
@@ -351,7 +351,7 @@ def sources_record(config: ExtractConfig, folder: Path, dataset: ChatSource, bef
             content hashes then tell whether the data are the same.
     """
     now: dict[str, dict[str, str]] = {}
-    if not Path(config.model).expanduser().is_dir():
+    if not Path(config.model).expanduser().exists():
         now["model"] = {"id": config.model, "revision": config.revision or _MAIN, "commit": folder.name}
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN

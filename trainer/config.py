@@ -528,8 +528,8 @@ class DrafterExportConfig(Config):
     out: str
     """Folder to write; it must not exist, or be empty."""
     model: str | None = None
-    """The target (a folder, a hub id, or a store), of which moa and moa-eagle hold the config.json, eagle and
-    speculators-eagle3 the embeddings, and dspark embeddings and LM head; speculators' formats name its folder or hub
-    id, and need one. Default: the store that the run was trained from."""
+    """The target (a folder, a GGUF file, a hub id, or a store), of which moa and moa-eagle hold the config.json, eagle
+    and speculators-eagle3 the embeddings, and dspark embeddings and LM head; speculators' formats name its folder or
+    hub id, and need one. Default: the store that the run was trained from."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights; engines cast them to their own."""

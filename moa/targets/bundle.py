@@ -67,10 +67,13 @@ def weight_files(folder: Path) -> list[Path]:
 def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
     """Compute the content hashes that identify a target; the progress counts bytes of weights.
 
-    Returns ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
+    Returns ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json; for a
+    folder made of a GGUF file only ``weights_sha256``, the hash of that file.
     """
     folder = Path(folder)
     families.load_target_config(folder)  # refuses what is no target
+    if folder.parent == cache_folder("gguf"):
+        return {"weights_sha256": folder.name}  # what transformers writes may differ between its releases
     weights, digest = weight_files(folder), hashlib.sha256()
     n_bytes, n_done = sum(file.stat().st_size for file in weights), 0
     for number, file in enumerate(weights, start=1):
@@ -93,7 +96,7 @@ def file_sha256(path: Path) -> str:
         return real.name
     before = real.stat()
     state = (str(real), before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_dev, before.st_ino)
-    kept = cache_folder() / hashlib.sha256("\0".join(map(str, state)).encode()).hexdigest()
+    kept = cache_folder("sha256") / hashlib.sha256("\0".join(map(str, state)).encode()).hexdigest()
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if _SHA256.fullmatch(known := kept.read_text()):
             return known
@@ -108,10 +111,13 @@ def file_sha256(path: Path) -> str:
     return digest
 
 
-def cache_folder() -> Path:
-    """The folder of the digests; it may not exist yet."""
+def cache_folder(name: str) -> Path:
+    """A folder in the user's cache, which may not exist yet.
+
+    ``sha256`` has digests of files, ``gguf`` model folders that are named after the digest of their GGUF file.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "moa-data" / "sha256"
+    return Path(base).absolute() / "moa-data" / name
 
 
 def save_target_bundle(

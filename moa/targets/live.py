@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ...errors import TargetError
-from ...files import kind_of, machine_trouble, parsing
+from ...files import machine_trouble, parsing
 from ...text import first_line
 from ..nn import masks
 from ..nn.graphs import recorded
 from ..nn.losses import capped
 from ..nn.masks import to_device
-from . import bundle, families, proof
+from . import bundle, families, gguf, proof
 from .cache import Buffers, TargetCache
 from .fused import fuse
 from .loading import load_target_model
@@ -42,16 +42,17 @@ _GRAPH_SLOTS = 1024
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
-    """Find a local model folder, or download the snapshot of a Hub id into a folder named after its commit."""
+    """Find a local model folder, make that of a GGUF file, or download the snapshot of a Hub id.
+
+    The folder of a snapshot is named after its commit.
+    """
     folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
-        if revision:
-            raise TargetError(f"{path_or_id} is a folder and has no revision {revision}. Leave out --revision.")
-        return folder
     if folder.exists():
-        raise TargetError(f"{path_or_id} is {kind_of(folder)}, expected a model folder.")
+        if revision:
+            raise TargetError(f"{path_or_id} is a path and has no revision {revision}. Leave out --revision.")
+        return gguf.model_folder(folder)
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
-        raise TargetError(f"{path_or_id} is neither a folder nor a Hub id of the form owner/name.")
+        raise TargetError(f"{path_or_id} is neither a folder nor a Hub id of the form owner/name, nor a GGUF file.")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.model", "*.txt"] + (["*.safetensors"] if with_weights else [])

@@ -47,7 +47,7 @@ class ImportConfig(Config):
     format: Format
     """Layout of the folder: speculators, specforge (EAGLE-3) or eagle (EAGLE v1)."""
     model: str
-    """The target the hidden states come from: a folder or a hub id."""
+    """The target the hidden states come from: a folder, a GGUF file, or a hub id."""
     out: str
     """Folder of the store; the same command run again continues where it stopped."""
     max_sequences: Count | None = None

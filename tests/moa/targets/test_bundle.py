@@ -52,12 +52,12 @@ def test_a_damaged_or_unwritable_cache_costs_time_alone(tmp_path: Path, reads: l
     file = tmp_path / "weights"
     file.write_bytes(b"a")
     right = file_sha256(file)
-    (kept,) = bundle.cache_folder().iterdir()
+    (kept,) = bundle.cache_folder("sha256").iterdir()
     for content in (b"", b"\xff" * 64, right[:63].encode()):
         kept.write_bytes(content)
         assert file_sha256(file) == right
-    shutil.rmtree(bundle.cache_folder())
-    bundle.cache_folder().write_text("a file where the folder should be")
+    shutil.rmtree(bundle.cache_folder("sha256"))
+    bundle.cache_folder("sha256").write_text("a file where the folder should be")
     assert file_sha256(file) == right
     assert reads == ["weights"] * 5
 

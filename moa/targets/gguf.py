@@ -1,0 +1,96 @@
+"""GGUF files as targets: transformers dequantises a file once, into a folder of the user's cache.
+
+The folder is named after the file's SHA-256, and has that name only when it is complete. What
+follows reads it as any other model folder.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ...errors import NotEnoughMemory, TargetError
+from ...files import PARTIAL_SUFFIX, check_room, fsync_directory, lock_file, parsing
+from ...machine import free_memory
+from ...text import format_bytes, format_hours
+from .bundle import cache_folder, file_sha256
+from .model_files import check_regular
+
+_LOG = logging.getLogger(__name__)
+_ADVICE = (
+    "Give a whole GGUF file (llama-gguf-split --merge makes one of several), or the model's folder "
+    "in Hugging Face layout."
+)
+
+
+def model_folder(path: Path) -> Path:
+    """Return a model folder as it is; for a GGUF file, or a folder that holds one, that of the cache."""
+    files = sorted(path.glob("*.gguf")) or [path]
+    if files[0].is_dir() or any(path.glob("*.safetensors")):
+        return path
+    if len(files) > 1:
+        raise TargetError(f"{path} holds {', '.join(file.name for file in files)}. Give the path of one of them.")
+    check_regular(files[0])
+    folder = cache_folder("gguf") / file_sha256(files[0])
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # One process at a time, since memory may not be enough for two.
+        with open(lock_file(folder.parent / "lock", waits=True)):
+            for leftover in folder.parent.glob(f"*{PARTIAL_SUFFIX}"):  # Of a process that was killed.
+                shutil.rmtree(leftover)
+            if not folder.is_dir():  # Another process may have made it meanwhile.
+                _convert(files[0], folder)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write the model folder of a file; refuse a file of which transformers would leave out a part."""
+    import accelerate  # noqa: F401  # transformers needs it
+    import gguf
+    from transformers import GgufConfig
+
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(PARTIAL_SUFFIX, dir=folder.parent) as scratch,
+        parsing(f"{file} cannot be converted", TargetError, _ADVICE),
+    ):
+        reader = gguf.GGUFReader(file)
+        types = {tensor.tensor_type.name for tensor in reader.tensors}
+        dtype = torch.float16 if "F16" in types else torch.float32
+        if types - {"F16", "F32"}:
+            dtype = torch.bfloat16  # rounds quantised weights by less than the quantisation did
+        n_values = sum(tensor.n_elements for tensor in reader.tensors)
+        n_bytes = n_values * dtype.itemsize
+        n_free = free_memory()
+        if n_free is not None and n_free < 1.25 * n_bytes:  # single tensors are float32 for a moment
+            raise NotEnoughMemory(
+                f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, and "
+                f"{format_bytes(n_free)} are free. Free some."
+            )
+        check_room(folder, n_bytes, "Free some, or set XDG_CACHE_HOME to a folder on a larger disk.")
+        _LOG.warning("dequantising %s once, to %s in %s", file.name, format_bytes(n_bytes), folder)
+        # Alone in its folder, since transformers also reads other files there.
+        link = Path(scratch) / "model.gguf"
+        link.symlink_to(file.resolve())
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=link.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            scratch, gguf_file=link.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+        )
+        unread = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
+        if unread or model.num_parameters() != n_values:
+            raise TargetError(
+                f"transformers does not read {unread or 'all weights'} of {file} (it has "
+                f"{model.num_parameters():,} weights of {n_values:,}). {_ADVICE}"
+            )
+        made = Path(scratch) / "model"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        for written in (*made.iterdir(), made):
+            fsync_directory(written)
+        os.replace(made, folder)
+    _LOG.warning("dequantised %s in %s", file, format_hours(time.monotonic() - began))
