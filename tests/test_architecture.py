@@ -44,7 +44,8 @@ OUTSIDE: dict[str, set[str]] = {
         "numpy", "zarr", "numcodecs", "pyarrow", "google_crc32c", "zstandard", "array_api_compat", "safetensors",
         "obstore", "typing_extensions",
     },
-    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2"},
+    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2", "gguf",
+            "accelerate"},
     "pipeline.exchange": {
         "torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions", "hs_connectors",
         "speculators",
