@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DatasetError
-from ..moa.targets.chat import Message, Rejection, UnreadableRow, parse_prompt
+from ..moa.targets.chat import Message, Rejection, parse_prompt
 from ..pipeline.dataset import read_jsonl
 from ..text import printable
 
@@ -77,32 +77,21 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
-    if isinstance(row, UnreadableRow):
-        raise DatasetError(f"{where} is {row.detail}; expected one JSON object per line.")
-    if not isinstance(row, dict):
-        raise DatasetError(f"{where} is a {type(row).__name__}, expected an object with messages or turns.")
-    is_chat = "turns" not in row
-    names = ("prompt_id", "id") if is_chat else ("question_id",)
-    prompt_id = printable(str(next((row[name] for name in names if row.get(name) is not None), number)))
-    category = printable(str(row.get("category") or "all"))
-    if is_chat:
-        return CHATS, _chat_prompt(row, where, prompt_id, category)
-    turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise DatasetError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; correct the line.")
-    return SPEC_BENCH, Prompt(prompt_id, category, tuple(({"role": "user", "content": text},) for text in turns))
-
-
-def _chat_prompt(row: dict[str, Any], where: str, prompt_id: str, category: str) -> Prompt:
     chat = parse_prompt(row)
     if isinstance(chat, Rejection):
         raise DatasetError(f"{where}: {chat.reason} ({chat.detail}); correct the line.")
     messages = tuple(chat.messages)
-    if messages[-1]["role"] == "assistant":  # a chat that ends with the question is a prompt as it stands
-        messages = messages[:-1]
-    if not messages:
+    turns: tuple[tuple[Message, ...], ...] = tuple((message,) for message in messages)
+    if not chat.asks_each:
+        # A chat that ends with the question is a prompt as it stands.
+        turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
+    if not turns[0]:
         raise DatasetError(f"{where}: nothing comes before the assistant's message; correct the line.")
-    return Prompt(prompt_id, category, (messages,), None if chat.tools is None else tuple(chat.tools))
+    names = ("question_id",) if chat.asks_each else ("prompt_id", "id")
+    prompt_id = printable(str(next((row[name] for name in names if row.get(name) is not None), number)))
+    category = printable(str(row.get("category") or "all"))
+    tools = None if chat.tools is None else tuple(chat.tools)
+    return SPEC_BENCH if chat.asks_each else CHATS, Prompt(prompt_id, category, turns, tools)
 
 
 def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable[Prompt]:

@@ -71,6 +71,7 @@ class RejectReason(StrEnum):
     EMPTY_CONTENT = "a message is empty or no text"
     NON_TEXT_PART = "a message has a part that is no text"
     NO_RESPONSE = "the chat has no assistant message"
+    MALFORMED_TURNS = "turns is not a list of questions"
     MALFORMED_TOOLS = "tools is no list of objects with a name"
     MALFORMED_TOOL_CALLS = "tool_calls is no list of calls with a name and an object of arguments"
     MALFORMED_SYSTEM = "the system column is no text"
@@ -115,6 +116,7 @@ class Chat:
     messages: list[Message]
     # JSON schemas of those that the assistant may call. Some templates tell an empty list from None.
     tools: list[dict[str, Any]] | None = None
+    asks_each: bool = False  # whether each message is answered before the next one is asked
 
 
 def parse_chat(row: Any) -> Chat | Rejection:
@@ -142,15 +144,23 @@ def parse_chat(row: Any) -> Chat | Rejection:
 
 
 def parse_prompt(row: Any) -> Chat | Rejection:
-    """Read the chat of one row as a prompt.
+    """Read the chat of one row as a prompt, or the questions of a row of Spec-Bench: ``{"turns": ["...", ...]}``.
 
     It may lack messages of the assistant. Contents are texts, and messages have no other keys than name, tool_call_id
     and tool_calls, because they may be sent to a server.
     """
+    if isinstance(row, Mapping) and "turns" in row and not any(row.get(name) for name in _MESSAGE_COLUMNS):
+        return _parse_questions(row["turns"])
     chat = _parse(row)
     if isinstance(chat, Rejection):
         return chat
     return Chat([_plain(message) for message in chat.messages], chat.tools)
+
+
+def _parse_questions(turns: Any) -> Chat | Rejection:
+    if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text.strip() for text in turns):
+        return Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
+    return Chat([{"role": "user", "content": text} for text in turns], asks_each=True)
 
 
 def _plain(message: Message) -> Message:

@@ -67,6 +67,14 @@ def test_parts_of_a_content_stay_in_training_data_and_become_one_text_in_prompts
     assert parse_prompt(row) == Chat(CHAT)
 
 
+def test_questions_of_spec_bench_are_prompts_and_other_columns_named_turns_are_not_read() -> None:
+    asked = [{"role": "user", "content": text} for text in ("one?", "two?")]
+    assert parse_prompt({"question_id": 81, "turns": ["one?", "two?"]}) == Chat(asked, asks_each=True)
+    assert parse_prompt({"messages": CHAT, "turns": 1}) == Chat(CHAT)
+    for turns in ([], "one?", ["one?", " "], [3], None):
+        rejected(parse_prompt({"turns": turns}), RejectReason.MALFORMED_TURNS)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_encodings_of_other_programs_give_the_same_rows(tmp_path: Path, encoding: str, suffix: str) -> None:
