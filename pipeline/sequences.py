@@ -47,7 +47,7 @@ Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
 _COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
 _COUNTS_KEY, _ORIGIN_KEY = b"counts", b"origin"
-_ORIGIN_VERSION = 2  # part of the origin; raise it when a change of the code makes equal chats give other tokens
+_ORIGIN_VERSION = 3  # part of the origin; raise it when a change of the code makes equal chats give other tokens
 
 
 @dataclass
@@ -280,12 +280,16 @@ def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> No
 def tokenize_row(
     template: ChatTemplate, content: Any, max_length: int, columns: Columns | None = None
 ) -> TokenizedChat | Rejection:
-    """Turn a row of a dataset into token ids and a response mask, both cut to ``max_length``."""
+    """Turn a row of a dataset into token ids and a response mask, both cut to ``max_length``.
+
+    A row whose ``finish_reason`` is ``length`` ends with an answer that was cut, as in OpenAI's API.
+    """
     row = content if columns is None else columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
-    return tokenize_chat(template, chat.messages, max_length, chat.tools)
+    is_cut = content.get("finish_reason") == "length"
+    return tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut)
 
 
 def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:

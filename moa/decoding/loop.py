@@ -20,7 +20,7 @@ drafts a round is a plain decoding step, so that plain and speculative decoding 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,7 @@ def generate_batch(
     tree: TreeShape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int | Sequence[int] = 0,
+    stop_token_ids: Iterable[int] = (),
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
 ) -> list[Generation]:
@@ -110,6 +111,7 @@ def generate_batch(
         max_new_tokens: limit of each answer; the target's positions are another.
         tree: shape of the proposer's drafts, or a policy that chooses it; needed with a proposer.
         seed: row r uses ``seed + r``, or ``seed[r]`` of a sequence.
+        stop_token_ids: tokens that end an answer, as the target's end-of-sequence tokens do.
         on_tokens: called at each commit; for a single prompt only.
 
     Raises:
@@ -125,7 +127,10 @@ def generate_batch(
         return []
     started = time.perf_counter()
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
-    rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
+    ends = target.eos_token_ids.union(stop_token_ids)
+    rows = [
+        _Row(target, prompt, max_new_tokens, own, ends, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)
+    ]
     policy = tree if isinstance(tree, ShapePolicy) else ShapePolicy(tree)
     policy.begin()
     cache = target.new_cache(len(rows))
@@ -250,7 +255,13 @@ class _Row:
     """One prompt and its answer so far."""
 
     def __init__(
-        self, target: Target, prompt_tokens: list[int], max_new_tokens: int, seed: int, on_tokens: OnTokens | None
+        self,
+        target: Target,
+        prompt_tokens: list[int],
+        max_new_tokens: int,
+        seed: int,
+        ends: frozenset[int],
+        on_tokens: OnTokens | None,
     ) -> None:
         if not prompt_tokens:
             raise DrafterError("the prompt is empty; give at least one token.")
@@ -266,7 +277,8 @@ class _Row:
             raise DrafterError(
                 f"the prompt has token {unknown}, the target's tokens are 0 to {vocab_size - 1}; use its tokenizer."
             )
-        self._eos_token_ids, self._on_tokens = target.eos_token_ids, on_tokens
+        self._ends = ends
+        self._on_tokens = on_tokens
         self._limit = min(max_new_tokens, target.max_positions - len(prompt_tokens))
         self.generator = torch.Generator().manual_seed(seed)
         self.committed, self.n_prompt = list(prompt_tokens), len(prompt_tokens)
@@ -280,7 +292,7 @@ class _Row:
 
     def append(self, tokens: list[int], drafted: list[bool]) -> int:
         """Commit tokens up to the end of the answer; returns how many."""
-        kept, finish = cut_answer(tokens, self.n_remaining, self._eos_token_ids)
+        kept, finish = cut_answer(tokens, self.n_remaining, self._ends)
         self.tokens += kept
         self.committed += kept
         self.stats.n_tokens = len(self.tokens)

@@ -113,11 +113,13 @@ class _MarkedChat:
 
 
 def tokenize_chat(
-    template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None
+    template: ChatTemplate, messages: list[Message], max_length: int, tools: Tools = None, is_cut: bool = False
 ) -> TokenizedChat | Rejection:
     """Turn a chat into token ids and a response mask, cut to ``max_length``.
 
-    ``messages``: roles, contents and tool calls, as :class:`.chat.Chat` has them; no system message is added.
+    Args:
+        messages: roles, contents and tool calls, as :class:`.chat.Chat` has them; no system message is added.
+        is_cut: whether a last response, if it has no calls, was not ended by its writer. Nothing follows its text.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -129,10 +131,19 @@ def tokenize_chat(
         if hidden := _find_hidden_piece(template, marked, text):
             return hidden
         spans = _response_spans(template, messages, tools, text, marked)
+        if isinstance(spans, Rejection):
+            return spans
+        is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        if is_cut and template.has_generation_prompt:
+            # The text that its writer read and wrote, whatever the template adds to a whole response.
+            prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
+            text = prompt + "".join(content_texts(messages[-1]))
+            spans[-1] = len(prompt), len(text)
+        elif is_cut:
+            spans[-1] = _located_span(template, messages, tools, len(messages) - 1, text) or spans[-1]
+            text = text[: spans[-1][1]]
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
-    if isinstance(spans, Rejection):
-        return spans
     tokens, mask = _encode(template, text, spans)
     return _cut(tokens, mask, max_length)
 

@@ -216,6 +216,24 @@ class ChatTemplate:
             return arguments if self._shows_json else json.loads(arguments)
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
+    def open_user_turn(self) -> tuple[list[int], int]:
+        """Find the tokens before the text of a first user message, and the token that ends that message.
+
+        Raises:
+            TemplateError: the template does not tell the two.
+        """
+        text = self._try_render([{"role": "user", "content": PLACEHOLDER}], add_generation_prompt=True) or ""
+        before, _, after = text.partition(PLACEHOLDER)
+        end = self.control_tokens.everywhere.match(after.lstrip())
+        # A space before a word belongs to the word's token.
+        tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
+        if not tokens or end is None:
+            raise TemplateError(
+                "the chat template does not show where a user's message begins, or ends it with text and not with a "
+                "special token, so the target cannot write questions. Give --dataset in place of --self-prompted."
+            )
+        return list(tokens), int(self.tokenizer.convert_tokens_to_ids(end.group()))
+
     def _try_render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, is_shaped: bool = False
     ) -> str | None:

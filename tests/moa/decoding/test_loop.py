@@ -193,6 +193,15 @@ def test_plain_equals_transformers_generate(case: str) -> None:
     assert n_ended < 10
 
 
+def test_stop_tokens_end_an_answer_as_an_end_of_sequence_token_does() -> None:
+    target = Target(build_model())
+    target.eos_token_ids = frozenset()
+    prompt = random_prompts(1, seed=3)[0]
+    whole = plain_generate(target, prompt, max_new_tokens=8).tokens
+    stopped = plain_generate(target, prompt, max_new_tokens=8, stop_token_ids=[whole[3]]).tokens
+    assert stopped == whole[: whole.index(whole[3]) + 1]
+
+
 def test_bad_requests_are_refused() -> None:
     target = Target(build_model())
     drafter = build_drafter(target.model)

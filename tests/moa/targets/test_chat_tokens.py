@@ -14,7 +14,13 @@ from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, token
 from moa_data.moa.targets.template import ChatTemplate, template_source
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
-from moa_data.tests.kit.templates import CHATML_TEMPLATE, HARMONY_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+from moa_data.tests.kit.templates import (
+    CHATML_TEMPLATE,
+    HARMONY_TEMPLATE,
+    LLAMA3_TEMPLATE,
+    MISTRAL_TEMPLATE,
+    QWEN3_TEMPLATE,
+)
 
 Messages = list[dict[str, str]]
 
@@ -230,3 +236,61 @@ def test_no_chat_template_is_refused() -> None:
         ChatTemplate(build_tokenizer(None))
     with pytest.raises(TemplateError, match=r"refuses the prompt: .*alternate"):
         prompt_tokens(ChatTemplate(make("mistral")[0]), turns("q", "a")[::-1])
+
+
+THINKING = "<think>\nfirst I"
+CUT: dict[str, tuple[str, str, str, str]] = {
+    # name -> template, end of turn, what the target wrote, and what stands before it
+    "llama3": (LLAMA3_TEMPLATE, "<|eot_id|>", "It is 4, \n", "assistant<|end_header_id|>\n\n"),
+    "chatml": (CHATML_TEMPLATE, "<|im_end|>", "It is 4,", "<|im_start|>assistant\n"),
+    "mistral": (MISTRAL_TEMPLATE, "</s>", "It is 4,", "[/INST]"),
+    "qwen3": (QWEN3_TEMPLATE, "<|im_end|>", THINKING, "<|im_start|>assistant\n"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_nothing_follows_an_answer_that_was_cut(name: str) -> None:
+    text, end, answer, before = CUT[name]
+    tokenizer = build_tokenizer(text, "<|begin_of_text|>", end)
+    messages = turns("one?", "1", "two?", answer)
+    chat = tokenize_chat(ChatTemplate(tokenizer), messages, 400, is_cut=True)
+    assert isinstance(chat, TokenizedChat), chat
+    first, last = marked_texts(tokenizer, chat)
+    assert first.endswith("1" + end)
+    assert last.strip() == answer.strip()
+    assert tokenizer.decode(chat.tokens).removesuffix(last).rstrip(" ").endswith(before.rstrip(" "))
+    assert chat.response_mask[-1] == 1
+
+
+def test_a_chat_that_ends_with_a_question_or_a_call_has_no_cut_answer() -> None:
+    tokenizer, _ = make("chatml")
+    template = ChatTemplate(tokenizer)
+    messages = turns("one?", "1", "two?")
+    whole, cut = (tokenize_chat(template, messages, 400, is_cut=is_cut) for is_cut in (False, True))
+    assert isinstance(whole, TokenizedChat)
+    assert isinstance(cut, TokenizedChat)
+    assert cut.tokens.tolist() == whole.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "opening"),
+    [
+        (LLAMA3_TEMPLATE, "<|eot_id|>", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"),
+        ("{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}" + CHATML_TEMPLATE, "<|im_end|>",
+         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"),
+    ],
+)  # fmt: skip
+def test_a_user_turn_is_opened_up_to_its_text(text: str, end: str, opening: str) -> None:
+    tokenizer = build_tokenizer(text, "<|begin_of_text|>", end)
+    tokens, end_token = ChatTemplate(tokenizer).open_user_turn()
+    assert tokenizer.decode(tokens) == opening
+    assert end_token == tokenizer.convert_tokens_to_ids(end)
+
+
+USER_AND_ASSISTANT = "{{ bos_token + 'USER: ' + messages[0].content + ' ASSISTANT:' }}"
+
+
+@pytest.mark.parametrize("text", [USER_AND_ASSISTANT, "{{ messages[0].content + eos_token }}", "{{ 1 // 0 }}"])
+def test_a_user_turn_without_a_beginning_or_an_end_is_refused(text: str) -> None:
+    with pytest.raises(TemplateError):
+        ChatTemplate(build_tokenizer(text, "<|begin_of_text|>", "</s>")).open_user_turn()
