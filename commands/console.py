@@ -214,6 +214,7 @@ def tell(text: str) -> None:
 
 
 PHASE_UNITS = {
+    "read": ("row", False),
     "tokenise": ("chat", False),
     "hash": ("B", True),
     "load": ("B", True),

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 @stage_command(RegenerateConfig)
-@click.option("--dry-run", is_flag=True, help="Say what would be asked, and stop.")
+@click.option("--dry-run", is_flag=True, help="Say what would be asked, time a few tokens, and stop.")
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
-    """Let the target answer the questions of a chat dataset, as chats to extract.
+    """Let the target answer the questions of a chat dataset, or its own, as chats to extract.
 
     Drafters learn best from the target's own words. Each turn is asked with the target's own answers before it. A chat
     is kept up to its last answer; rows that give none are counted by reason. Answers are those of plain decoding,
-    whatever --drafter proposes.
+    whatever --drafter proposes. No dataset is needed with --self-prompted: the target writes the questions too.
 
     Answered chats are appended to FILE batch by batch; run the same command again after an interruption, and the bytes
     are those of a run that was not interrupted. NAME.regeneration.json beside NAME.jsonl says who answered, and how.
@@ -32,15 +32,13 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     Examples:
       moa-data regenerate --model ./llama3-8b --drafter runs/moa --dataset HuggingFaceH4/ultrachat_200k \\
           --split train_sft --out chats.jsonl --device cuda --dtype bfloat16 --batch-size 32
+      moa-data regenerate --model ./llama3-8b --self-prompted 20000 --out chats.jsonl --device cuda --dtype bfloat16
       moa-data regenerate --server http://127.0.0.1:8000/v1 --dataset chats.jsonl --out answered --temperature 0.7
     """
     from ..pipeline import regenerate as job
 
-    with ProgressLine("row") as progress:
-        if dry_run:
-            _, _, text = job.count_work(config, progress)
-        else:
-            text = job.regenerate(config, progress).describe(config)
+    with ProgressLine("chat" if config.self_prompted else "row") as progress:
+        text = job.preview(config, progress) if dry_run else job.regenerate(config, progress).describe(config)
     out.print(text)
 
 

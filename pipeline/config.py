@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, Natural, Positive, SamplingSettings, TemplateKwargs
+from ..config import Common, Config, Count, Dtype, Natural, Positive, SamplingSettings, TemplateKwargs
 from ..errors import OptionInvalid
 from ..machine import usable_cores
 from ..storage.schema import KV
@@ -195,12 +195,21 @@ class AddConfig(Config):
 
 
 class QuestionSettings(RowSettings):
-    """Which rows are answered, and what keeps a chat out."""
+    """Which questions are answered, and what keeps a chat out."""
 
     max_rows: Common[Count | None] = None
     """Read this many rows, the first ones; default: all."""
     max_length: Count = 2048
     """Longest chat in tokens, answers included; as the --max-length of the extraction to come."""
+    keep_cut: bool = True
+    """Keep answers that reached max_new_tokens or max_length. Their rows have the finish_reason length, by which
+    `extract` knows that no end of turn follows."""
+    question_temperature: Positive = 1.0
+    """Temperature of questions that the target writes itself (--self-prompted)."""
+    question_top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Sample such questions from the most likely tokens up to this cumulative probability."""
+    question_tokens: Count = 256
+    """Most tokens of such a question; one that has not ended by then is left out."""
 
 
 class ServerSettings(Config):
@@ -225,21 +234,24 @@ class RegenerateConfig(Config):
     server: Common[str | None] = None
     """Ask a server that speaks OpenAI's API instead, such as http://HOST:8000/v1. A key is taken from the environment
     (OPENAI_API_KEY)."""
-    dataset: Common[str]
-    """Chats: a hub id, a jsonl, json, parquet or arrow file, or a folder of them."""
+    dataset: Common[str | None] = None
+    """Chats or questions of Spec-Bench: a hub id, a jsonl, json, parquet or arrow file, or a folder of them."""
+    self_prompted: Common[Count | None] = None
+    """Without a dataset: let the target write the questions of this many chats too, after its chat template's empty
+    user turn."""
     out: Common[str]
     """File of the answered chats (.jsonl), or a folder for it; the same command run again continues it."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false of Qwen3; default: those that the
     drafter's store records. A server is sent them as chat_template_kwargs."""
     max_new_tokens: Common[Count] = 1024
-    """Most tokens of an answer; one that has not ended by then is left out."""
+    """Most tokens of an answer; one that has not ended by then is cut there, and ends its chat."""
     tree: str | None = None
     """Drafts per target call: a chain's length such as 5, LENGTH@PROBABILITY for one that stops early, a tree's
     DEPTHxBREADTHxNODES. Default: 10@0.2, and 5 where tokens are sampled."""
     batch_size: Common[Count | None] = None
     """Chats that are answered together; default: 8, and 32 requests at once with --server."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Common[Dtype] = "float32"
     """Dtype of target and drafter."""
     device: Common[str] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
@@ -249,13 +261,17 @@ class RegenerateConfig(Config):
 
     @override
     def problems(self) -> list[str]:
+        if (self.dataset is None) == (self.self_prompted is None):
+            return ["give either --dataset or --self-prompted"]
         if self.server is None:
             if self.model is None:
                 return ["neither a model nor a server is given: give --model MODEL or --server URL"]
             if self.tree is not None and self.drafter is None:
                 return [f"tree is {self.tree!r}, but there is no drafter; give --drafter RUN"]
             return self.refusal_of(self.shape)
-        local = {"drafter": self.drafter, "tree": self.tree, "revision": self.revision}
+        local = {
+            "drafter": self.drafter, "tree": self.tree, "revision": self.revision, "self_prompted": self.self_prompted,
+        }  # fmt: skip
         given = [name for name, value in local.items() if value is not None]
         if given:
             return [f"{given[0]} is of a target that is loaded here; leave it out with --server"]

@@ -1,10 +1,16 @@
-"""Let a target answer the questions of a chat dataset again, and write chats that ``extract`` takes.
+"""Let a target answer the questions of a dataset, or its own, and write chats that ``extract`` takes.
 
 The assistant's messages of a row are left out, and what stands between them is asked again, turn by turn, each with the
 new answers before it::
 
     row       system  user  assistant  user  assistant        turns      [system, user]  [user]
     answered  system  user  ANSWER     user  ANSWER
+
+An answer that reaches its limit of tokens ends its chat. Its row has the ``finish_reason`` ``length``, as
+in OpenAI's API, so that nobody trains an end of turn that the target did not write.
+
+Without a dataset the target writes the questions too (Magpie, arXiv 2406.08464): it continues the empty user
+turn of its chat template up to the token that ends such a turn.
 
 Beside OUT is OUT.regeneration.json, the record of who answers what and how, and of how far.
 """
@@ -16,34 +22,39 @@ import json
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import httpx2 as httpx
 import torch
+from pydantic import BaseModel
 
 from .. import __version__
 from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, TemplateError
-from ..files import disk_full_guard, write_atomic
+from ..files import disk_full_guard, parsing, write_atomic
 from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import SamplingConfig
-from ..moa.decoding.tree import TreeShape
 from ..moa.formats.checkpoint import ready_drafters
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens, tokenize_chat
 from ..moa.targets.live import Target
 from ..moa.targets.template import parse_template_arguments
-from ..text import Progress, counted, first_line, printable
+from ..text import Progress, counted, first_line, format_hours, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 
 _FILE = "chats.jsonl"  # name of the file in a folder
+_TIMED_TOKENS = 16  # tokens of each text by which `preview` measures the speed
+_MOST_DROPPED = 9  # unusable questions of the target for each usable one, before it is given up
+_FEW_DROPPED = 64  # unusable questions that are not too many, whatever the others are
+_SEED_FACTOR = 0x9E3779B97F4A7C15  # keeps the seeds of questions apart from each other's and the answers'
 _WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
 
 
@@ -56,8 +67,12 @@ class LossReason(StrEnum):
     NO_END = "an answer has not ended within the tokens it may have"
     EMPTY = "an answer is empty"
     NO_TEXT = "an answer has bytes that are no text"
+    UNFINISHED_QUESTION = "the target's question has not ended within the tokens it may have"
+    EMPTY_QUESTION = "the target's question is empty"
+    NO_TEXT_QUESTION = "the target's question has special tokens, or bytes that are not text"
+    REPEATED_QUESTION = "the target's question was asked before"
     UNUSABLE_PROMPT = "a prompt cannot be rendered"
-    REFUSED = "the server refuses the prompt"
+    REFUSED = "the server refuses to answer"
     LATE = "the server took too long"
 
 
@@ -69,6 +84,7 @@ class Row:
     messages: list[Message] = field(default_factory=list)  # up to its last answer; none where it is rejected
     n_answers: int = 0
     n_tokens: int = 0  # tokens of the answers
+    is_cut: bool = False  # whether the last answer reached a limit
     reason: str = ""  # why the row is rejected, or its later turns were not answered; empty where all were
     detail: str = ""
     turns: list[list[Message]] = field(default_factory=list)  # before each answer to come, after the one before it
@@ -91,6 +107,8 @@ class Row:
         turns: list[list[Message]] = [[]]
         for message in chat.messages:
             if message["role"] != "assistant":
+                if chat.asks_each and turns[-1]:
+                    turns.append([])
                 turns[-1].append(message)
             elif turns[-1]:
                 turns.append([])
@@ -105,9 +123,13 @@ class Row:
         self.prompt = [*self.messages, *self.turns.pop(0)]
         return True
 
-    def take(self, text: str, n_tokens: int) -> None:
-        """Add the answer to the prompt; one without a word ends the chat before it."""
-        if not text.strip():
+    def take(self, text: str, n_tokens: int, is_cut: bool = False, keep_cut: bool = True) -> None:
+        """Add the answer to the prompt; one that has no word, or was cut, ends the chat."""
+        if is_cut:
+            text = text.rstrip("\ufffd")  # the first bytes of a character
+        if is_cut and not keep_cut:
+            self.end(LossReason.NO_END, f"{n_tokens:,} tokens")
+        elif not text.strip():
             self.end(LossReason.EMPTY)
         elif "\ufffd" in text:  # a replacement character: half a character's bytes were generated
             self.end(LossReason.NO_TEXT)
@@ -115,22 +137,31 @@ class Row:
             self.messages = [*self.prompt, {"role": "assistant", "content": text}]
             self.n_answers += 1
             self.n_tokens += n_tokens
+            self.is_cut = is_cut
+            if is_cut and self.turns:
+                self.end(LossReason.NO_END)
 
     def end(self, reason: str, detail: str = "") -> None:
         """End the chat before the turn that is being asked."""
         self.reason, self.detail = str(reason), printable(detail)
 
 
-@dataclass
-class RowCounts:
+def _as_one_line(messages: Sequence[Message]) -> str:
+    """Return the text of the first message without differences of white space."""
+    return " ".join(messages[0]["content"].split())
+
+
+class RowCounts(BaseModel):
     """Counts of rows."""
 
     n_rows: int = 0
     n_answers: int = 0
     n_tokens: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)  # reason -> rows that gave no chat
-    cut: Counter[str] = field(default_factory=Counter)  # reason -> kept chats whose later turns were not answered
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first row that had it
+    n_at_limit: int = 0  # chats whose last answer was cut
+    dropped: Counter[str] = Counter()  # reason -> unusable questions of the target
+    rejected: Counter[str] = Counter()  # reason -> rows that gave no chat
+    cut: Counter[str] = Counter()  # reason -> kept chats whose later turns were not answered
+    examples: dict[str, str] = {}  # reason -> the first row that had it
 
     @property
     def n_chats(self) -> int:
@@ -142,6 +173,7 @@ class RowCounts:
         self.n_rows += 1
         self.n_answers += row.n_answers
         self.n_tokens += row.n_tokens
+        self.n_at_limit += row.is_cut
         if row.reason:
             (self.cut if row.messages else self.rejected)[row.reason] += 1
             self.examples.setdefault(row.reason, f"row {row.row}" + (f": {row.detail}" if row.detail else ""))
@@ -151,10 +183,28 @@ class RowCounts:
         return [f"{start}{n:,}  {reason} (first: {self.examples[reason]})" for reason, n in counts.most_common()]
 
 
-def count_work(config: RegenerateConfig, progress: Progress | None = None) -> tuple[int, dict[str, Any], str]:
-    """Read all rows once; returns their number, what identifies the dataset, and in one line what will be done."""
-    source, n_rows, n_chats, n_answers = _source(config), 0, 0, 0
-    total = source.count_rows()
+class Work(NamedTuple):
+    """What a run asks."""
+
+    source: ChatSource | None  # None if the target writes the questions
+    n_rows: int
+    most_tokens: int  # that the target may write
+    settings: dict[str, Any]  # what decides the questions
+    text: str  # all of it in a line
+
+
+def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Work:
+    """Say what a run asks; rows of a dataset are read once for it."""
+    limits = f"of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
+    asked = config.questions
+    if config.self_prompted is not None:
+        n_rows = config.self_prompted
+        settings = asked.model_dump(include={"question_temperature", "question_top_p", "question_tokens"})
+        text = f"{counted(n_rows, 'question')} that the target writes, and answers {limits}"
+        most_tokens = n_rows * (config.max_new_tokens + asked.question_tokens)
+        return Work(None, n_rows, most_tokens, settings, text)
+    source = ChatSource(config.dataset or "", asked.split, asked.dataset_config, asked.dataset_revision)
+    total, n_rows, n_chats, n_answers = source.count_rows(), 0, 0, 0
     for row in _rows(config, source):
         n_rows += 1
         n_chats += bool(row.turns)
@@ -166,77 +216,68 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> tu
             f"Dataset {source.name} has no chat that asks something among {n_rows:,} rows. Point --dataset at chats, "
             "or name their columns with --columns."
         )
-    dataset = source.origin() or {"sha256": source.identity()}
-    drafts = f", drafts by {config.drafter}" if config.drafter else ""
-    who = f"requests at once to {config.server}" if config.server else f"chats at a time by {config.model}{drafts}"
-    text = (
-        f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers "
-        f"of at most {config.max_new_tokens:,} tokens; {config.n_together} {who}"
-    )
-    return n_rows, {"name": source.describe()} | dataset, text
+    dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity()})
+    text = f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers {limits}"
+    settings = {"dataset": dataset, "columns": list(asked.columns)}
+    return Work(source, n_rows, n_answers * config.max_new_tokens, settings, text)
 
 
-def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "Answers":
-    """Have the questions of a dataset answered; returns the file of the answers, closed.
-
-    Raises:
-        DatasetError: the dataset asks nothing, or more rows are rejected than allowed.
-        OutputOccupied: the output holds something else, or answers that were begun with other settings.
-    """
-    out, folder = Path(config.out).expanduser(), Path(config.dataset).expanduser()
-    out = out if out.suffix == ".jsonl" else out / _FILE
-    if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
-        raise OptionInvalid(f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it.")
-    n_rows, dataset, _ = count_work(config, progress)
-    asked, limit = config.questions, config.questions.max_rejected_fraction
-    answering = LocalTarget(config) if config.server is None else Server(config)
-    settings = {
-        "dataset": dataset,
-        "n_rows": n_rows,
-        "columns": list(asked.columns),
-        "model": config.model,
-        **answering.facts,
-        "max_new_tokens": config.max_new_tokens,
-        "max_length": asked.max_length,
-        **config.sampling.model_dump(mode="json"),
-        **({} if config.server else {"batch_size": config.n_together}),
-    }
-    with open_answers(out, json.loads(json.dumps(settings)), n_rows) as answers:
-        counts = answers.counts
-
-        def commit(rows: Sequence[Row]) -> None:
-            if rows:
-                answers.append(rows)
-            if progress:
-                progress(counts.n_rows, n_rows, "regenerate")
-            # As soon as it is certain that more rows are rejected than allowed.
-            if counts.rejected.total() > limit * n_rows:
-                raise DatasetError(
-                    f"{counts.rejected.total():,} of the first {counts.n_rows:,} rows ({n_rows:,} in all) gave no "
-                    f"chat, more than --max-rejected-fraction {limit}: {'; '.join(counts.lines(counts.rejected))}. "
-                    "Raise that fraction and run the same command again, which keeps the answers so far; or correct "
-                    "the data."
-                )
-
-        commit([])  # an earlier run may have rejected too many already
-        answering.answer(islice(_rows(config, _source(config)), counts.n_rows, None), commit)
-    return answers
-
-
-def _source(config: RegenerateConfig) -> ChatSource:
-    asked = config.questions
-    return ChatSource(config.dataset, asked.split, asked.dataset_config, asked.dataset_revision)
-
-
-def _rows(config: RegenerateConfig, source: ChatSource) -> Iterator[Row]:
+def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
+    if source is None:
+        yield from map(Row, range(config.self_prompted or 0))
+        return
     columns = Columns.parse(config.questions.columns)
     for number, content in islice(source.rows(), config.questions.max_rows):
         source.count_row()
         yield Row.read(number, content, columns)
 
 
+def preview(config: RegenerateConfig, progress: Progress | None = None) -> str:
+    """Say what a run asks, and how long it takes at most."""
+    work = count_work(config, progress)
+    if config.server is not None:
+        return work.text
+    return f"{work.text}; {LocalTarget(config).estimate(work.most_tokens)}"
+
+
+def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "Answers":
+    """Have the questions of a dataset, or the target's own, answered; returns the file of the answers, closed.
+
+    Raises:
+        DatasetError: the dataset asks nothing, or more rows are rejected than allowed.
+        OutputOccupied: the output holds something else, or answers that were begun with other settings.
+        TemplateError: the target cannot write questions.
+    """
+    out = Path(config.out).expanduser()
+    out = out if out.suffix == ".jsonl" else out / _FILE
+    folder = Path(config.dataset or out).expanduser()
+    if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+        raise OptionInvalid(f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it.")
+    work = count_work(config, progress)
+    answering = LocalTarget(config) if config.server is None else Server(config)
+    settings = {
+        **work.settings,
+        "n_rows": work.n_rows,
+        "model": config.model,
+        **answering.facts,
+        "max_new_tokens": config.max_new_tokens,
+        **config.questions.model_dump(include={"max_length", "keep_cut"}),
+        **config.sampling.model_dump(mode="json"),
+        **({} if config.server else {"batch_size": config.n_together}),
+    }
+    settings = json.loads(json.dumps(settings))
+    limit = config.questions.max_rejected_fraction
+    with open_answers(out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress) as answers:
+        n_done = answers.counts.n_rows
+        if progress and isinstance(answering, LocalTarget):
+            most_tokens = work.most_tokens * (1 - n_done / work.n_rows)
+            progress(n_done, work.n_rows, f"regenerate, {answering.estimate(most_tokens)}")
+        answering.answer(islice(_rows(config, work.source), n_done, None), answers)
+    return answers
+
+
 @contextmanager
-def open_answers(path: Path, settings: Mapping[str, Any], n_rows: int) -> "Iterator[Answers]":
+def open_answers(path: Path, settings: Mapping[str, Any], n_rows: int, **others: Any) -> "Iterator[Answers]":
     """Lock a file of answered chats, made if missing; one that was begun with other settings is refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -244,22 +285,46 @@ def open_answers(path: Path, settings: Mapping[str, Any], n_rows: int) -> "Itera
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OutputOccupied(f"{path} is being written by another process; wait for it to end.") from error
-        yield Answers(path, file, settings, n_rows)
+        yield Answers(path, file, settings, n_rows, **others)
 
 
+class _Record(BaseModel):
+    """What is written beside the chats. It has no times, so that a resumed run ends in the same bytes."""
+
+    moa_data: str = __version__
+    settings: dict[str, Any]
+    rows: RowCounts = RowCounts()
+    n_bytes: int = 0
+    sha256: str | None = None  # of the chats, once they are complete
+
+
+@dataclass
 class Answers:
-    """The file of answered chats, and the ``record`` beside it, which says who answered what and how, and how far.
+    """The file of answered chats, and the ``record`` beside it, which says who answered what and how, and how far."""
 
-    Args:
-        settings: what shapes the answers.
-        n_rows: rows that there are to answer.
-    """
+    path: Path
+    file: BinaryIO
+    settings: Mapping[str, Any]  # what shapes the answers
+    n_rows: int  # rows that there are to answer
+    max_rejected_fraction: float = 1.0  # of these rows
+    progress: Progress | None = None
 
-    def __init__(self, path: Path, file: BinaryIO, settings: Mapping[str, Any], n_rows: int) -> None:
-        self.path, self.record = path, path.with_suffix(RECORD_SUFFIX)
-        self.counts = RowCounts()
-        self._file, self._settings, self._n_rows, self._n_bytes = file, settings, n_rows, 0
+    def __post_init__(self) -> None:
+        self.record = self.path.with_suffix(RECORD_SUFFIX)
+        self._record = _Record(settings=dict(self.settings))
         self._resume()
+        self._keeps_questions = "question_tokens" in self.settings
+        self.asked = set[str]()  # questions of the chats, if the target writes them
+        if self._keeps_questions:
+            self.asked = {_as_one_line(json.loads(line)["messages"]) for line in self.path.read_bytes().splitlines()}
+        self._n_tokens_before = self.counts.n_tokens
+        self._began_s = time.monotonic()
+        self._check_rejected()  # an earlier run may have rejected too many already
+
+    @property
+    def counts(self) -> RowCounts:
+        """What became of the rows so far."""
+        return self._record.rows
 
     def _resume(self) -> None:
         """Take up the counts of the record, and cut off what was written after it."""
@@ -269,50 +334,67 @@ class Answers:
                 raise OutputOccupied(f"{self.path} exists, and no regeneration wrote it. Choose another --out.")
             self._save()
             return
-        try:
-            values = json.loads(self.record.read_bytes())
-            rows, begun, self._n_bytes = values["rows"], dict(values["settings"]), int(values["n_bytes"])
-            self.counts = RowCounts(**rows | {name: Counter(rows[name]) for name in ("rejected", "cut")})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OutputOccupied(f"{self.record} is no record of a regeneration. Choose another --out.") from error
-        now = self._settings
+        with parsing(f"{self.record} is not a record of a regeneration", OutputOccupied, "Choose another --out."):
+            found = _Record.model_validate_json(self.record.read_bytes())
+        now, begun = self._record.settings, found.settings
         changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
-        if changed and self.counts.n_rows:  # without a row nothing was answered by those settings
+        if changed and found.rows.n_rows:  # without a row nothing was answered by those settings
             listed = ", ".join(f"{name} {begun.get(name)} (now {now.get(name)})" for name in changed)
             raise OutputOccupied(f"{self.path} was begun with {listed}. Give those settings, or another --out.")
-        is_complete = self.counts.n_rows == self._n_rows
-        if n_bytes < self._n_bytes or (is_complete and n_bytes > self._n_bytes):
+        if n_bytes < found.n_bytes or (found.sha256 and n_bytes > found.n_bytes):
             raise OutputOccupied(f"{self.path} was changed after it was written. Choose another --out, or delete it.")
-        self._file.truncate(self._n_bytes)
+        self.file.truncate(found.n_bytes)
         if changed:
             self._save()
+        else:
+            self._record = found
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add a batch, and wait until it is on the disk."""
-        lines = [{"row": row.row, "messages": row.messages} for row in rows if row.messages]
+        kept = [row for row in rows if row.messages]
+        lines = [
+            {"row": row.row, "messages": row.messages, "finish_reason": "length" if row.is_cut else "stop"}
+            for row in kept
+        ]
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
         with disk_full_guard(self.path, _WHEN_FULL):
-            self._file.write(data)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.file.write(data)
+            self.file.flush()
+            os.fsync(self.file.fileno())
             # The record comes after the chats that it counts: what a kill leaves beyond them is cut off.
-            self._n_bytes += len(data)
+            self._record.n_bytes += len(data)
             for row in rows:
                 self.counts.add(row)
             self._save()
+        if self._keeps_questions:
+            self.asked.update(_as_one_line(row.messages) for row in kept)
+        if self.progress:
+            tokens_per_s = (self.counts.n_tokens - self._n_tokens_before) / (time.monotonic() - self._began_s)
+            self.progress(self.counts.n_rows, self.n_rows, f"regenerate at {tokens_per_s:.3g} answer tokens/s")
+        self._check_rejected()
 
     def _save(self) -> None:
-        rows = vars(self.counts)
-        # No times: a resumed run ends in the bytes of one that was not interrupted.
-        record = {"moa_data": __version__, "settings": self._settings, "rows": rows, "n_bytes": self._n_bytes}
-        if self.counts.n_rows == self._n_rows:
+        if self.counts.n_rows == self.n_rows:
             with self.path.open("rb") as stream:
-                record["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
-        write_atomic(self.record, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+                self._record.sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        write_atomic(self.record, self._record.model_dump_json(indent=1).encode() + b"\n")
+
+    def _check_rejected(self) -> None:
+        """Refuse to go on as soon as it is certain that more rows are rejected than allowed."""
+        counts = self.counts
+        # Whoever drops cut answers expects that many rows give no chat.
+        n_rejected = counts.rejected.total() - counts.rejected[LossReason.NO_END]
+        if n_rejected > self.max_rejected_fraction * self.n_rows:
+            raise DatasetError(
+                f"{n_rejected:,} of the first {counts.n_rows:,} rows ({self.n_rows:,} in all) gave no chat, more than "
+                f"--max-rejected-fraction {self.max_rejected_fraction}: {'; '.join(counts.lines(counts.rejected))}. "
+                "Raise that fraction and run the same command again, which keeps the answers so far; or correct the "
+                "data."
+            )
 
     def describe(self, config: RegenerateConfig) -> str:
         """Return the report as lines, the command that comes next included."""
-        counts, arguments = self.counts, self._settings["template_kwargs"]
+        counts, arguments = self.counts, self.settings["template_kwargs"]
         command = (
             f"moa-data extract --model {(not config.server and config.model) or 'MODEL'} --dataset {self.path} "
             f"--max-length {config.questions.max_length}"
@@ -321,7 +403,9 @@ class Answers:
         )
         lines = [
             f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
-            f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens",
+            f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; {counts.n_at_limit:,} of the answers "
+            "reached their limit",
+            *(f"  dropped    {n:,}  {reason}" for reason, n in counts.dropped.most_common()),
             *counts.lines(counts.rejected, "  rejected   "),
             *counts.lines(counts.cut, "  cut short  "),
             f"chats        {self.path}",
@@ -336,35 +420,88 @@ class LocalTarget:
 
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.model is not None
-        self._config, self._sampling = config, SamplingConfig(**config.sampling.arguments())
+        self._config = config
         self._target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
         self._target.prepare()
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
-        self._proposer: DrafterProposer | None = None
-        self._shape: TreeShape | None = None
+        sampling = SamplingConfig(**config.sampling.arguments())
+        proposer = shape = None
         folders = () if config.drafter is None else (config.drafter,)
         for drafter in ready_drafters(self._target, folders, config.template_kwargs, config.model).values():
-            self._proposer, self._shape = DrafterProposer(self._target, drafter, self._sampling), config.shape()
-            if config.tree is None and self._proposer.max_depth is not None:
-                self._shape = self._shape.cut(self._proposer.max_depth)
+            proposer = DrafterProposer(self._target, drafter, sampling)
+            shape = config.shape()
+            if config.tree is None and proposer.max_depth is not None:
+                shape = shape.cut(proposer.max_depth)
         self._template = self._target.template
+        if config.self_prompted is not None:
+            self._user_turn, self._user_end = self._template.open_user_turn()
+        self._decode = partial(generate_batch, self._target, proposer=proposer, tree=shape, sampling=sampling)
         self.facts: dict[str, Any] = {
             "target": dict(self._target.identity),
             "template_kwargs": self._template.arguments,
             "drafter": config.drafter,
-            "tree": None if self._shape is None else str(self._shape),
+            "tree": None if shape is None else str(shape),
             "dtype": config.dtype,
             "device": self._target.device.type,
         }
 
-    def answer(self, rows: Iterator[Row], commit: Callable[[Sequence[Row]], None]) -> None:
+    def answer(self, rows: Iterator[Row], answers: Answers) -> None:
         """Answer all turns of the rows, a batch at a time; each batch is committed."""
         # A batch that was interrupted is asked again as a whole, because rounding in a batch depends on its rows.
         while batch := list(islice(rows, self._config.n_together)):
+            if self._config.self_prompted is not None:
+                self._ask(batch, answers)
             asked = batch
             while asked := [row for row in asked if row.begin_turn()]:
                 self._generate([(row, tokens) for row in asked if (tokens := self._prompt(row))])
-            commit([self._checked(row) for row in batch])
+            answers.append([self._checked(row) for row in batch])
+
+    def estimate(self, most_tokens: float) -> str:
+        """Say how long so many tokens take, by the speed of a batch of short prompts."""
+        began_s = time.perf_counter()
+        prompts = [[0] * _TIMED_TOKENS] * self._config.n_together
+        generations = self._decode(prompts, max_new_tokens=_TIMED_TOKENS)
+        n_tokens = sum(len(generation.tokens) for generation in generations)
+        tokens_per_s = n_tokens / (time.perf_counter() - began_s)
+        return f"at most about {format_hours(most_tokens / tokens_per_s)} at {tokens_per_s:.3g} tokens/s"
+
+    def _ask(self, rows: Sequence[Row], answers: Answers) -> None:
+        """Let the target write a question for each row, other than those of the chats so far."""
+        settings = self._config.questions
+        n_answered = answers.counts.n_rows
+        dropped = answers.counts.dropped
+        first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
+        ends = {*self._target.eos_token_ids, self._user_end}
+        questions: dict[str, list[Message]] = {}  # as one line -> as a turn of a chat
+        while n_missing := len(rows) - len(questions):
+            if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
+                reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
+                raise DatasetError(
+                    f"{dropped.total():,} questions had to be dropped for {n_answered:,} that could be kept: "
+                    f"{reasons}. Change --question-temperature, --question-top-p or --question-tokens, with another "
+                    "--out, or give a --dataset."
+                )
+            n_before = n_answered + len(questions) + dropped.total()
+            generations = generate_batch(
+                self._target, [self._user_turn] * n_missing, max_new_tokens=settings.question_tokens,
+                sampling=SamplingConfig(settings.question_temperature, settings.question_top_p),
+                seed=first_seed + n_before, stop_token_ids=[self._user_end],
+            )  # fmt: skip
+            for *tokens, last in (generation.tokens for generation in generations):
+                turn = [{"role": "user", "content": self._target.tokenizer.decode(tokens).strip()}]
+                line = _as_one_line(turn)
+                if last not in ends:
+                    dropped[LossReason.UNFINISHED_QUESTION] += 1
+                elif not line:
+                    dropped[LossReason.EMPTY_QUESTION] += 1
+                elif "\ufffd" in line or self._template.control_tokens.everywhere.search(line):
+                    dropped[LossReason.NO_TEXT_QUESTION] += 1
+                elif line in questions or line in answers.asked:
+                    dropped[LossReason.REPEATED_QUESTION] += 1
+                else:
+                    questions[line] = turn
+        for row, turn in zip(rows, questions.values(), strict=True):
+            row.turns = [turn]
 
     def _prompt(self, row: Row) -> list[int]:
         """Return the tokens of a prompt; none where the chat ends before it."""
@@ -381,31 +518,28 @@ class LocalTarget:
     def _generate(self, prompts: Sequence[tuple[Row, list[int]]]) -> None:
         # No row needs more than the shortest prompt has room for.
         room = self._max_tokens - min((len(tokens) for _, tokens in prompts), default=0)
-        generations = generate_batch(
-            self._target, [tokens for _, tokens in prompts], max_new_tokens=min(self._config.max_new_tokens, room),
-            proposer=self._proposer, tree=self._shape, sampling=self._sampling,
+        generations = self._decode(
+            [tokens for _, tokens in prompts], max_new_tokens=min(self._config.max_new_tokens, room),
             seed=[self._config.sampling.seed + row.row for row, _ in prompts],
         )  # fmt: skip
         for (row, prompt), generation in zip(prompts, generations, strict=True):
-            tokens = generation.tokens
-            if tokens[-1] in self._target.eos_token_ids and len(prompt) + len(tokens) <= self._max_tokens:
-                row.take(self._target.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens))
-            else:
-                row.end(LossReason.NO_END, f"{len(tokens):,} tokens after {len(prompt):,}")
+            tokens = generation.tokens[: self._max_tokens - len(prompt)]
+            text = self._target.tokenizer.decode(tokens, skip_special_tokens=True)
+            is_cut = tokens[-1] not in self._target.eos_token_ids
+            row.take(text, len(tokens), is_cut, self._config.questions.keep_cut)
 
     def _checked(self, row: Row) -> Row:
         """Reject what `extract` would: a template may refuse the target's own answers, or rewrite them."""
         if row.messages:
             length = self._config.questions.max_length
-            found = tokenize_chat(self._template, row.messages, length)
+            found = tokenize_chat(self._template, row.messages, length, is_cut=row.is_cut)
             if isinstance(found, Rejection):
                 return Row(row.row, reason=found.reason.value, detail=printable(found.detail))
         return row
 
 
-_TOO_LONG = ("context_length_exceeded", "maximum context length", "shorten")
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-_REFUSALS = (400, 413, 422)  # statuses that concern one request
+_REFUSALS = (400, 408, 413, 422)  # statuses that concern one request
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
 _ADVICE = "Check --server, --model and OPENAI_API_KEY."
 
@@ -424,28 +558,26 @@ class Server:
         self._model = asyncio.run(self._find_model())
         self.facts: dict[str, Any] = {"server_model": self._model, "template_kwargs": self._arguments}
 
-    def answer(self, rows: Iterable[Row], commit: Callable[[Sequence[Row]], None]) -> None:
+    def answer(self, rows: Iterable[Row], answers: Answers) -> None:
         """Ask all rows; each is committed as soon as those before it are there."""
-        asyncio.run(self._answer_all(rows, commit))
+        asyncio.run(self._answer_all(rows, answers))
 
-    async def _answer_all(self, rows: Iterable[Row], commit: Callable[[Sequence[Row]], None]) -> None:
-        n_together = self._config.n_together
+    async def _answer_all(self, rows: Iterable[Row], answers: Answers) -> None:
         waiting: deque[asyncio.Task[Row]] = deque()
 
         async def commit_finished() -> None:
             await asyncio.wait({waiting[0]})
             finished = []
             while waiting and waiting[0].done():
-                finished.append(waiting[0].result())
-                waiting.popleft()
-            commit(finished)
+                finished.append(waiting.popleft().result())
+            answers.append(finished)
 
         async with self._client() as client:
             try:
                 for row in rows:
                     waiting.append(asyncio.create_task(self._converse(client, row)))
                     # Some rows ahead of the requests, so that one long answer does not hold up those after it.
-                    while len(waiting) >= 4 * n_together:
+                    if len(waiting) == 4 * self._config.n_together:
                         await commit_finished()
                 while waiting:
                     await commit_finished()
@@ -464,11 +596,9 @@ class Server:
     async def _find_model(self) -> str:
         async with self._client() as client:
             answer = await self._request(client, "GET", "/models")
-        try:
+        status = f"{answer.status_code}: {_message(answer)}"
+        with parsing(f"{self._url}/models gives no list of models, but {status}", ServingError, _ADVICE):
             names = [str(item["id"]) for item in answer.json()["data"]]
-        except (ValueError, KeyError, TypeError) as error:
-            status = f"{answer.status_code} ({_message(answer)})"
-            raise ServingError(f"{self._url}/models gives no list of models: {status}. {_ADVICE}") from error
         wanted = self._config.model
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
@@ -481,11 +611,8 @@ class Server:
             except httpx.ReadTimeout:
                 row.end(LossReason.LATE, f"more than {self._config.serving.answer_s:g} s")
                 break
-            if answer.status_code == 408:
-                row.end(LossReason.LATE, _message(answer))
-            elif answer.status_code in _REFUSALS:
-                is_too_long = any(sign in answer.text for sign in _TOO_LONG)
-                row.end(LossReason.TOO_LONG if is_too_long else LossReason.REFUSED, _message(answer))
+            if answer.status_code in _REFUSALS:
+                row.end(LossReason.REFUSED, _message(answer))
             elif answer.status_code != 200:
                 raise ServingError(f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
             else:
@@ -495,7 +622,7 @@ class Server:
     def _body(self, row: Row) -> dict[str, Any]:
         """Return a request; settings at their defaults are left out, since not every server knows all of them."""
         sampling = self._config.sampling
-        body: dict[str, Any] = {
+        body = {
             "model": self._model,
             "messages": row.prompt,
             "max_tokens": self._config.max_new_tokens,
@@ -509,27 +636,25 @@ class Server:
         return body | ({"chat_template_kwargs": self._arguments} if self._arguments else {})
 
     def _take(self, row: Row, answer: httpx.Response) -> None:
-        try:
+        with parsing(f"{self._url} gives no chat completion", ServingError, _ADVICE):
             document = answer.json()
             choice = document["choices"][0]
             message, ended = choice["message"], choice["finish_reason"]
             usage = document.get("usage") or {}
             n_tokens, n_prompt = (int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt"))
             text = message.get("content") or ""
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ServingError(f"{self._url} gives no chat completion ({first_line(error)}). {_ADVICE}") from error
         # A drafter would learn answers without what led to them.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
                 f"{self._url} keeps the reasoning apart from the answer, so that the text is not all that was written. "
                 "Start it without a reasoning parser, or leave thinking out: --template-kwargs enable_thinking=false."
             )
-        if ended == "stop" and n_prompt + n_tokens <= self._config.questions.max_length:
-            row.take(text, n_tokens)
-        elif ended == "tool_calls":
-            row.end(LossReason.TOOLS)
+        asked = self._config.questions
+        if ended in ("stop", "length"):
+            is_cut = ended == "length" or n_prompt + n_tokens > asked.max_length
+            row.take(text, n_tokens, is_cut, asked.keep_cut)
         else:
-            row.end(LossReason.NO_END, f"{n_tokens:,} tokens after {n_prompt:,}, {ended}")
+            row.end(LossReason.TOOLS if ended == "tool_calls" else LossReason.REFUSED, f"finish_reason {ended}")
 
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None

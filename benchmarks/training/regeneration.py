@@ -37,7 +37,7 @@ def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
         RegenerateConfig.of(
             model=options.model, dataset=options.train_chats, out=str(file), max_rows=options.chats,
             max_new_tokens=options.max_new_tokens, max_length=options.max_length, batch_size=options.batch_size,
-            max_rejected_fraction=1, device=options.device,
+            max_rejected_fraction=1, keep_cut=False, device=options.device,
         )
     )  # fmt: skip
     own = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

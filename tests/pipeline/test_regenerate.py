@@ -1,6 +1,7 @@
 """A target answers chats: its own greedy words, the same bytes after any kill, a dataset that extract takes."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,16 @@ import httpx2 as httpx
 import pytest
 import torch
 
-from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, ServingError
+from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, TemplateError
+from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.chat import RejectReason
-from moa_data.moa.targets.chat_tokens import prompt_tokens
+from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import RegenerateConfig
 from moa_data.pipeline.dataset import Columns
 from moa_data.pipeline.regenerate import Answers, LossReason, Row, open_answers, regenerate
+from moa_data.pipeline.sequences import tokenize_row
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
@@ -84,11 +87,17 @@ def config(target_folder: Path, rows: list[Any], tmp_path: Path) -> RegenerateCo
     )  # fmt: skip
 
 
-def kill(folder: str, drafter: str, settings: str, every: str) -> None:
-    """Kill each run at a later change of the disk; the next process ends what it began, as a whole run would."""
-    config = RegenerateConfig.model_validate_json(settings).replaced(
-        drafter=drafter, batch_size=2, max_rows=5, max_new_tokens=8
+@pytest.fixture
+def own_questions(config: RegenerateConfig) -> RegenerateConfig:
+    """Four chats about questions of the target, greedily answered."""
+    return config.replaced(
+        dataset=None, self_prompted=4, question_tokens=12, question_top_p=0.5, max_new_tokens=6, batch_size=4
     )
+
+
+def kill(folder: str, settings: str, every: str) -> None:
+    """Kill each run at a later change of the disk; the next process ends what it began, as a whole run would."""
+    config = RegenerateConfig.model_validate_json(settings)
     loaded = Target.load(str(config.model), device="cpu")
     _ = loaded.identity
     setattr(Target, "load", lambda *_: loaded)  # noqa: B010
@@ -226,13 +235,17 @@ def test_drafts_change_no_distribution_and_greedily_no_word(
         assert read(elsewhere(drafted, "other")) != read(drafted)
 
 
+@pytest.mark.parametrize("is_self_prompted", [False, True])
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_kill_ends_in_the_bytes_of_a_run_that_was_not_interrupted(
-    config: RegenerateConfig, drafter_folder: Path, tmp_path: Path, every: int
+    config: RegenerateConfig, drafter_folder: Path, tmp_path: Path, every: int, is_self_prompted: bool
 ) -> None:
     folder = tmp_path / "kills"
     folder.mkdir()
-    run_apart(kill, folder, drafter_folder, config.model_dump_json(), every)
+    killed_run = config.replaced(drafter=str(drafter_folder), batch_size=2, max_rows=5, max_new_tokens=8)
+    if is_self_prompted:
+        killed_run = killed_run.replaced(dataset=None, self_prompted=5, question_tokens=12, drafter=None, max_rows=None)
+    run_apart(kill, folder, killed_run.model_dump_json(), every)
     whole = outputs(elsewhere(config.replaced(out=str(folder / "x")), "whole"))
     killed = sorted(folder.glob("killed-*.jsonl"))
     assert len(killed) >= 3
@@ -256,22 +269,120 @@ def test_what_is_complete_is_not_asked_again_and_foreign_files_are_left_alone(
         with pytest.raises(OutputOccupied, match=text):
             regenerate(config)
     first.record.write_text("{}")
-    with pytest.raises(OutputOccupied, match="no record of a regeneration"):
+    with pytest.raises(OutputOccupied, match="not a record of a regeneration"):
         regenerate(config)
     assert Path(config.out).read_bytes() == before[0] + b"{}\n"
     with pytest.raises(OptionInvalid):
         regenerate(config.replaced(dataset=str(tmp_path)))
 
 
+def test_the_target_asks_itself(own_questions: RegenerateConfig, target: Target, tmp_path: Path) -> None:
+    counts = regenerate(own_questions).counts
+    chats = read(own_questions)
+    questions = [texts[0] for texts in chats.values()]
+    assert (counts.n_rows, len(questions)) == (4, counts.n_chats)
+    assert len({" ".join(question.split()) for question in questions}) == len(questions)
+    assert all(question and question == question.strip() for question in questions)
+    assert not any("<" in question for question in questions), "no special tokens"
+    assert counts.dropped[LossReason.UNFINISHED_QUESTION] > 0
+    assert counts.dropped[LossReason.REPEATED_QUESTION] > 0
+    for texts in chats.values():
+        prompt = prompt_tokens(target.template, chat(texts[0])["messages"])
+        assert texts[1] == plain_text(target, prompt, 6)
+    settings = record(own_questions)["settings"]
+    assert settings["question_tokens"] == 12
+    assert "dataset" not in settings
+    for name, changes in {"again": {}, "other": {"seed": 1}}.items():
+        regenerate(elsewhere(own_questions, name, **changes))
+        again = read(elsewhere(own_questions, name))
+        assert (again == chats) == (name == "again")
+    dry = run(*arguments_of(own_questions), "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert "tokens/s" in dry.stdout
+
+
+def arguments_of(config: RegenerateConfig) -> list[str]:
+    return [
+        "regenerate", "--model", str(config.model), "--self-prompted", str(config.self_prompted), "--out", config.out,
+        "--question-tokens", "12",
+        "--batch-size", str(config.batch_size), "--max-new-tokens", "6", "--max-length", str(MAX_POSITIONS),
+        "--device", "cpu",
+    ]  # fmt: skip
+
+
+def test_a_target_that_repeats_itself_is_given_up(own_questions: RegenerateConfig) -> None:
+    greedy = own_questions.replaced(question_temperature=1e-6, batch_size=32)
+    refused(run(*arguments_of(greedy), "--question-temperature", "1e-6"), "questions had to be dropped")
+    assert record(greedy)["rows"]["n_rows"] == 0
+
+
+def test_a_template_without_a_user_turn_of_its_own_is_refused(
+    own_questions: RegenerateConfig, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(target_folder, tmp_path / "model"))
+    for template in ("", "{{ messages[0].content }} answer: "):
+        (folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(TemplateError):
+            regenerate(own_questions.replaced(model=str(folder)))
+    assert not Path(own_questions.out).exists()
+
+
+def test_answers_at_the_limit_are_kept_and_end_without_an_end_of_turn(
+    config: RegenerateConfig, target: Target, tmp_path: Path
+) -> None:
+    config = config.replaced(max_new_tokens=3)
+    counts = regenerate(config).counts
+    rows = [json.loads(line) for line in Path(config.out).read_text().splitlines()]
+    is_cut = [row["finish_reason"] == "length" for row in rows]
+    assert counts.n_at_limit == sum(is_cut) > 2
+    assert len(rows) == counts.n_chats
+    for row in rows:
+        sequence = tokenize_row(target.template, row, MAX_POSITIONS)
+        assert isinstance(sequence, TokenizedChat)
+        prompt = prompt_tokens(target.template, row["messages"][:-1])
+        answer = plain_generate(target, prompt, max_new_tokens=3).tokens
+        assert sequence.tokens.tolist() == [*prompt, *answer]
+        assert sequence.response_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
+        assert (answer[-1] in target.eos_token_ids) == (row["finish_reason"] == "stop")
+    dropping = elsewhere(config, "dropped", keep_cut=False, max_rejected_fraction=0.5)
+    dropped = regenerate(dropping).counts
+    assert dropped.n_at_limit == 0
+    assert dropped.rejected[LossReason.NO_END] + dropped.cut[LossReason.NO_END] == sum(is_cut)
+    assert all("length" not in line for line in Path(dropping.out).read_text().splitlines())
+
+
+def test_a_chat_ends_with_an_answer_that_was_cut() -> None:
+    row = Row.read(7, chat("a", "1", "b", "2"), Columns.parse([]))
+    assert row.begin_turn()
+    row.take("caf\ufffd", 4, is_cut=True)
+    assert not row.begin_turn()
+    assert [message["content"] for message in row.messages] == ["a", "caf"]
+    assert (row.is_cut, row.reason) == (True, LossReason.NO_END)
+
+
+def test_questions_of_spec_bench_are_answered_turn_by_turn(config: RegenerateConfig, tmp_path: Path) -> None:
+    turns: list[list[str]] = [[f"what is {n}?", f"and {n + 1}?"] for n in range(4)] + [
+        [f"tell me of {n}"] for n in range(4)
+    ]
+    rows = [{"question_id": n, "category": "qa", "turns": texts} for n, texts in enumerate([*turns, [""]])]
+    dataset = write_jsonl(tmp_path / "questions-of-spec-bench.jsonl", rows)
+    spec_bench = elsewhere(config, "spec", dataset=str(dataset))
+    counts = regenerate(spec_bench).counts
+    regenerate(config)  # the same questions as chats
+    assert read(spec_bench) == read(config)
+    assert counts.n_answers > counts.n_chats
+    assert counts.rejected[RejectReason.MALFORMED_TURNS] == 1
+
+
 def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: RegenerateConfig) -> None:
-    with pytest.raises(DatasetError, match="first: row 0"):
+    with pytest.raises(DatasetError, match="first: row 9"):
         regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=0.2))
-    assert record(config)["rows"]["n_rows"] == 3, "certain after the first batch"
+    assert record(config)["rows"]["n_rows"] == 11, "certain after the last batch"
     with pytest.raises(OutputOccupied, match="max_new_tokens 1 "):
         regenerate(config)
     answers = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
     assert answers.counts.n_rows == 11
-    write_jsonl(Path(config.dataset), [{"text": "a"}])
+    write_jsonl(Path(str(config.dataset)), [{"text": "a"}])
     with pytest.raises(DatasetError, match="among 1 rows"):
         regenerate(config)
 
@@ -290,11 +401,12 @@ def test_settings_may_change_until_there_is_a_row(tmp_path: Path) -> None:
 
 def test_extract_takes_the_answers(config: RegenerateConfig, target_folder: Path, tmp_path: Path) -> None:
     folder, store = tmp_path / "answered", tmp_path / "store"
-    arguments = ["regenerate", "--model", str(target_folder), "--dataset", config.dataset, "--out", str(folder)]
+    arguments = ["regenerate", "--model", str(target_folder), "--dataset", str(config.dataset), "--out", str(folder)]
     shown = ["--max-new-tokens", "36", "--device", "cpu", "--max-rejected-fraction", "1", "--max-length", "160"]
     dry = run(*arguments, *shown, "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert "14 answers" in dry.stdout
+    assert "tokens/s" in dry.stdout
     assert not folder.exists()
     done = run(*arguments, *shown)
     assert done.exit_code == 0, done.output
@@ -311,8 +423,8 @@ def test_extract_takes_the_answers(config: RegenerateConfig, target_folder: Path
 
 @pytest.mark.parametrize(
     "options",
-    ["", "--server http://h --drafter d", "--server h:8000", "--model m --tree 5",
-     "--model m --drafter d --tree 5@0.2 --temperature 1"],
+    ["", "--server http://h --drafter d", "--model m --self-prompted 4", "--server http://h --self-prompted 4",
+     "--server h:8000", "--model m --tree 5", "--model m --drafter d --tree 5@0.2 --temperature 1"],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(options: str) -> None:
     refused(run("regenerate", "--dataset", "d.jsonl", "--out", "o", *options.split()))
@@ -334,8 +446,7 @@ def test_our_server_gives_the_answers_of_the_target(config: RegenerateConfig, li
     assert read(served) == read(config)
     assert len(read(served)) > 3
     assert counts.n_chats == local.n_chats
-    assert counts.rejected[LossReason.REFUSED] == 1, "a special token in the text"
-    assert counts.rejected[LossReason.TOO_LONG] == 1
+    assert counts.rejected[LossReason.REFUSED] == 2, "a special token in the text, and too long a text"
     settings = record(served)["settings"]
     assert settings["server_model"] == MODEL
     assert "batch_size" not in settings
@@ -404,10 +515,10 @@ def test_what_passes_is_asked_again(
     ("answer", "reason"),
     [
         ((400, {"error": {"message": "a bad word"}}), LossReason.REFUSED),
-        ((400, {"message": "This model's maximum context length is 9"}), LossReason.TOO_LONG),
-        ((408, {"error": {"message": "late"}}), LossReason.LATE),
+        ((400, {"message": "This model's maximum context length is 9"}), LossReason.REFUSED),
+        ((408, {"error": {"message": "late"}}), LossReason.REFUSED),
         (httpx.ReadTimeout("slow"), LossReason.LATE),
-        ((200, said("on and on", "length")), LossReason.NO_END),
+        ((200, said("on and on", "content_filter")), LossReason.REFUSED),
         ((200, said("", "tool_calls")), LossReason.TOOLS),
         ((200, said(" ")), LossReason.EMPTY),
     ],
@@ -435,11 +546,29 @@ def test_a_server_that_cannot_answer_stops_the_run_in_one_line(
     config: RegenerateConfig, scripted: Scripted, answer: Any, line: str
 ) -> None:
     scripted.script = lambda body: answer
-    options = ["--server", URL, "--dataset", config.dataset, "--out", config.out, "--set", "serving.patience_s=0.5"]
+    options = [
+        "--server",
+        URL,
+        "--dataset",
+        str(config.dataset),
+        "--out",
+        config.out,
+        "--set",
+        "serving.patience_s=0.5",
+    ]
     refused(run("regenerate", *options), line)
     scripted.script = lambda body: (200, said("yes"))
     done = run("regenerate", *options, "--max-rejected-fraction", "1")
     assert done.exit_code == 0, done.output
+
+
+def test_a_server_cuts_answers_too(config: RegenerateConfig, scripted: Scripted) -> None:
+    scripted.script = lambda body: (200, said("on and on", "length"))
+    served = asking(config, URL)
+    counts = regenerate(served).counts
+    assert counts.n_at_limit == counts.n_chats == 10
+    regenerate(elsewhere(served, "dropped", keep_cut=False))
+    assert not read(elsewhere(served, "dropped"))
 
 
 def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: Scripted) -> None:
