@@ -197,7 +197,7 @@ class AddConfig(Config):
 class QuestionSettings(RowSettings):
     """Which questions are answered, and what keeps a chat out."""
 
-    max_rows: Common[Count | None] = None
+    max_rows: Count | None = None
     """Read this many rows, the first ones; default: all."""
     max_length: Count = 2048
     """Longest chat in tokens, answers included; as the --max-length of the extraction to come."""
