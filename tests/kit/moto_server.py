@@ -21,5 +21,5 @@ def put_object(self: S3Response) -> object:
 
 
 if __name__ == "__main__":
-    S3Response.put_object = put_object
+    S3Response.put_object = put_object  # type: ignore[method-assign, assignment]
     main(["-H", sys.argv[1], "-p", sys.argv[2]])
