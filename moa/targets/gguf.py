@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import NotEnoughMemory, TargetError
-from ...files import PARTIAL_SUFFIX, check_room, fsync_directory, lock_file, parsing
+from ...files import PARTIAL_SUFFIX, check_room, fsync_directory, kind_of, lock_file, parsing
 from ...machine import free_memory
 from ...text import format_bytes, format_hours
 from .bundle import cache_folder, file_sha256
@@ -30,8 +30,12 @@ _ADVICE = (
 
 def model_folder(path: Path) -> Path:
     """Return a model folder as it is; for a GGUF file, or a folder that holds one, that of the cache."""
-    files = sorted(path.glob("*.gguf")) or [path]
-    if files[0].is_dir() or any(path.glob("*.safetensors")):
+    files = sorted(path.glob("*.gguf"))
+    if not path.is_dir():
+        if path.suffix != ".gguf":
+            raise TargetError(f"{path} is {kind_of(path)}, expected a model folder or a file named *.gguf.")
+        files = [path]
+    if not files or any(path.glob("*.safetensors")):
         return path
     if len(files) > 1:
         raise TargetError(f"{path} holds {', '.join(file.name for file in files)}. Give the path of one of them.")
@@ -77,9 +81,14 @@ def _convert(file: Path, folder: Path) -> None:
         # Alone in its folder, since transformers also reads other files there.
         link = Path(scratch) / "model.gguf"
         link.symlink_to(file.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=link.name)
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=link.name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            scratch, gguf_file=link.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+            scratch,
+            gguf_file=link.name,
+            dtype=dtype,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+            use_safetensors=True,
         )
         unread = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
         if unread or model.num_parameters() != n_values:
