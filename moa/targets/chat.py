@@ -25,8 +25,8 @@ _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 # Names of what belongs to a chat and is not read: other turns, arguments of the template, documents, media, and what
 # some datasets keep beside an answer. Few templates render such a key of a message, and none says which it does.
 _UNREAD = re.compile(
-    r"history|chat_template_kwargs|documents|(?:image|video|audio)s?(?:_urls?|_paths?|_files?)?|refusal|train_detail"
-    r"|think|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
+    r"history|chat_template_kwargs|documents|attachments|(?:image|video|audio|media)s?(?:_urls?|_paths?|_files?)?"
+    r"|refusal|train_detail|think|scratch_?pad|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|trajector(?:y|ies)))?",
     re.IGNORECASE,
 )

@@ -544,7 +544,7 @@ def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [
     "reasoning", "thinking", "reasoning_content", "Chain_of_Thought", "cot", "model_reasoning", "thinking_trace",
-    "reasoningContent", "thought", "rationale",
+    "reasoningContent", "thought", "rationale", "scratchpad", "attachments", "media",
 ])  # fmt: skip
 def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
     for value in ("Hm.", ["Hm."], {"text": "Hm."}):
