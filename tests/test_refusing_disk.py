@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,13 +114,19 @@ def test_every_refused_call_is_one_line_and_the_command_goes_on(work: Path, name
 
 @contextmanager
 def largest_file(n_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse to write files beyond a size, in whatever language a library writes them."""
+    """Let the kernel refuse to write files beyond a size, in whatever language a library writes them.
+
+    Python would keep the beginning of a compiled module, and fail on it in every later process.
+    """
+    compiles = not sys.dont_write_bytecode
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = not compiles
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
 
