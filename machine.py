@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_CPUINFO = Path("/proc/cpuinfo")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _HUGE_PAGE = 1 << 21
@@ -35,7 +36,7 @@ def free_memory() -> int | None:
 
     Files that the kernel keeps in memory count as free.
     """
-    free = [_available_bytes(Path("/proc/meminfo")), *_left_in_cgroups(Path("/proc/self/cgroup"), _CGROUPS)]
+    free = [_kilobytes(Path("/proc/meminfo"), "MemAvailable"), *_left_in_cgroups(Path("/proc/self/cgroup"), _CGROUPS)]
     return min((n_bytes for n_bytes in free if n_bytes is not None), default=None)
 
 
@@ -48,10 +49,26 @@ def resident_memory() -> int:
     return n_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _available_bytes(meminfo: Path) -> int | None:
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has held so far; 0 where the system does not say."""
+    return _kilobytes(Path("/proc/self/status"), "VmHWM") or 0
+
+
+def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware. Any other CPU is slower in bfloat16 than in float32."""
     try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _kilobytes(file: Path, name: str) -> int | None:
+    """Read a line such as ``MemAvailable:  20 kB`` of a file of the kernel, in bytes."""
+    try:
+        lines = dict(line.split(":", 1) for line in file.read_text().splitlines())
+        return int(lines[name].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
 

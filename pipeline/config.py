@@ -82,7 +82,8 @@ class ForwardSettings(Config):
     device: Common[str] = "auto"
     """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the forward; auto is `dtype` on an accelerator and float32 on a CPU, where bfloat16 is slow."""
+    """Dtype of the forward. auto: what the store was begun with; for a new store `dtype` on an accelerator, bfloat16 on
+    a CPU that computes in it (avx512_bf16, AMX) if `dtype` and the target's weights are bfloat16, else float32."""
     source: Literal["transformers", "vllm"] = "transformers"
     """Engine that runs the target: transformers, or vLLM, which has to be installed beside this package."""
     batch_tokens: Count | None = None

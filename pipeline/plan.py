@@ -32,6 +32,7 @@ from ..errors import (
     WorkerError,
 )
 from ..files import parse_object
+from ..machine import has_fast_bfloat16
 from ..moa.targets import families
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
@@ -147,7 +148,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     out = open_path(config.out)
     sources = stored_sources(out)
     folder = find_target(config.model, sources, config.revision, with_weights=False)
-    config, forward, engine = _plan_forwards(config, folder, with_weights)
+    config, forward, engine = _plan_forwards(config, folder, with_weights, _stored_extraction(out) or {})
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
@@ -196,11 +197,12 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
 
 
 def _plan_forwards(
-    config: ExtractConfig, folder: Path, with_weights: bool
+    config: ExtractConfig, folder: Path, with_weights: bool, stored: Mapping[str, Any]
 ) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
     """Decide what settings leave open, and refuse what cannot run, before weights are downloaded and chats are read.
 
-    Returns the settings, the forwards, and the engine that runs them, None for our own.
+    ``stored`` is what the store records of its extraction. Returns the settings, the forwards, and the engine that runs
+    them, None for our own.
     """
     model_config = families.load_target_config(folder, with_weights)
     if not families.family_of(model_config).keeps_kv:  # of the others it is known
@@ -226,9 +228,9 @@ def _plan_forwards(
     # What stays of transformers where vLLM runs the target, its weights for the store, is on the host.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
-    compute_dtype = config.forward.compute_dtype
+    compute_dtype: str = config.forward.compute_dtype
     if compute_dtype == "auto":
-        compute_dtype = "float32" if is_cpu and not uses_vllm else config.storage.dtype
+        compute_dtype = _choose_compute_dtype(config, model_config, device, stored)
     try:
         codec = StoreCodec(config.storage.codec, field_specs(spec, sizes, config.storage.dtype, groups))
     except CodecUnknown as error:
@@ -255,6 +257,19 @@ def _plan_forwards(
     if with_weights and has_device(device):
         forward.check_memory()
     return config, forward, engine
+
+
+def _choose_compute_dtype(config: ExtractConfig, model_config: Any, device: str, stored: Mapping[str, Any]) -> str:
+    """Choose the dtype of forwards that was left open."""
+    kind, dtype = torch.device(device).type, config.storage.dtype
+    # Another machine that goes on with the store, or joins in, may have another kind of CPU.
+    if stored.get("device") == kind and stored.get("compute_dtype") in ("float32", "bfloat16", "float16"):
+        return str(stored["compute_dtype"])
+    if kind != "cpu" or config.forward.source == "vllm":
+        return dtype
+    # Weights in float32 would be rounded, and be another target than the one that is served.
+    is_bfloat16 = dtype == "bfloat16" and getattr(model_config, "dtype", None) == torch.bfloat16
+    return "bfloat16" if is_bfloat16 and has_fast_bfloat16() else "float32"
 
 
 def _pick_device(config: ExtractConfig) -> str:
@@ -314,16 +329,20 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
     }
 
 
-def stored_sources(store: StorePath) -> Sources | None:
-    """Return the sources of a store; None for one that has no part, which may be begun anew from others."""
-    if not has_parts(store):
-        return None
+def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
+    """Return what a store records of its extraction; None where there is no store yet, or none that can be read."""
     try:
-        return recorded_sources(read_manifest(store).extraction)
+        return read_manifest(store).extraction
     except StorageUnavailable:
         raise
     except (StoreError, OSError):
         return None
+
+
+def stored_sources(store: StorePath) -> Sources | None:
+    """Return the sources of a store; None for one that has no part, which may be begun anew from others."""
+    extraction = _stored_extraction(store) if has_parts(store) else None
+    return None if extraction is None else recorded_sources(extraction)
 
 
 def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str | None) -> str | None:

@@ -33,5 +33,5 @@ def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConf
     """An extraction of the chats in several parts, with the state that enters the last layer."""
     return ExtractConfig.of(
         model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
-        target_layers=1, part_tokens=512, batch_tokens=256,
+        target_layers=1, part_tokens=512, batch_tokens=256, compute_dtype="float32",
     )  # fmt: skip
