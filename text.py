@@ -35,6 +35,11 @@ def format_hours(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
+def format_range(low: float, high: float, form: Callable[[float], str]) -> str:
+    """Write a range, e.g. ``2.1 GB to 2.4 GB`` or ``up to 2.4 GB``; one figure where both look alike."""
+    return " to ".join(dict.fromkeys((form(low) if low else "up", form(high))))
+
+
 def activation_name(field: str) -> str:
     """Return what ``--activations`` calls a field of a store: ``hidden/layer_6`` is ``hidden:layer:6``.
 

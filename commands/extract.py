@@ -81,11 +81,12 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 
 @stage_command(ExtractConfig)
 def plan(config: ExtractConfig) -> None:
-    """Say what an extraction would cost: sequences, tokens, bytes, parts, hours.
+    """Say what an extraction would cost, and which drafter and which activations suit.
 
     Takes the options of `extract`; reads the dataset, the tokenizer and the target's config.json, and times three
     batches on this machine: forwards with random weights of the target's sizes, and encoding and writing to the disk of
-    --out. Leaves no files. Fails when memory can't hold the target, or the disk the store.
+    --out. Bytes, memory and time are ranges. Leaves no files. Fails when memory can't hold the target, or the disk the
+    store.
 
     \b
     Example:
@@ -109,6 +110,8 @@ def plan(config: ExtractConfig) -> None:
         out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
     else:
         out.print(describe_estimate(extraction_plan, config.scale.workers))
+    for advice in extraction_plan.advice():
+        out.print(f"{advice.topic:<13}{advice.choice}: {advice.reason}")
 
 
 @stage_command(AddConfig, arguments=("store",))

@@ -77,7 +77,7 @@ class AddPlan(WritePlan):
             f"{self.n_stored_parts:,} parts",
             f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per "
             "token)",
-            f"on disk      about {format_bytes(self.stored_bytes)} more",
+            f"on disk      {self.describe_disk()} more",
             *self.room(),
         ]
         return "\n".join(lines)

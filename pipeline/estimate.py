@@ -20,11 +20,13 @@ import torch
 
 from ..errors import NotEnoughMemory, TargetError
 from ..files import check_room, nearest_folder
-from ..machine import free_memory
+from ..machine import free_memory, resident_memory
 from ..moa.targets import families
 from ..moa.targets.live import Target
-from ..storage.codecs.calibration import MAX_FEATURES
+from ..storage.codecs.calibration import MAX_COMPONENTS, MAX_FEATURES
+from ..storage.codecs.coding import EARLY_POSITIONS
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
+from ..storage.codecs.transform import KV_FEATURES, TransformCodec
 from ..storage.paths import RemotePath, StorePath
 from ..storage.plan import column, numbers, plan_parts
 from ..storage.schema import (
@@ -40,14 +42,22 @@ from ..storage.schema import (
     tokens_field,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, activation_name, first_line, format_bytes, format_hours
+from ..text import Progress, activation_name, first_line, format_bytes, format_hours, format_range
 from .config import ActivationSpec
-from .forwards.calibrate import calibrate, learning_on
+from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
 from .forwards.capture import capture
 from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
 
 _N_BATCHES = 3
+# Share of its expected bits that an encoded value takes at the least; the most has alignment, indexes and metadata.
+_LEAST_STORED_SHARE, _MOST_STORED_SHARE = 0.9, 1.06
+_TEXT_BYTES, _ROW_BYTES = 5, 200  # of a token in texts.arrow; of a sequence in texts.arrow and plan.parquet
+_RECORD_BYTES = 100_000  # manifests, commits, records of runs, card
+_ALLOCATED_SHARE = 1.15  # what the allocator holds, by what is in use
+_THREAD_BYTES = 100 << 20  # of threads that encode and write, and of libraries that they load
+_CUDA_LIBRARY_BYTES = 3 << 30  # that CUDA's libraries hold of the host at the most
+_TIME_SHARE = 1.2  # by which a whole run was slower or faster than its slowest or fastest batch
 _MAX_WEIGHTS = 250_000_000
 """Weights of the timed target on a CPU: one layer of Llama-3-8B has 218 million, which take a second to draw."""
 _MAX_PRODUCTS = 1e11  # multiplications of one timed forward on a CPU: about two seconds of slow cores
@@ -102,11 +112,16 @@ class ForwardPlan:
         return int(n_weights * getattr(torch, self.compute_dtype).itemsize)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of a token's fields before they are encoded."""
+        return sum(codec.spec.token_bytes for codec in self.codec.fields.values())
+
+    @property
     def memory_bytes(self) -> tuple[int, int]:
-        """An upper estimate of the memory, from sizes alone: in the host for all workers, on the device of each."""
+        """An upper estimate of what forwards add to the memory: of the host for all workers, of the device of each."""
         config, itemsize = self.model_config, getattr(torch, self.compute_dtype).itemsize
         sizes = families.target_sizes(config)
-        kept_bytes = sum(codec.spec.token_bytes for codec in self.codec.fields.values())
+        kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
         # The cache that the forward fills, and the intermediate values of one layer.
         cache = sum(len(one.layers) * one.shape.width for one in families.kv_groups(config))
@@ -122,15 +137,40 @@ class ForwardPlan:
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
         return host_bytes * self.n_workers, device_bytes
 
-    def describe_memory(self) -> str:
-        """Return the memory that forwards need as text."""
+    def host_range(self, n_batch_tokens: int) -> tuple[int, int]:
+        """Least and most bytes that the processes of an extraction hold on this machine, all that they load included.
+
+        ``n_batch_tokens`` are those of the largest batch of the plan, with padding.
+        """
         host_bytes, device_bytes = self.memory_bytes
-        each = f" for {self.n_workers} workers" if self.n_workers > 1 else ""
-        on_device = f" and {format_bytes(device_bytes)} on {self.device}" if device_bytes else ""
+        least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
+        itemsize, stored = getattr(torch, self.compute_dtype).itemsize, _stored_itemsize(self.model_config)
+        # Files are mapped while their weights are converted to another dtype.
+        loading_bytes = self.weight_bytes * (itemsize + stored * (stored != itemsize)) // itemsize
+        # One part of one group in float32: as read, without its means, and as components.
+        widths = [len(group) * codec.layer_width for codec in self.codec.learned.values() for group in codec.groups]
+        learning_bytes = self.weight_bytes + 3 * 4 * SAMPLE_TOKENS * max(widths, default=0)
+        most_bytes = max(host_bytes // self.n_workers, loading_bytes, learning_bytes)
+        most_bytes = int(_ALLOCATED_SHARE * most_bytes) + (_CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES)
+        # The command itself is one process more than its workers.
+        program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
+        return program_bytes + self.n_workers * least_bytes, program_bytes + self.n_workers * most_bytes
+
+    @property
+    def _needs(self) -> str:
+        """What takes the memory, as text."""
+        each = f", each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
-            f"{format_bytes(host_bytes)} of host memory{each}{on_device}: weights {format_bytes(self.weight_bytes)} in "
-            f"{self.compute_dtype}, batches of {max(self.batch_tokens, self.longest_tokens):,} tokens"
+            f"weights {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
+            f"{max(self.batch_tokens, self.longest_tokens):,} tokens{each}"
         )
+
+    def describe_memory(self, n_batch_tokens: int) -> str:
+        """Return the memory of an extraction as text; see :meth:`host_range`."""
+        host = format_range(*self.host_range(n_batch_tokens), format_bytes)
+        device_bytes = self.memory_bytes[1]
+        device = f" and up to {format_bytes(device_bytes)} on {self.device}" if device_bytes else ""
+        return f"{host} of host memory{device}: {self._needs}, Python and its libraries"
 
     def check_memory(self) -> None:
         """Refuse forwards that do not fit in free memory; where it cannot be told, nothing is refused."""
@@ -138,7 +178,8 @@ class ForwardPlan:
         for n_bytes, (n_free, place) in zip(self.memory_bytes, free, strict=True):
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
-                    f"The target's forwards need {self.describe_memory()}. Free in {place} are {format_bytes(n_free)}.",
+                    f"The target's forwards need {format_bytes(n_bytes)} of {place}: {self._needs}. "
+                    f"Free in {place} are {format_bytes(n_free)}.",
                     "Free some, take a larger machine, or extract in bfloat16, with smaller batches or fewer workers.",
                 )
 
@@ -183,24 +224,45 @@ class WritePlan:
         return int(numbers(self.table, "n_tokens").sum(dtype=np.int64))
 
     @property
+    def n_learned_tokens(self) -> int:
+        """Tokens of the sample that the codec learns from."""
+        return min(self.n_tokens, SAMPLE_TOKENS) if self.forward.codec.learned else 0
+
+    @property
     def raw_bytes(self) -> int:
         """Bytes of all fields before compression."""
         return self.n_tokens * sum(codec.spec.token_bytes for codec in self.forward.codec.fields.values())
 
     @property
-    def stored_bytes(self) -> int:
-        """Expected bytes on disk: parts, the features of tokens in half precision, and target/."""
-        config, fields = self.forward.model_config, self.forward.codec.fields.values()
-        bits = sum(codec.expected_bits * math.prod(codec.spec.token_shape) for codec in fields)
-        n_bytes = int(1.03 * bits / 8 * self.n_tokens)  # with 3 % for alignment padding, indexes and metadata
-        if any(codec.needs_tokens for codec in fields):
-            n_bytes += 2 * config.vocab_size * min(config.hidden_size, MAX_FEATURES)
+    def disk_ranges(self) -> dict[str, tuple[int, int]]:
+        """Least and most bytes of what a store consists of, by what it is; without what it does not have."""
+        config, codec = self.forward.model_config, self.forward.codec
+        bits = sum(own.expected_bits * math.prod(own.spec.token_shape) for own in codec.fields.values())
+        n_bytes = bits / 8 * self.n_tokens
+        ranges = {"parts": (int(_LEAST_STORED_SHARE * n_bytes), int(_MOST_STORED_SHARE * n_bytes))}
         if self.bundle_layers is not None:
-            frozen = 2 * config.vocab_size * config.hidden_size + config.hidden_size
-            dtype = getattr(config, "dtype", None)
-            itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 4
-            n_bytes += itemsize * (frozen + self.bundle_layers * _layer_weights(config))
-        return n_bytes
+            n_weights = 2 * config.vocab_size * config.hidden_size + config.hidden_size
+            n_weights += self.bundle_layers * _layer_weights(config)
+            least = _stored_itemsize(config) * n_weights
+            tokenizer_bytes = sum(file.stat().st_size for file in self.forward.folder.glob("tokenizer*"))
+            ranges["target/"] = least, least + 3 * tokenizer_bytes + _RECORD_BYTES
+        if codec.learned:
+            bases = [_basis_bytes(own, config) for own in codec.learned.values()]
+            ranges["codec/"] = sum(least for least, _ in bases), sum(most for _, most in bases)
+        n_bytes = _TEXT_BYTES * self.n_tokens + _ROW_BYTES * len(self.table) + _RECORD_BYTES
+        ranges["other files"] = 0, n_bytes
+        return ranges
+
+    def describe_disk(self) -> str:
+        """Return the bytes on disk as text."""
+        least = sum(low for low, _ in self.disk_ranges.values())
+        parts = [f"{name} {format_range(*pair, format_bytes)}" for name, pair in self.disk_ranges.items()]
+        return f"{format_range(least, self.stored_bytes, format_bytes)}: {', '.join(parts)}"
+
+    @property
+    def stored_bytes(self) -> int:
+        """The most bytes on disk that are expected."""
+        return sum(most for _, most in self.disk_ranges.values())
 
     @property
     def disk(self) -> Path:
@@ -239,11 +301,13 @@ class WritePlan:
 
     def room(self) -> list[str]:
         """Return lines about disk and memory."""
+        batched = batches_of(self.table, self.forward.batch_tokens)
+        n_batch_tokens = max(map(_padded_tokens, batched), default=0)
         return [
             f"free disk    {format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
             + (", for shards on their way to the bucket" if isinstance(self.store, RemotePath) else "")
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
-            f"memory       {self.forward.describe_memory()}; free {format_bytes(free_memory() or 0)}",
+            f"memory       {self.forward.describe_memory(n_batch_tokens)}; free {format_bytes(free_memory() or 0)}",
         ]
 
 
@@ -254,11 +318,14 @@ def existing_parent(path: StorePath) -> Path:
     return nearest_folder(path.expanduser())
 
 
-def estimate(plan: WritePlan) -> Timings:
-    """Run three batches of a plan, which takes some seconds, and return what all of them are estimated to take."""
+def estimate(plan: WritePlan) -> tuple[Timings, Timings]:
+    """Run three batches, which takes some seconds; returns what all of a plan take at the least and at the most.
+
+    The three have the shortest, the median and the longest sequences.
+    """
     forward, batched = plan.forward, batches_of(plan.table, plan.forward.batch_tokens)
-    lengths = [numbers(batch, "n_tokens") for batch in batched]
-    model = _random_target(forward, max(int(batch.sum()) for batch in lengths) + 1)
+    batched.sort(key=lambda batch: int(numbers(batch, "n_tokens").max()))
+    model = _random_target(forward, max(int(numbers(batch, "n_tokens").sum()) for batch in batched) + 1)
     n_layers = int(model.config.num_hidden_layers)
     groups = families.kv_groups(model.config)
     spec = replace(
@@ -266,44 +333,84 @@ def estimate(plan: WritePlan) -> Timings:
         layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers})),
         kv_fields=tuple(one.field for one in groups),
     )
-    forward = replace(forward, spec=spec)
-    chosen = np.linspace(0, len(batched) - 1, min(_N_BATCHES, len(batched))).round().astype(int).tolist()
-    table = pa.concat_tables(_cut(batched[index], model.config, forward.device) for index in chosen)
-    timed = numbers(table, "n_tokens")
-    ends = np.cumsum(timed) % (int(model.config.vocab_size) - int(timed.max()) + 1) + timed
-    texts = {
-        key: (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
-        for key, n, end in zip(table["sequence_id"].to_pylist(), timed.tolist(), ends.tolist(), strict=True)
-    }
     # A codec that learns cannot encode before it has learned; lossless takes about as long.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
     codec = StoreCodec(name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups))
-    forwards = forward.forwards(Target(model), codec, texts.__getitem__)
-    forwards.capture([next(iter(texts.values()))[0]])  # the first forward warms up
-    found = _run(forwards, table, plan.disk)
-    n_padded = sum(len(batch) * int(batch.max()) for batch in lengths)
-    scale = n_padded / found.n_padded_tokens * plan.forward.model_config.num_hidden_layers / n_layers
-    return Timings(forward_s=scale * found.forward_s, extract_s=scale * found.extract_s)
+    timed_forward = replace(forward, spec=spec)
+    n_padded = sum(map(_padded_tokens, batched))
+    chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
+    timings = []
+    for index in [chosen[0], *chosen]:
+        table = _cut(batched[index], model.config, forward.device)
+        texts = _made_texts(table, int(model.config.vocab_size))
+        batch_s = _run(timed_forward.forwards(Target(model), codec, texts.__getitem__), table, plan.disk)
+        scale = n_padded / batch_s.n_padded_tokens * plan.forward.model_config.num_hidden_layers / n_layers
+        timings.append(Timings(forward_s=scale * batch_s.forward_s, extract_s=scale * batch_s.extract_s))
+    del timings[0]  # the first run warms up
+    fastest = min(timings, key=lambda one: one.extract_s)
+    slowest = max(timings, key=lambda one: one.extract_s)
+    least_s = fastest.extract_s
+    if torch.device(forward.device).type == "cuda":  # encoding and writing go on beside the forwards of a long run
+        least_s = max(fastest.forward_s, fastest.extract_s - fastest.forward_s)
+    return (
+        Timings(forward_s=fastest.forward_s / _TIME_SHARE, extract_s=least_s / _TIME_SHARE),
+        Timings(forward_s=slowest.forward_s * _TIME_SHARE, extract_s=slowest.extract_s * _TIME_SHARE),
+    )
 
 
 def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     """Return the estimate of a plan as text; workers share the parts, each with a device or machine of its own."""
     try:
-        found = estimate(plan)
+        least, most = estimate(plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, TargetError) as error:
         if families.family_of(plan.forward.model_config).keeps_kv:
             raise
         # Of code that is not ours, which not all weights and sizes suit.
         return f"time         not measured, as a model of random weights failed: {first_line(error)}"
     lines = [
-        f"time         about {format_hours(found.extract_s)}: forwards {format_hours(found.forward_s)}, waiting for "
-        f"encoding and writing {format_hours(found.extract_s - found.forward_s)}"
+        f"time         {format_range(least.extract_s, most.extract_s, format_hours)}, of which forwards "
+        f"{format_range(least.forward_s, most.forward_s, format_hours)}; the rest is encoding and writing"
     ]
     if n_workers > 1:
-        lines.append(
-            f"workers      {n_workers} take about {format_hours(found.extract_s / n_workers)} if the disk keeps up"
-        )
+        seconds = least.extract_s / n_workers, most.extract_s / n_workers
+        lines.append(f"workers      {n_workers} take {format_range(*seconds, format_hours)} if the disk keeps up")
     return "\n".join(lines)
+
+
+def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Make tokens and masks for sequences; no token comes twice in a batch unless the vocabulary is too small."""
+    lengths = numbers(table, "n_tokens")
+    ends = np.cumsum(lengths) % (n_tokens - int(lengths.max()) + 1) + lengths
+    return {
+        key: (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
+        for key, n, end in zip(table["sequence_id"].to_pylist(), lengths.tolist(), ends.tolist(), strict=True)
+    }
+
+
+def _padded_tokens(batch: pa.Table) -> int:
+    return len(batch) * int(numbers(batch, "n_tokens").max())
+
+
+def _basis_bytes(codec: TransformCodec, config: Any) -> tuple[int, int]:
+    """Return the least and the most bytes of what a codec learns.
+
+    These are means in float32; features of tokens, axes and predictions in float16. Components that get no bits are
+    left out. Hidden states have two matrices of axes, as they err in a metric.
+    """
+    widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
+    n_features = MAX_FEATURES * codec.needs_tokens + (KV_FEATURES + config.hidden_size) * bool(codec.sources)
+    n_matrices = 1 if codec.is_kv else 2
+    axes = sum(2 * width * (n_matrices * min(width, MAX_COMPONENTS) + n_features) for width in widths)
+    least = 4 * (EARLY_POSITIONS + 1) * sum(widths)
+    if codec.needs_tokens:
+        least += 2 * config.vocab_size * min(config.hidden_size, MAX_FEATURES)
+    return least, least + axes + _RECORD_BYTES
+
+
+def _stored_itemsize(config: Any) -> int:
+    """Return the bytes of a weight in the files of a target."""
+    dtype = getattr(config, "dtype", None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
 
 
 def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:

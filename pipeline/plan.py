@@ -33,6 +33,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..machine import has_fast_bfloat16
+from ..moa.drafters.advice import Advice, Job, advise
 from ..moa.targets import families
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
@@ -49,7 +50,6 @@ from ..text import Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
 from .estimate import ForwardPlan, WritePlan, field_specs, has_device
-from .forwards.calibrate import SAMPLE_TOKENS
 from .forwards.vllm_source import check_vllm
 from .sequences import Sequences, check_counts, read_sequences, read_texts, texts_origin
 
@@ -96,7 +96,9 @@ class ExtractPlan(WritePlan):
         storage, target, codec = self.config.storage, self.manifest.target, self.forward.codec
         n_response = int(numbers(self.table, "n_response_tokens").sum())
         lengths = np.sort(numbers(self.table, "n_tokens"))
-        bits = {name: own.expected_bits for name, own in codec.fields.items() if own.spec.token_shape}
+        bits = ", ".join(
+            f"{name} {own.expected_bits:.1f}" for name, own in codec.fields.items() if own.spec.token_shape
+        )
         cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
         model_config = self.forward.model_config
         if not any(families.kv_shapes(model_config)):
@@ -113,13 +115,13 @@ class ExtractPlan(WritePlan):
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(codec.fields)} in {storage.dtype}, codec {storage.codec}",
             f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} bytes per token)",
-            f"on disk      about {format_bytes(self.stored_bytes)} "
-            f"({', '.join(f'{name} {own:.1f} bits per value' for name, own in bits.items())})",
+            f"on disk      {self.describe_disk()}",
+            f"bits         of a value in the parts, at most: {bits}",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
             *self.room(),
         ]
         if codec.learned:
-            n_sample = min(self.n_tokens, SAMPLE_TOKENS)
+            n_sample = self.n_learned_tokens
             # Float32 values of the sample, and what they become along the axes that were learned.
             values = sum(math.prod(own.spec.token_shape) for own in codec.learned.values())
             lines.append(
@@ -130,6 +132,19 @@ class ExtractPlan(WritePlan):
         if problem := families.quantisation_problem(read_config(folder), folder):
             lines.append(f"refused      by `extract`: {problem}")
         return "\n".join(lines)
+
+    def advice(self) -> list[Advice]:
+        """Advise what suits the target and the chats."""
+        config = self.forward.model_config
+        width = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
+        return advise(
+            Job(
+                n_tokens=self.n_tokens,
+                is_on_cpu=torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm",
+                has_kv=any(families.kv_shapes(config)),
+                kv_growth=1 + width / self.manifest.target["hidden_size"],
+            )
+        )
 
 
 def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:

@@ -13,7 +13,7 @@ from rich.text import Text
 from moa_data.commands.console import StandardOutput
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import build_room, run
-from moa_data.text import printable
+from moa_data.text import format_bytes, format_range, printable
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 ATTACK = "clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\r \x9b2J right \u202eleft\u2066 :smile: [red]x[/red] [/]"
@@ -84,3 +84,9 @@ def test_reports_of_eval_are_escaped(room: Path, tmp_path: Path) -> None:
         assert not CONTROLS.search(text)
     categories = json.loads(report.read_text())["rows"][0]["category"]
     assert categories == SHOWN
+
+
+def test_a_range_whose_ends_look_alike_is_one_figure() -> None:
+    assert format_range(2e9, 2.4e9, format_bytes) == "2.0 GB to 2.4 GB"
+    assert format_range(0, 2.4e9, format_bytes) == "up to 2.4 GB"
+    assert format_range(2.01e9, 2.04e9, format_bytes) == "2.0 GB"

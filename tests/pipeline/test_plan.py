@@ -133,11 +133,9 @@ def test_the_default_length_is_that_of_the_positions(config: ExtractConfig) -> N
 
 
 def test_a_codec_that_learns_counts_what_it_needs(config: ExtractConfig) -> None:
-    codecs = ("int8", "transform:1", "transform:1,tokens")
-    exact, plain, predicted = (build_plan(config.replaced(codec=codec)) for codec in codecs)
+    exact, learned = (build_plan(config.replaced(codec=codec)) for codec in ("int8", "transform:1"))
     assert "learn " not in exact.describe()
-    assert f"forwards of {plain.n_tokens:,} tokens before the first part" in plain.describe()
-    assert predicted.stored_bytes - plain.stored_bytes == 2 * 400 * 32  # float16 [vocab_size, width] of features
+    assert f"forwards of {learned.n_tokens:,} tokens before the first part" in learned.describe()
 
 
 def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lacks(
@@ -403,9 +401,9 @@ def test_batches_hold_neighbours_of_a_part_and_keep_to_the_budget(config: Extrac
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:1,tokens,from-kv"])
 def test_a_plan_is_timed_and_leaves_nothing(config: ExtractConfig, tmp_path: Path, codec: str) -> None:
     before = sorted(tmp_path.rglob("*"))
-    found = estimate(build_plan(config.replaced(codec=codec)))
+    least, most = estimate(build_plan(config.replaced(codec=codec)))
     assert sorted(tmp_path.rglob("*")) == before
-    assert 0 < found.forward_s < found.extract_s
+    assert 0 < least.forward_s < least.extract_s < most.extract_s
 
 
 def test_a_plan_says_where_it_cannot_be_timed(config: ExtractConfig, tmp_path: Path, monkeypatch: Any) -> None:
@@ -423,17 +421,19 @@ def test_a_plan_says_where_it_cannot_be_timed(config: ExtractConfig, tmp_path: P
 def test_an_addition_is_timed_too(config: ExtractConfig) -> None:
     extract(config.replaced(activations=("hidden:last",), target_layers=0))
     plan = plan_addition(AddConfig.of(store=config.out, model=config.model, activations=("hidden:layer:1",)))
-    assert estimate(plan).extract_s > 0
+    least, most = estimate(plan)
+    assert 0 < least.extract_s < most.extract_s
     done = run("add", config.out, "--model", config.model, "--activations", "hidden:layer:1", "--dry-run")
-    assert "time         about" in done.stdout
+    assert "\ntime         " in done.stdout
 
 
 def test_fewer_layers_are_timed_for_all_of_them(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moa_data.pipeline.forwards.parts.seconds_between", lambda *_: 2.0)  # whatever a batch computes
     plan = build_plan(config.replaced(activations=("kv",)))
-    whole = estimate(plan).forward_s
+    _, whole = estimate(plan)
     monkeypatch.setattr(estimate_module, "_MAX_WEIGHTS", 1)  # one layer of three
-    assert estimate(plan).forward_s == pytest.approx(3 * whole)
+    _, of_one = estimate(plan)
+    assert of_one.forward_s == pytest.approx(3 * whole.forward_s)
 
 
 def test_plan_tells_what_workers_take(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +441,6 @@ def test_plan_tells_what_workers_take(config: ExtractConfig, monkeypatch: pytest
     arguments = ["plan", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
     told = run(*arguments, "--device", "cpu", "--workers", "4", "--part-tokens", "512")
     assert told.exit_code == 0, told.output
-    assert "\nworkers      4 take about" in told.stdout
+    assert "\nworkers      4 take " in told.stdout
     elsewhere = run(*arguments, "--engine", "ray", "--gpus-per-worker", "1")
     assert "not measured, as this machine has no GPU" in elsewhere.stdout
