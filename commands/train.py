@@ -29,21 +29,21 @@ def train(config: TrainConfig) -> None:
     to --out. With --resume it goes on from the last checkpoint with the settings of the run, bit for bit on a CPU;
     --max-steps with it makes the run longer. --init-from starts a new run from the weights of another.
 
-    The defaults suit targets of 7B and more. --preset small is for targets of some million weights: Muon, batches of 8,
-    a learning rate that decays over the whole run. --preset paper is Mixture of Attentions as published, and what
-    `export-drafter --format moa` takes.
+    What is not given is chosen from the target's size, the number of tokens and the length of the run: epochs,
+    optimizer, learning rate, warm-up, decay, batch and validation. The command prints what it chose, and why. --preset
+    paper is Mixture of Attentions as published, and what `export-drafter --format moa` takes.
 
-    As many sequences go through a forward as fit into memory, which a trial step finds out; the batch is accumulated
-    from them. --micro-batch-size sets their number: the result differs by rounding alone. --dry-run prints steps,
-    tokens and disk, and trains nothing.
+    On an accelerator as many sequences go through a forward as fit into memory, which a trial step finds out, and on a
+    CPU at most 2,048 tokens; the batch is accumulated from them. --micro-batch-size sets their number: the result
+    differs by rounding alone. --dry-run prints what would be chosen, steps, tokens and disk, and trains nothing.
 
     Several devices share each batch; the result differs by rounding alone. On several machines run the command under
     torchrun or srun, with --num-nodes.
 
     \b
     Examples:
-      moa-data train store --out runs/moa --max-steps 2000
-      moa-data train store --out runs/small --preset small --max-steps 340
+      moa-data train store --out runs/moa
+      moa-data train store --out runs/eagle --drafter eagle --max-steps 340
       moa-data train store --out runs/moa --dry-run
       moa-data train store --out runs/moa --devices 8 --logger wandb
       torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
@@ -53,12 +53,17 @@ def train(config: TrainConfig) -> None:
       moa-data train other-store --out runs/more --init-from runs/moa
       moa-data train store --out runs/moa --config run.yaml --learning-rate 1e-4
     """
-    from ..trainer.fit import plan_run
+    from ..trainer.fit import RunPlan, plan_run
     from ..trainer.fit import train as run_train
     from .views import run_plan_view, train_view
 
+    def announce(plan: RunPlan) -> None:
+        out.print(run_plan_view(plan))
+        for warning in plan.warnings:
+            tell(f"warning: {warning}.")
+
     if config.dry_run:
-        out.print(run_plan_view(plan_run(config)))
+        announce(plan_run(config))
         return
 
     with ProgressLine("step") as progress, warnings.catch_warnings():
@@ -67,7 +72,7 @@ def train(config: TrainConfig) -> None:
             config,
             progress=progress,
             provenance=collect_provenance(),
-            announce=lambda plan: out.print(run_plan_view(plan)),
+            announce=announce,
         )
     out.print(train_view(report))
     if report.n_pending_parts:

@@ -156,18 +156,31 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
         "activations": f"{format_bytes(plan.read_bytes_per_epoch)} read an epoch",
         "parameters": f"{plan.n_parameters:,}",
         "disk": f"{format_bytes(plan.disk_bytes)} of {format_bytes(plan.free_disk_bytes)} free",
+        "validation": _validation_text(plan),
         "exports to": ", ".join(name for name, problems in plan.export_problems.items() if not problems) or "-",
     }
     for name, problems in plan.export_problems.items():
         if problems:
             facts[f"not to {name}"] = "; ".join(problems)
-    return pairs_view("Training", facts)
+    title = f"Chosen for a target of width {plan.hidden_size:,} and {plan.n_tokens_per_epoch:,} training tokens"
+    chosen = {setting.name: f"{setting.value!s:<7} {setting.why}" for setting in plan.chosen}
+    return Group(pairs_view("Training", facts), pairs_view(title, chosen))
+
+
+def _validation_text(plan: "RunPlan") -> str:
+    if not plan.n_validation_sequences:
+        return "-"
+    answers = "the target's own answers" if plan.has_own_answers else "answers not known to be the target's own"
+    return f"{plan.n_validation_sequences:,} sequences, {plan.n_validation_positions:,} response tokens; {answers}"
 
 
 def train_view(report: "TrainReport") -> RenderableType:
     """Show the figures of a training run, and where its drafter is."""
     speed = "" if report.tokens_per_s is None else f" ({report.tokens_per_s:,.0f}/s)"
     share, best = report.data_wait_share, report.best_expected_acceptance_length
+    width = ""
+    if report.best_half_width is not None:
+        width = f" ± {report.best_half_width:.2f} (95 %, {report.n_validation_sequences} sequences)"
     speeds = ("train/tokens_per_s", "train/data_wait_share")  # of the last steps alone; the run's stand above
     facts = {
         "run": report.out,
@@ -177,7 +190,7 @@ def train_view(report: "TrainReport") -> RenderableType:
         "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
         **{name: f"{value:.4g}" for name, value in sorted(report.metrics.items()) if name not in speeds},
-        "best expected acceptance length": "-" if best is None else f"{best:.3f}",
+        "best expected acceptance length": "-" if best is None else f"{best:.3f}{width}",
     }
     return pairs_view("Trained", facts)
 

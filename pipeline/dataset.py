@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
-from ..files import kind_of, machine_trouble
+from ..files import kind_of, machine_trouble, parse_object
 from ..moa.targets.chat import ROLES, Rejection, RejectReason, UnreadableRow
 from ..text import counted, first_line, format_bytes
 
@@ -52,6 +52,16 @@ _SHARD_NUMBER = re.compile(r"(?:[-_. ]?(?:part|shard|chunk))?[-_. ]?\d+(?:[-_ ]o
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH_BYTES = 1 << 20
 _READ_ROWS = 1024
+
+
+def writer_of_answers(dataset: str) -> str | None:
+    """Return weights_sha256 of the model whose `regenerate` wrote a file or folder of chats; None where unknown."""
+    path = Path(dataset).expanduser()
+    try:
+        [record] = path.glob(f"*{RECORD_SUFFIX}") if path.is_dir() else [path.with_suffix(RECORD_SUFFIX)]
+        return str(parse_object(record.read_bytes())["settings"]["target"]["weights_sha256"])
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
 
 
 def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None, int]:

@@ -37,13 +37,14 @@ from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
 from ..storage.paths import StorePath
 from ..storage.plan import numbers
-from ..storage.schema import CODEC_NAME, TARGET_NAME
+from ..storage.schema import ANSWERS_BY, CODEC_NAME, TARGET_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes
 from .add import refuse_addition
 from .card import write_card
 from .config import ExtractConfig, ScaleSettings
+from .dataset import writer_of_answers
 from .forwards.calibrate import learned_before
 from .forwards.parts import Forwards, run_parts, save_bundle, sequence_name
 from .forwards.vllm_source import VllmSource
@@ -119,6 +120,7 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
     # Everything that may differ between runs that give equal data.
     details = {
         "config": plan.config.named(),
+        ANSWERS_BY: writer_of_answers(plan.config.dataset),
         "rejection_examples": counts.examples,
         "plan": {"expected_bytes": plan.stored_bytes},
         **{name: getattr(counts, name) for name in ("rejections", "n_rows", "n_duplicates", "n_truncated")},

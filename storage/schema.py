@@ -48,6 +48,7 @@ PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
+ANSWERS_BY = "answers_by"  # in a run's record: weights_sha256 of the model that wrote the chats' answers, or null
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"

@@ -20,9 +20,9 @@ from ..files import write_atomic
 from ..machine import free_memory
 from ..text import Progress
 from .checkpoints import write_drafter
-from .config import BEST, DRAFTER, LAST
+from .config import BEST, DRAFTER, LAST, known
 from .data import Batch, StoreDataModule, TrainingStream, device_share
-from .step import WHAT_HELPS, DrafterModule, Trial
+from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 1.0  # a second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher
@@ -117,7 +117,7 @@ class ShowSteps(L.Callback):
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         found = [f"{name} {float(value):,.4g}" for name, value in trainer.progress_bar_metrics.items()]
-        self._figures = ", ".join(["train", *found])
+        self._figures = ", ".join(["train", *found]).replace(f", {PLUS_MINUS}", f" {PLUS_MINUS}")
         self._report(trainer)
 
     def _report(self, trainer: L.Trainer, doing: str = "") -> None:
@@ -142,7 +142,7 @@ class MicroBatches(L.Callback):
             self._has_chosen = True
         trainer.accumulate_grad_batches = share // self.data.micro_batch
         if trainer.enable_validation:
-            every = self.data.config.validation.validate_every
+            every = known(self.data.config.validation.validate_every)
             trainer.val_check_interval = every * trainer.accumulate_grad_batches
 
     @override
@@ -162,7 +162,7 @@ class MicroBatches(L.Callback):
     def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
         device, n_devices = trainer.strategy.root_device, trainer.world_size
         given = self.data.config.data.micro_batch_size
-        sizes = [given] if given else [size for size in range(share, 0, -1) if share % size == 0]
+        sizes = self.data.micro_batch_sizes(share)
         noted: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet
             noted = dict(json.loads(self.file.read_text()))
@@ -196,6 +196,7 @@ class Saves(L.Callback):
         self.out, self.every_n_steps = out, every_n_steps
         self.max_steps = max_steps  # of the run; an invocation that is to end earlier does not validate where it ends
         self.best = float("-inf")  # expected acceptance length
+        self.best_half_width = float("nan")  # of its 95 % interval
         self.validated_step: int | None = None
         self._saved_step = 0
 
@@ -221,17 +222,23 @@ class Saves(L.Callback):
         if value is None or not float(value) > self.best:
             return
         self.best = float(value)
+        self.best_half_width = float(trainer.callback_metrics["val/expected_acceptance_half_width"])
         if trainer.is_global_zero:
             write_drafter(pl_module.drafter, self.out / DRAFTER)
         trainer.save_checkpoint(self.out / BEST)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "validated_step": self.validated_step}
+        return {
+            "best": self.best,
+            "best_half_width": self.best_half_width,
+            "validated_step": self.validated_step,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.validated_step = state_dict["best"], state_dict["validated_step"]
+        self.best_half_width = state_dict.get("best_half_width", float("nan"))  # earlier runs have none
 
     @override
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

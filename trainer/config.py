@@ -6,7 +6,7 @@ that its sizes have too (``drafter.json``) carry the same name there.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from typing_extensions import override
@@ -33,7 +33,15 @@ CHANGE_NO_RESULT = frozenset(
 )  # fmt: skip
 """Settings that may differ between two invocations of a run, and between two runs that were trained alike."""
 
+_Value = TypeVar("_Value")
+
 PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
+
+
+def known(value: _Value | None) -> _Value:
+    """Return a setting that was given, or has been chosen by now (``defaults.py``)."""
+    assert value is not None
+    return value
 
 
 class DrafterSettings(Config):
@@ -300,13 +308,15 @@ class ScheduleSettings(Config):
     max_steps: Common[Count | None] = None
     """Optimizer steps; alternative to --epochs."""
     epochs: Common[Positive | None] = None
-    """Passes over the training split (40 in the paper); default 1 when --max-steps is not given."""
-    warmup_steps: Natural = 50
-    """Linear warm-up from 0 to the peak, in steps."""
-    peak_multiplier: Positive = 20.0
-    """The peak is this times the learning rate (20 x 3e-5 = 6e-4); 1 for warm-up and then constant."""
+    """Passes over the training split (40 in the paper); default: enough for a million tokens, from 1 to 10."""
+    warmup_steps: Natural | None = None
+    """Linear warm-up from 0 to the peak, in steps; default: a tenth of the run, at most 50."""
+    peak_multiplier: Positive | None = None
+    """The peak is this times the learning rate; 1 for warm-up and then constant; default: 10, or 20 as in the paper for
+    long runs of large targets."""
     decay_steps: Annotated[int, Field(ge=-1)] | None = None
-    """Step at which the linear decay to the learning rate ends; default: one epoch; -1: the end of the run."""
+    """Step at which the linear decay to the learning rate ends; -1: the end of the run, the default; for long runs of
+    large targets the default is one epoch, as in the paper."""
     stop_after_steps: Count | None = None
     """End this invocation at that step with everything saved; the schedule still spans the whole run."""
 
@@ -329,12 +339,14 @@ class ScheduleSettings(Config):
 class OptimizerSettings(Config):
     """The optimizer and its rates."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """adamw as in the paper, or muon for the matrices and adamw for the rest, which needs fewer steps."""
-    learning_rate: Common[Positive] = 3e-5
-    """Learning rate at the end of the schedule."""
-    matrix_learning_rate: Positive = 2e-3
-    """Muon's learning rate at the end of the schedule, which it follows as --learning-rate does."""
+    kind: Literal["auto", "adamw", "muon"] = "auto"
+    """muon for the matrices and adamw for the rest, which needs fewer steps, or adamw for all as in the paper; auto
+    takes adamw for long runs of large targets."""
+    learning_rate: Common[Positive | None] = None
+    """Learning rate at the end of the schedule; default: 1e-4, or 3e-5 as in the paper for long runs of large
+    targets."""
+    matrix_learning_rate: Positive | None = None
+    """Muon's learning rate at the end of the schedule, which it follows as --learning-rate does; default: 2e-3."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
     gradient_clip: NonNegative = 1.0
@@ -344,10 +356,11 @@ class OptimizerSettings(Config):
 class BatchSettings(Config):
     """The sequences of a step, and how they are read."""
 
-    batch_size: Common[Count] = 32
-    """Sequences per optimizer step, over all devices and accumulation."""
+    batch_size: Common[Count | None] = None
+    """Sequences per optimizer step, over all devices and accumulation; default: 1 to 32, more for longer runs."""
     micro_batch_size: Count | None = None
-    """Sequences per forward; the batch is accumulated from these. Default: as many as fit into memory."""
+    """Sequences per forward; the batch is accumulated from these. Default: as many as fit into memory, on a CPU at most
+    2,048 tokens."""
     reader_threads: Count | None = None
     """Threads that read and decode shards; default: the cores, shared among the devices, at most 16."""
     prefetch_batches: Count = 4
@@ -364,12 +377,13 @@ class BatchSettings(Config):
 class ValidationSettings(Config):
     """Which sequences are held out, and when a run is validated on them."""
 
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Share of sequences held out, chosen by a hash of their content."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of sequences held out, chosen by a hash of their content; default: 0.02, in small stores up to 0.2, until
+    50 sequences or 5,000 response tokens are held out."""
     validation_sequences: Natural = 64
     """Most sequences per validation."""
-    validate_every: Count = 100
-    """Steps between validations."""
+    validate_every: Count | None = None
+    """Steps between validations; default: a tenth of the run, at most 1,000."""
     draft_length: Count = 5
     """Drafts per round for the expected acceptance length in validation."""
 
@@ -377,8 +391,8 @@ class ValidationSettings(Config):
 class RecordSettings(Config):
     """How often a run logs and saves."""
 
-    log_every: Count = 10
-    """Steps between log rows."""
+    log_every: Count | None = None
+    """Steps between log rows; default: a twentieth of the run, at most 10."""
     checkpoint_every: Count = 100
     """Steps between saves of the last state."""
     logger: Literal["wandb", "mlflow"] | None = None
@@ -429,7 +443,7 @@ AnyDrafter = (
 
 
 class TrainConfig(Config):
-    """One training run; the schedule's defaults are the paper's (Table 6 and the released code)."""
+    """One training run; ``defaults.py`` chooses what the length of the run and the size of the target decide."""
 
     if TYPE_CHECKING:  # else they refuse names of settings in groups
 
@@ -495,11 +509,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimizer": {"kind": "muon", "learning_rate": 1e-4, "matrix_learning_rate": 2e-3},
         "schedule": {"peak_multiplier": 10.0, "decay_steps": -1},
         "data": {"batch_size": 8},
-        "validation": {"validate_every": 100},
     },
 }
-"""Named starting points: ``paper`` is Mixture of Attentions as published, ``small`` is for targets of some million
-weights, whose short runs need Muon and a higher rate that decays over the whole run. The defaults suit 7B and above."""
+"""Named starting points: ``paper`` is Mixture of Attentions as published, ``small`` is for short runs, which need Muon
+and a higher rate that decays over the whole run, whatever their length."""
 
 
 class DrafterExportConfig(Config):

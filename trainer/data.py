@@ -16,10 +16,10 @@ buffers are kept within the same bounds.
 Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target width.
 """
 
+import contextlib
 import math
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,17 +32,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RunWarning, SelectionInvalid, TrainingError
+from ..errors import SelectionInvalid, TrainingError
+from ..files import parse_object
 from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs, draw_anchors
 from ..moa.nn import masks
 from ..moa.targets.families import layer_sizes, load_target_config
+from ..storage.backend import names_in, read_file
 from ..storage.codecs.field import FieldCodec
 from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
-from ..storage.schema import KV, TOKENS
+from ..storage.schema import ANSWERS_BY, KV, RUNS_NAME, TOKENS
 from ..text import add_command
-from .config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
+from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known
+from .defaults import CPU_MICRO_BATCH_TOKENS, RunFacts, choose_settings, choose_validation_fraction
 
 # The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on.
 _LAYER_OUTPUTS = "layer_outputs"
@@ -170,6 +173,16 @@ def target_identity(store: ActivationStore) -> dict[str, str]:
     """Return what a store records of its target's identity, such as weights_sha256."""
     recorded = store.manifest.identities.items()
     return {name.removeprefix("target."): str(value) for name, value in recorded if name.startswith("target.")}
+
+
+def has_own_answers(store: ActivationStore) -> bool:
+    """Return whether an extraction of the store recorded that its target wrote the answers itself."""
+    weights, runs = target_identity(store).get("weights_sha256"), store.path / RUNS_NAME
+    for name in names_in(runs):
+        with contextlib.suppress(OSError, ValueError):
+            if weights and parse_object(read_file(runs / name)).get(ANSWERS_BY) == weights:
+                return True
+    return False
 
 
 def read_fields(reads: Reads) -> dict[str, str]:
@@ -367,7 +380,7 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     """Draw the random numbers of one optimizer step, a pure function of seed and step."""
     # A generator of its own for each step, so that step k needs none of the draws before it; no two seeds share one.
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
-    rows = config.data.batch_size
+    rows = known(config.data.batch_size)
     # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise seeds.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
     step_bound = torch.randint(rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator)
@@ -420,9 +433,20 @@ def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> flo
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 
+def trains_on_cpu(machine: MachineSettings) -> bool:
+    """Return whether a run with these settings trains on the CPU."""
+    return machine.accelerator == "cpu" or (machine.accelerator == "auto" and not torch.cuda.is_available())
+
+
+def count_devices(machine: MachineSettings) -> int:
+    """Return the devices of a run with these settings, of all machines."""
+    n_devices = 1 if trains_on_cpu(machine) else max(1, torch.cuda.device_count())
+    return machine.num_nodes * (n_devices if machine.devices == "auto" else int(machine.devices))
+
+
 def device_share(config: TrainConfig, n_ranks: int) -> int:
     """Return the sequences of a step on each device, which the micro-batch must divide."""
-    share, rest = divmod(config.data.batch_size, n_ranks)
+    share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:
         raise TrainingError(f"--batch-size {config.data.batch_size} does not divide over {n_ranks} devices.")
     if share % (config.data.micro_batch_size or share):
@@ -488,7 +512,7 @@ class TrainingStream:
         self._max_steps, self._rank, self._n_ranks = max_steps, rank, n_ranks
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
         self._epoch_order: tuple[int, np.ndarray] | None = None
-        self._steps_per_epoch = len(sequences) // config.data.batch_size
+        self._steps_per_epoch = len(sequences) // known(config.data.batch_size)
         self.start_step = 0  # the step that the stream begins with
         self.wait_s = 0.0  # seconds that the consumer waited for micro-batches
         self.asked_s = 0.0  # ``time.perf_counter()`` when one was last asked for
@@ -514,9 +538,10 @@ class TrainingStream:
         config = self._reader.config
         epoch, index = divmod(step, self._steps_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = epoch, epoch_order(self._lengths, config.data.batch_size, config.seed, epoch)
+            order = epoch_order(self._lengths, known(config.data.batch_size), config.seed, epoch)
+            self._epoch_order = epoch, order
         # Neighbours in a batch have like lengths, so dealing them in turn gives each device the same work.
-        mine = np.arange(self._rank, config.data.batch_size, self._n_ranks)
+        mine = np.arange(self._rank, known(config.data.batch_size), self._n_ranks)
         parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
         return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
 
@@ -579,37 +604,47 @@ class ValidationBatches:
 
 
 class StoreDataModule(L.LightningDataModule):
-    """Training and validation batches of a store."""
+    """Training and validation batches of a store; chooses the settings that nobody gave."""
 
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
         super().__init__()
         table = store.sequences
         self.lengths = numbers(table, "n_tokens").astype(np.int64)
-        train, held_out = split_sequences(table["sequence_id"].to_pylist(), config.validation.validation_fraction)
         responses = numbers(table, "n_response_tokens")
+        split = choose_validation_fraction(len(responses), int(responses.sum()))
+        if is_split_open := config.validation.validation_fraction is None:
+            config = config.replaced(validation_fraction=split.value)
+        fraction = known(config.validation.validation_fraction)
+        train, held_out = split_sequences(table["sequence_id"].to_pylist(), fraction)
         self.train_sequences = train
         # A shorter response holds no complete round to measure.
         usable = held_out[responses[held_out] > config.validation.draft_length]
         self.validation_sequences = usable[: config.validation.validation_sequences]
-        if 0 < len(train) < config.data.batch_size and "batch_size" not in config.data.model_fields_set:
-            text = f"{store.path} has {len(train)} training sequences; the batch is all of them, not the default"
-            warnings.warn(f"{text} {config.data.batch_size}.", RunWarning, stacklevel=2)
-            config = config.replaced(batch_size=len(train))
-        self.store, self.config = store, config
-        # Sequences per forward on one device; the whole batch until trials have chosen it.
-        self.micro_batch = config.data.micro_batch_size or config.data.batch_size
-        if len(train) < config.data.batch_size:
-            raise TrainingError(
-                f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "
-                f"{config.data.batch_size}; extract more or lower --batch-size."
-            )
-        if not responses[train].any():
+        self.n_validation_positions = int(responses[self.validation_sequences].sum())
+        if len(train) and not responses[train].any():
             raise TrainingError(
                 f"{store.path}: the response masks of all {len(train)} training sequences are zero, so there is "
                 "nothing to learn. Make the store from chats with answers."
             )
+        facts = RunFacts(
+            hidden_size=int(store.manifest.target["hidden_size"]),
+            n_sequences=len(train),
+            n_tokens=int(self.lengths[train].sum()),
+            n_devices=count_devices(config.machine),
+        )
+        config, chosen = choose_settings(config, facts)
+        self.chosen = [*chosen, split] if is_split_open else chosen
+        batch_size = known(config.data.batch_size)
+        self.store, self.config = store, config
+        # Sequences per forward on one device; the whole batch until trials have chosen it.
+        self.micro_batch = config.data.micro_batch_size or batch_size
+        if len(train) < batch_size:
+            raise TrainingError(
+                f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "
+                f"{batch_size}; extract more or lower --batch-size."
+            )
         needed_fields(store, config)
-        self.steps_per_epoch = len(train) // config.data.batch_size
+        self.steps_per_epoch = len(train) // batch_size
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 
     def train_dataloader(self) -> TrainingStream:
@@ -636,6 +671,16 @@ class StoreDataModule(L.LightningDataModule):
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Wait for the copy of a batch, and decode it on the training device."""
         return await_copy(batch).decode()
+
+    def micro_batch_sizes(self, share: int) -> list[int]:
+        """List the sizes of micro-batches to try, largest first, of a device that takes ``share`` sequences a step."""
+        if given := self.config.data.micro_batch_size:
+            return [given]
+        sizes = [size for size in range(share, 0, -1) if share % size == 0]
+        if not trains_on_cpu(self.config.machine):
+            return sizes
+        longest = int(self.lengths[self.train_sequences].max())
+        return [size for size in sizes if size * longest <= CPU_MICRO_BATCH_TOKENS] or [1]
 
     def longest_sequence(self) -> TrainingInputs:
         """Read the longest training sequence, [1, T, ...], on the CPU."""

@@ -68,8 +68,18 @@ from .config import (
     STORE_FILE,
     MachineSettings,
     TrainConfig,
+    known,
 )
-from .data import BatchReader, StoreDataModule, device_share, sequence_bytes, target_identity
+from .data import (
+    BatchReader,
+    StoreDataModule,
+    device_share,
+    has_own_answers,
+    sequence_bytes,
+    target_identity,
+    trains_on_cpu,
+)
+from .defaults import CHOOSABLE, ChosenSetting, is_open, schedule_warnings
 from .step import WHAT_HELPS, DrafterModule
 
 matplotlib.use("Agg")  # no display is needed; before pyplot is imported
@@ -92,6 +102,8 @@ class TrainReport:
     data_wait_share: float | None
     metrics: dict[str, float]  # last training and validation metrics, those that are finite
     best_expected_acceptance_length: float | None  # None for a run without validation
+    best_half_width: float | None  # of its 95 % interval; None where fewer than two sequences were validated
+    n_validation_sequences: int
     n_pending_parts: int = 0  # parts of the store that were planned but not extracted yet, so not trained on
     n_tokens_total: int = 0  # as ``n_tokens``, of all invocations
     n_bytes_read: int = 0  # of the store, in all invocations
@@ -110,6 +122,12 @@ class RunPlan:
     disk_bytes: int  # of checkpoints and drafter, with room for the one that is being written
     free_disk_bytes: int
     export_problems: dict[str, list[str]]  # format of export-drafter -> why it does not hold this drafter
+    hidden_size: int  # of the target
+    n_validation_sequences: int
+    n_validation_positions: int  # response tokens of these
+    has_own_answers: bool  # whether the store's answers are known to be the target's own
+    chosen: tuple[ChosenSetting, ...]  # settings that were not given
+    warnings: tuple[str, ...]  # where the schedule does not fit the steps
 
 
 def train(
@@ -164,13 +182,15 @@ def _train(
     announce: Callable[[RunPlan], None] | None,
     is_first: bool,
 ) -> TrainReport:
+    if config.resume:
+        config = _as_recorded(config, out)
     if is_first:
         _check_folder(config, out)
         check_room(out)
     store = ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb))
     data = StoreDataModule(store, config)
-    config = data.config  # the batch of a small store is smaller
-    module = build_module(store, config, data)
+    config = data.config  # with what was chosen
+    module = build_module(store, data)
     if is_first:
         # The next checkpoint with at least one moment of the weights, and the drafter.
         n_bytes = 3 * sum(weights.nbytes for weights in module.drafter.parameters())
@@ -225,6 +245,8 @@ def _fit(
         data_wait_share=throughput.wait_s / step_s if step_s else None,
         metrics={n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)},
         best_expected_acceptance_length=saves.best if math.isfinite(saves.best) else None,
+        best_half_width=saves.best_half_width if math.isfinite(saves.best_half_width) else None,
+        n_validation_sequences=len(data.validation_sequences),
         n_pending_parts=store.manifest.n_parts - len(store.commits),
         n_tokens_total=throughput.n_tokens_total,
         n_bytes_read=throughput.n_bytes_read,
@@ -276,16 +298,17 @@ def _write_report(file: Path, report: TrainReport) -> None:
     write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
-def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
+def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule:
     """Build frozen target weights from the store's bundle, and a drafter with its initial weights."""
+    config = data.config
     frozen = FrozenTarget.load(store.target_path, config.target_layer_inference, None, store.manifest.target)
     check_target_bundle(store.path, store.target_path)
     identity = target_identity(store)
     if arguments := store.manifest.extraction.get("template_kwargs"):
         identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)  # decoding renders prompts with them
     build = drafter_class(config.drafter.kind)
-    known = {item.name for item in dataclasses.fields(build.config_class)}
-    sizes = {name: value for name, value in config.drafter if name in known}
+    size_names = {item.name for item in dataclasses.fields(build.config_class)}
+    sizes = {name: value for name, value in config.drafter if name in size_names}
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
     if most is not None and config.validation.draft_length > most:
@@ -316,7 +339,7 @@ def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Cal
             max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
             max_epochs=-1,  # the stream is endless, steps end the run
             gradient_clip_val=config.optimizer.gradient_clip or None,
-            log_every_n_steps=config.record.log_every,
+            log_every_n_steps=known(config.record.log_every),
             val_check_interval=config.validation.validate_every if has_validation else None,
             check_val_every_n_epoch=None if has_validation else 1,
             limit_val_batches=1.0 if has_validation else 0,
@@ -382,7 +405,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
     """Compute how long a run is and what it will write; writes nothing."""
     with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
         data = StoreDataModule(store, config)
-        return _plan(config, store, data, build_module(store, data.config, data))
+        return _plan(config, store, data, build_module(store, data))
 
 
 def _plan(config: TrainConfig, store: ActivationStore, data: StoreDataModule, module: DrafterModule) -> RunPlan:
@@ -398,6 +421,12 @@ def _plan(config: TrainConfig, store: ActivationStore, data: StoreDataModule, mo
         disk_bytes=_WEIGHT_COPIES_ON_DISK * sum(weight.nbytes for weight in weights),
         free_disk_bytes=shutil.disk_usage(nearest_folder(Path(config.out))).free,
         export_problems=export_problems(module.drafter.config),
+        hidden_size=int(store.manifest.target["hidden_size"]),
+        n_validation_sequences=len(data.validation_sequences),
+        n_validation_positions=data.n_validation_positions,
+        has_own_answers=has_own_answers(store),
+        chosen=tuple(data.chosen),
+        warnings=tuple(schedule_warnings(data.config, data.steps_per_epoch)),
     )
 
 
@@ -412,8 +441,7 @@ def _hush_lightning() -> None:
 def _precision(machine: MachineSettings) -> Any:
     if machine.precision != "auto":
         return machine.precision
-    on_cpu = machine.accelerator == "cpu" or (machine.accelerator == "auto" and not torch.cuda.is_available())
-    return "32-true" if on_cpu else "bf16-mixed"
+    return "32-true" if trains_on_cpu(machine) else "bf16-mixed"
 
 
 def _check_folder(config: TrainConfig, out: Path) -> None:
@@ -434,6 +462,16 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         raise OutputOccupied(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
     elif out.is_dir() and any(entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()):
         raise OutputOccupied(f"{out} is not empty and holds no run; choose another --out.")
+
+
+def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
+    """Take what was not given as the run that is resumed has it."""
+    if not (out / RUN_FILE).is_file():
+        return config
+    now, recorded = config.named(), _recorded_config(out).named()
+    has_length = now["max_steps"] is not None or now["epochs"] is not None
+    names = {name for name in CHOOSABLE if is_open(now[name])} - ({"max_steps", "epochs"} if has_length else set())
+    return config.replaced(**{name: recorded[name] for name in names})
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -551,7 +589,11 @@ def plot_curves(run: Path, out: Path) -> None:
     for axis, (title, names) in zip(axes.flat, panels, strict=True):
         for name, label in names.items():
             points = dict(series.get(name, []))
-            axis.plot(list(points), list(points.values()), label=label, marker="." if len(points) < 40 else None)
+            widths = dict(series.get("val/expected_acceptance_half_width", []))
+            if label != "greedy" or widths.keys() != points.keys():
+                widths = dict.fromkeys(points, 0.0)
+            marker = "." if len(points) < 40 else None
+            axis.errorbar(list(points), list(points.values()), list(widths.values()), label=label, marker=marker)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

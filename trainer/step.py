@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, P drafted positions, g drafts of a round.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from ..moa.drafters.training import Draws, LossTerms, LossWeights, TrainingInput
 from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
-from .config import TrainConfig
+from .config import TrainConfig, known
 from .data import Batch, draw, map_tensors, rows_of
 from .muon import Muon
 
@@ -32,6 +33,9 @@ _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
 # Positions of layer self-attention that are recomputed at once; each has all layers, hundreds of rows together.
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
+PLUS_MINUS = "±"
+"""Name of the half width of the 95 % interval in progress lines."""
+_NORMAL_95 = 1.96  # half of the 95 % interval of a normal distribution, in standard errors
 WHAT_HELPS = (
     "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (of eagle3 above all "
     "drafter.draft_vocabulary), a store of shorter sequences (extract --max-length)."
@@ -205,8 +209,11 @@ class DrafterModule(L.LightningModule):
             rows = found.flatten(0, -2).tolist()
         metrics = validation_metrics(rows)
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1)
-        expected = metrics["expected_acceptance_length"]
-        self.log("expected acceptance length", expected, prog_bar=True, logger=False, batch_size=1)
+        shown = {
+            "expected acceptance length": metrics["expected_acceptance_length"],
+            PLUS_MINUS: metrics["expected_acceptance_half_width"],
+        }
+        self.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
 
     def build_optimizer(self, precision: str) -> torch.optim.Optimizer:
         """Build the run's optimizer, without a schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
@@ -219,14 +226,14 @@ class DrafterModule(L.LightningModule):
             return Muon(
                 matrices,
                 [weight for weight in weights if weight.ndim != 2 or id(weight) in tables],
-                lr=config.matrix_learning_rate,
-                others_lr=config.learning_rate,
+                lr=known(config.matrix_learning_rate),
+                others_lr=known(config.learning_rate),
                 weight_decay=config.weight_decay,
                 block_rows=_MUON_BLOCK_ROWS,
             )
         return torch.optim.AdamW(
             self.drafter.parameters(),
-            lr=config.learning_rate,
+            lr=known(config.learning_rate),
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=config.weight_decay,
@@ -238,9 +245,10 @@ class DrafterModule(L.LightningModule):
         """Build the optimizer with the zero-peak-constant schedule."""
         schedule = self.config.schedule
         optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
+        warmup, peak = known(schedule.warmup_steps), known(schedule.peak_multiplier)
 
         def factor(step: int) -> float:
-            return zero_peak_constant(step, schedule.warmup_steps, schedule.peak_multiplier, self._decay_end_step)
+            return zero_peak_constant(step, warmup, peak, self._decay_end_step)
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -343,7 +351,7 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
 
     Its step bound is ``draft_length + 1``. Returns sums that :func:`validation_metrics` reduces: KL in nats,
     agreements, drafted positions, tokens that the rounds would commit (bonus included) greedily and by sampling at
-    temperature 1, rounds.
+    temperature 1, rounds; then of each sequence's greedy tokens c and rounds r: c * c, c * r, r * r, and sequences.
     """
     inputs, draws = batch.inputs, batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
@@ -364,9 +372,15 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
     # A round commits 1 + the leading drafts at which drafter and target have the same argmax; of samples each is
     # accepted with the probability that both distributions share. The drafts follow the dataset's text, not the
     # target's own answers, so these are estimates of decoding.
-    greedy, sampled = (accepted_runs(one, drafted, draft_length) for one in accepted)
-    committed = [float((runs + 1).sum()) for runs in (greedy, sampled)]
-    return [float(kls.sum()), float(accepted[0].sum()), len(kls), *committed, len(greedy)]
+    greedy = [
+        accepted_runs(row[None], mask[None], draft_length) for row, mask in zip(accepted[0], drafted, strict=True)
+    ]
+    sampled = accepted_runs(accepted[1], drafted, draft_length) + 1
+    rounds = torch.tensor([len(runs) for runs in greedy], dtype=torch.float64)  # of each sequence
+    tokens = torch.stack([runs.sum() for runs in greedy]).cpu() + rounds
+    sums: list[Any] = [kls.sum(), accepted[0].sum(), len(kls), tokens.sum(), sampled.sum(), rounds.sum()]
+    sums += [tokens @ tokens, tokens @ rounds, rounds @ rounds, (rounds > 0).sum()]
+    return [float(value) for value in sums]
 
 
 def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
@@ -387,13 +401,28 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
 
 def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
     """Reduce the number of each batch and its sums, of a batch once or several times; NaN where nothing was counted."""
-    batches, totals = {int(number): sums for number, *sums in rows}, [0.0] * 6
+    batches, totals = {int(number): sums for number, *sums in rows}, [0.0] * 10
     for number in sorted(batches):  # each once and in this order, so that the sum does not depend on the devices
         totals = [total + value for total, value in zip(totals, batches[number], strict=True)]
-    kl, agreements, positions, committed, sampled, rounds = totals
+    kl, agreements, positions, committed, sampled, rounds, *products, n_sequences = totals
     return {
         "kl": kl / positions if positions else float("nan"),
         "top1_agreement": agreements / positions if positions else float("nan"),
         "expected_acceptance_length": committed / rounds if rounds else float("nan"),
+        "expected_acceptance_half_width": _half_width(committed, rounds, products, n_sequences),
         "expected_sampled_length": sampled / rounds if rounds else float("nan"),
     }
+
+
+def _half_width(tokens: float, rounds: float, products: Sequence[float], n_sequences: float) -> float:
+    """Compute half of the 95 % interval of tokens over rounds, of sequences that are drawn independently.
+
+    Args:
+        tokens, rounds: sums over the sequences.
+        products: sums of tokens * tokens, tokens * rounds and rounds * rounds of each sequence.
+    """
+    if n_sequences < 2:
+        return float("nan")
+    ratio = tokens / rounds
+    squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]  # of tokens - ratio * rounds
+    return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

@@ -102,10 +102,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)
-        step = DrafterStep(build_module(store, config, data))
+        step = DrafterStep(build_module(store, data))
         target = Target.load(options.model, torch.float32, "cpu")
         rows = data.train_sequences
-        reader = BatchReader(store, config, torch.device("cpu"))
+        reader = BatchReader(store, data.config, torch.device("cpu"))
         stream = iter(TrainingStream(reader, rows, store.lengths[rows], n_pairs, 0, 1))
         pairs = [_pair(stream, step, target, online_first=bool(i % 2)) for i in range(n_pairs)][2:]
     return {"figures": _figures(np.array(pairs)), "config": config.named()}

@@ -16,6 +16,7 @@ import yaml
 
 from benchmarks.kit.records import provenance
 from moa_data.trainer.config import PRESETS, REPORT_FILE, RUN_FILE, TrainConfig
+from moa_data.trainer.defaults import is_open
 from moa_data.trainer.fit import train
 
 SIZES = (
@@ -62,7 +63,8 @@ def trained(config: TrainConfig) -> dict[str, Any]:
     report = out / REPORT_FILE
     if report.is_file():
         before, now = TrainConfig(**yaml.safe_load((out / RUN_FILE).read_text())).named(), config.named()
-        changed = [name for name, value in now.items() if name != "resume" and before.get(name, value) != value]
+        given = {name: value for name, value in now.items() if name != "resume" and not is_open(value)}
+        changed = [name for name, value in given.items() if before.get(name, value) != value]
         if changed:
             sys.exit(f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT.")
         found: dict[str, Any] = json.loads(report.read_text())

@@ -38,11 +38,11 @@ class Side:
         with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
             config = small_config(str(store.path), folder, max_steps=n_steps, **(DRAFTERS | ABLATIONS)[name][1])
             data = StoreDataModule(store, config)
-            module = build_module(store, config, data)
+            module = build_module(store, data)
         self.n_parameters = sum(weight.numel() for weight in module.drafter.parameters())
         self._step, self._data = DrafterStep(module), data
         rows = data.train_sequences
-        reader = BatchReader(store, config, torch.device("cpu"))
+        reader = BatchReader(store, data.config, torch.device("cpu"))
         self._batches = iter(TrainingStream(reader, rows, store.lengths[rows], n_steps, 0, 1))
         self.seconds: list[float] = []
         self.n_tokens = 0

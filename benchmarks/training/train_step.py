@@ -95,8 +95,8 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
 
 
 def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> TrainConfig:
-    """The defaults, with what a batch of one sequence needs, and the precision of a run on the device."""
-    own: dict[str, Any] = {"batch_size": 1, "validation_fraction": 0.0, "drafter": kind}
+    """The settings of long runs, with what a batch of one sequence needs, and the precision of a run on the device."""
+    own: dict[str, Any] = {"optimizer": "adamw", "batch_size": 1, "validation_fraction": 0.0, "drafter": kind}
     own |= {"accelerator": "cpu", "precision": "32-true"} if device == "cpu" else {"precision": "bf16-mixed"}
     return TrainConfig.of(store=str(store), out="unused", **(own | changes))
 
@@ -108,7 +108,7 @@ def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dic
     device = torch.device(options.device)
     config, store = settings(store_path, kind, device.type), ActivationStore(store_path)
     data = StoreDataModule(store, config)
-    module = build_module(store, config, data)
+    module = build_module(store, data)
     vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
     found: dict[str, Any] = {"n_parameters": sum(weight.numel() for weight in module.drafter.parameters())}
     module.recomputes = options.does == "recompute"

@@ -11,6 +11,7 @@ from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.fit import read_metrics, train
 
 BASE: dict[str, Any] = {
+    "optimizer": "adamw",
     "batch_size": 8,
     "learning_rate": 1e-3,
     "peak_multiplier": 3.0,

@@ -16,7 +16,7 @@ from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
 from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat, parse_prompt
 from moa_data.pipeline import dataset as dataset_module
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.dataset import ChatSource, Columns
+from moa_data.pipeline.dataset import ChatSource, Columns, writer_of_answers
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.storage.plan import plan_bytes
@@ -447,3 +447,18 @@ def test_a_parquet_file_that_grows_to_gigabytes_is_refused(tmp_path: Path, monke
         assert path.stat().st_size < 2000
         with pytest.raises(DatasetError, match=path.name):
             next(ChatSource(str(path), None).rows())
+
+
+def test_the_writer_of_answers_is_read_from_the_record_beside_them(tmp_path: Path) -> None:
+    def note(name: str, weights: str) -> None:
+        record = {"settings": {"target": {"weights_sha256": weights}}}
+        (tmp_path / f"{name}.regeneration.json").write_text(json.dumps(record))
+
+    note("own", "ab")
+    assert writer_of_answers(str(tmp_path / "own.jsonl")) == writer_of_answers(str(tmp_path)) == "ab"
+    assert writer_of_answers(str(tmp_path / "other.jsonl")) is None
+    assert writer_of_answers("organisation/dataset-of-the-hub") is None
+    note("other", "cd")
+    assert writer_of_answers(str(tmp_path)) is None, "two models wrote these"
+    (tmp_path / "other.regeneration.json").write_text('{"settings": {}}')
+    assert writer_of_answers(str(tmp_path / "other.jsonl")) is None

@@ -97,6 +97,7 @@ def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
     report = extract(config, progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
     (record,) = [json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")]
     assert record["provenance"] == {"argv": ["moa-data"]}
+    assert record["answers_by"] is None, "nothing says that the target wrote these answers"
     assert record["timings"]["n_tokens"] == report.n_tokens
     assert 0 < record["timings"]["forward_s"] <= record["timings"]["wall_s"]
     assert 0 <= record["timings"]["padding_fraction"] < 1

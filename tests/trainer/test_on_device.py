@@ -69,10 +69,10 @@ class Run:
         own: dict[str, Any] = {"drafter": kind.split()[0], "validation_fraction": 0.0} | KINDS[kind] | changes
         self.device, self.config, self.store = torch.device(device), settings(path, **own), ActivationStore(path)
         self.data = StoreDataModule(self.store, self.config)
-        self.module = build_module(self.store, self.config, self.data).to(self.device)
+        self.module = build_module(self.store, self.data).to(self.device)
         self.module.frozen.to(self.device)
         vars(self.module).update(log=lambda *_, **__: None, log_dict=lambda *_, **__: None, _trainer=NoTrainer())
-        self.reader = data_module.BatchReader(self.store, self.config, self.device)
+        self.reader = data_module.BatchReader(self.store, self.data.config, self.device)
         self.sequences = self.data.train_sequences
         self.lengths = self.store.lengths.astype(np.int64)[self.sequences]
 

@@ -34,7 +34,7 @@ def module_of(store: Path, kind: str = "moa", **changes: Any) -> tuple[DrafterMo
     own: dict[str, Any] = {"batch_size": 8, "accelerator": "cpu", "drafter": kind, "prefetch_mb": 1, "out": "unused"}
     config = TrainConfig.of(store=str(store), draft_length=3, **(own | SIZES[kind] | changes))
     data = StoreDataModule(opened := ActivationStore(store), config)
-    return build_module(opened, config, data), data
+    return build_module(opened, data), data
 
 
 def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
@@ -195,11 +195,16 @@ def test_samples_are_accepted_with_the_probability_that_both_distributions_share
 
 def test_each_batch_counts_once_in_the_order_of_a_single_device() -> None:
     kls = [0.1, 0.2, 0.3, 0.7, 1e9]
-    whole = step_module.validation_metrics([number, kl, 1, 2, 3, 2.5, 1] for number, kl in enumerate(kls))
+    rest = [1, 2, 3, 2.5, 1, 9, 3, 1, 1]  # the same tokens and rounds in each sequence: no spread
+    whole = step_module.validation_metrics([number, kl, *rest] for number, kl in enumerate(kls))
     dealt = [3, 1, 0, 4, 2, 4, 4]
-    assert step_module.validation_metrics([number, kls[number], 1, 2, 3, 2.5, 1] for number in dealt) == whole
+    assert step_module.validation_metrics([number, kls[number], *rest] for number in dealt) == whole
     total = (((0.1 + 0.2) + 0.3) + 0.7) + 1e9  # to the last bit
-    lengths = {"expected_acceptance_length": 3.0, "expected_sampled_length": 2.5}
+    lengths = {
+        "expected_acceptance_length": 3.0,
+        "expected_acceptance_half_width": 0.0,
+        "expected_sampled_length": 2.5,
+    }
     assert whole == {"kl": total / 10, "top1_agreement": 0.5} | lengths
     assert all(map(math.isnan, step_module.validation_metrics([]).values()))
 

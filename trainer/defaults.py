@@ -1,0 +1,150 @@
+"""Chooses the settings of a run that nobody gave, from the target's size, the data and the length of the run.
+
+The choice is a pure function. ``run.yaml`` records its values, so a resumed run does not choose again.
+"""
+
+from typing import Any, NamedTuple
+
+from .config import TrainConfig, known
+
+CHOOSABLE = (
+    "epochs", "max_steps", "optimizer", "learning_rate", "matrix_learning_rate", "peak_multiplier", "warmup_steps",
+    "decay_steps", "batch_size", "validation_fraction", "validate_every", "log_every",
+)  # fmt: skip
+"""Settings that are chosen where they are not given."""
+CPU_MICRO_BATCH_TOKENS = 2048
+"""Most tokens of a forward on a CPU. More are not faster there, and take more memory."""
+
+# Until a run of a large target is this long, Muon learns more from as many tokens than the paper's settings.
+_PAPER_WIDTH = 2048  # hidden size
+_PAPER_TOKENS = 20_000_000  # repeats included
+_PAPER_BATCH = 32
+_TRAINED_TOKENS = 1_000_000  # a smaller store is passed over several times
+# Sequences of the whole run -> sequences of a step. The first row that is reached counts. Short runs need some 400
+# steps more than they need large batches.
+_BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (800, 2), (0, 1))
+_BATCH_OF_GIVEN_STEPS = 8
+_WARMUP_STEPS = 50
+_VALIDATION_SEQUENCES = 60
+_VALIDATION_POSITIONS = 6000
+_FEW_STEPS = 30
+
+
+class ChosenSetting(NamedTuple):
+    """A setting, its value, and the reason for the value."""
+
+    name: str
+    value: Any
+    why: str
+
+
+class RunFacts(NamedTuple):
+    """What the choice depends on, besides the settings that were given."""
+
+    hidden_size: int
+    n_sequences: int  # of the training split
+    n_tokens: int  # of the training split
+    n_devices: int = 1
+
+
+def is_open(value: Any) -> bool:
+    """Return whether this value of a setting leaves the choice to the trainer."""
+    return value is None or value == "auto"
+
+
+class _Choices:
+    """The settings of a run by their names, and what was chosen so far."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.values = config.named()
+        self.chosen: list[ChosenSetting] = []
+
+    def choose(self, name: str, value: Any, why: str) -> Any:
+        """Set a setting unless it was given; returns its value."""
+        if is_open(self.values[name]):
+            self.values[name] = value
+            self.chosen.append(ChosenSetting(name, value, why))
+        return self.values[name]
+
+
+def choose_settings(config: TrainConfig, facts: RunFacts) -> tuple[TrainConfig, list[ChosenSetting]]:
+    """Return the settings with all that was left open, and what was chosen, but for validation_fraction."""
+    choices = _Choices(config)
+    choose = choices.choose
+    n_given = choices.values["max_steps"]
+    is_wide = facts.hidden_size >= _PAPER_WIDTH
+    if n_given is None:
+        epochs = min(10, max(1, round(_TRAINED_TOKENS / max(1, facts.n_tokens))))
+        epochs = choose("epochs", float(epochs), f"at least {_TRAINED_TOKENS:,} tokens, but no more than 10 passes")
+        n_sequences = epochs * facts.n_sequences
+    else:
+        usual = _PAPER_BATCH if is_wide else _BATCH_OF_GIVEN_STEPS
+        n_sequences = n_given * (choices.values["batch_size"] or usual)
+    is_paper = is_wide and n_sequences * facts.n_tokens >= _PAPER_TOKENS * facts.n_sequences
+    if is_paper:
+        size = _PAPER_BATCH
+    elif n_given is not None:
+        size = _BATCH_OF_GIVEN_STEPS
+    else:
+        size = next(size for least, size in _BATCHES if n_sequences >= least)
+    size = max(1, min(size, facts.n_sequences))
+    size += -size % facts.n_devices
+    size = choose("batch_size", size, f"for a run of {n_sequences:,.0f} sequences, repeats included")
+    _choose_rates(choose, is_paper)
+    steps_per_epoch = facts.n_sequences // size
+    n_steps = n_given or max(1, round(choices.values["epochs"] * steps_per_epoch))
+    choose("warmup_steps", min(_WARMUP_STEPS, n_steps // 10), f"a tenth of {n_steps:,} steps, at most {_WARMUP_STEPS}")
+    if is_paper and steps_per_epoch >= 20 * _WARMUP_STEPS:
+        choose("decay_steps", steps_per_epoch, "one epoch, as published")
+    choose("decay_steps", -1, "until the end of the run")
+    choose("validate_every", max(1, min(1000, n_steps // 10)), "ten times a run, or more")
+    choose("log_every", max(1, min(10, n_steps // 20)), "twenty times a run, or more")
+    return config.of(**choices.values), choices.chosen
+
+
+def _choose_rates(choose: Any, is_paper: bool) -> None:
+    """Choose the optimizer and its rates."""
+    long, short = "as published, for long runs of large targets", "learns more in runs of this length"
+    optimizer = choose("optimizer", "adamw" if is_paper else "muon", long if is_paper else short)
+    if optimizer == "muon":
+        choose("matrix_learning_rate", 2e-3, "whatever the width is")
+    elif is_paper:
+        choose("learning_rate", 3e-5, long)
+        choose("peak_multiplier", 20.0, long)
+    choose("learning_rate", 1e-4, "for runs of this length")
+    choose("peak_multiplier", 10.0, "for runs of this length")
+
+
+def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSetting:
+    """Choose the share of a store's sequences that are held out.
+
+    Args:
+        n_positions: response tokens of the sequences.
+    """
+    share = min(_VALIDATION_SEQUENCES / max(1, n_sequences), _VALIDATION_POSITIONS / max(1, n_positions))
+    share = round(min(0.2, max(0.02, share)), 3)
+    return ChosenSetting("validation_fraction", share, "50 sequences or 5,000 response tokens, at most a fifth")
+
+
+def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
+    """Say where warm-up, decay or the number of steps do not fit each other, a line each."""
+    schedule = config.schedule
+    n_steps, warmup = schedule.n_steps(steps_per_epoch), known(schedule.warmup_steps)
+    decay_end = schedule.decay_end_step(steps_per_epoch)
+    decays = schedule.peak_multiplier != 1
+    found = []
+    if n_steps < _FEW_STEPS:
+        found.append(f"{n_steps} steps teach a drafter little; give more --epochs, or a smaller --batch-size")
+    if 2 * warmup > n_steps:
+        found.append(f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps; give fewer --warmup-steps")
+    if decays and decay_end <= warmup < n_steps:
+        found.append(
+            f"the decay would end at step {decay_end}, within the warm-up, so the learning rate drops to its end after "
+            f"step {warmup}; give --decay-steps -1"
+        )
+    if decays and decay_end > n_steps:
+        found.append(
+            f"the run ends at step {n_steps}, before the learning rate has fallen at step {decay_end}; give "
+            "--decay-steps -1"
+        )
+    return found
