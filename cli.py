@@ -17,7 +17,7 @@ GROUPS = {
     "Prepare chats": {"regenerate": "extract"},
     "Maintain stores": {
         "plan": "extract", "add": "extract", "verify": "store", "audit": "extract", "repair": "extract",
-        "recode": "extract",
+        "recode": "extract", "compare": "extract",
     },
     "Evaluate and export": {
         "export": "exchange", "import": "exchange", "export-drafter": "exchange", "conform": "decode",

@@ -1,4 +1,4 @@
-"""Commands that run the target, or write a store: regenerate, plan, extract, add, recode, repair, audit."""
+"""Commands that run the target, or write a store: regenerate, plan, extract, add, recode, compare, repair, audit."""
 
 import json
 from dataclasses import asdict
@@ -161,7 +161,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
     go on after an interruption. With --drafter the errors of keys and values are measured by what they change of that
     drafter's next-token distributions. The store is then for drafters that read the same layers in the same way;
-    others may lose more than from an even one.
+    others may lose more than from an even one. The report ends with what `moa-data compare` prints of the two stores.
 
     \b
     Examples:
@@ -181,6 +181,39 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
             metrics = DrafterMetrics(load_drafter(drafter), progress)
         report = run_recode(store, codec, folder, progress, collect_provenance(), metrics)
     out.print(report.describe())
+
+
+@click.command()
+@click.argument("reference", type=StoreArgument())
+@click.argument("store", type=StoreArgument())
+@click.option(
+    "--model", help="The stores' target, which then continues sequences from the keys and values of both stores."
+)
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", help="Sequences to compare."
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
+)
+@click.option("--device", default="auto", show_default=True, help="Device of the target: auto, cpu, cuda, cuda:1, ...")
+def compare(
+    reference: "StorePath", store: "StorePath", model: str | None, samples: int, seed: int, device: str
+) -> None:
+    """Say what a codec has cost: compare a store with the lossless one of the same chats.
+
+    Prints bytes a token, relative errors of keys and values by layer, those of hidden states and of the logits that the
+    last one gives, and the KL of the teacher's next-token distributions. With --model the target also continues the
+    second half of each sequence from the stored keys and values of the first half, and the KL of its distributions is
+    printed. The sequences are drawn at random from those of both stores.
+
+    \b
+    Examples:
+      moa-data compare store store-small
+      moa-data compare store store-small --model ./llama3-8b --samples 64
+    """
+    from ..pipeline.compare import compare as run_compare
+
+    run_stage("sequence", run_compare, reference, store, model=model, samples=samples, seed=seed, device=device)
 
 
 @click.command()

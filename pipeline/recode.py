@@ -24,6 +24,7 @@ from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.store import StoreWriter
 from ..text import Progress
+from .compare import compare
 from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
@@ -55,7 +56,8 @@ def recode(
 ) -> WriteReport:
     """Write the content of a lossless store with another codec, or continue where an earlier run stopped.
 
-    Without metrics the new store has the bytes that extracting with that codec would have given.
+    Without metrics the new store has the bytes that extracting with that codec would have given. The report compares
+    some sequences of the two stores.
 
     Args:
         store: a complete lossless store.
@@ -101,6 +103,7 @@ def recode(
             report.compared = f", {report.stored_bytes / source_bytes:.3f} of {source.path}"
             report.lines = [f"codec        {new.name}"]
             writer.record_run(report.record(provenance) | {"recode": {"source": str(source.path), "codec": new.name}})
+    report.lines += compare(store, target_store, progress=progress).lines()
     return report
 
 
