@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.kit.harness import run
 from benchmarks.training.drafters import DRAFTERS
@@ -32,71 +31,32 @@ from benchmarks.training.runs import SIZE_OPTIONS, TRAINING_OPTIONS, chosen, kep
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.moa.targets.live import Target
-from moa_data.pipeline.config import TEXT_FIELDS, ExtractConfig
+from moa_data.pipeline.compare import KEYS, VALUES, compare
+from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.recode import recode
-from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.read.verify import summarize_store
-from moa_data.storage.schema import to_float32
 from moa_data.trainer.sensitivity import DrafterMetrics
 
 CODECS = ("lossless", "int8", "transform:2", "transform:1", "transform:0.5")
 
 
-def errors(exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> dict[str, float]:
-    """Relative L2 errors over the sampled sequences."""
-    sums: dict[str, np.ndarray] = {}
-    for i in sample.tolist():
-        for field in (name for name in exact.fields if name not in TEXT_FIELDS):
-            a, b = (to_float32(store.read(i, field), exact.fields[field].dtype) for store in (exact, coded))
-            pairs = {field: (a, b)}
-            if field == "kv":
-                pairs = {"key": (a[:, :, :, 0], b[:, :, :, 0]), "value": (a[:, :, :, 1], b[:, :, :, 1])}
-            for name, (x, y) in pairs.items():
-                own = np.square(x - y, dtype=np.float64).sum(), np.square(x, dtype=np.float64).sum()
-                sums[name] = sums.get(name, np.zeros(2)) + own
-    found = {name: float(np.sqrt(error / total)) for name, (error, total) in sums.items()}
-    hidden = [error for name, error in found.items() if name.startswith("hidden/")]
-    own_parts = {f"{name}_error": found[name] for name in ("key", "value") if name in found}
-    return own_parts | {"hidden_error": float(np.mean(hidden))}
-
-
-def kl(logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """KL(softmax(logits) || softmax(other)) per row, in nats."""
-    p = logits.double().log_softmax(-1)
-    return (p.exp() * (p - other.double().log_softmax(-1))).sum(-1)
-
-
-@torch.inference_mode()
-def teacher_kl(target: Target, exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> float:
-    """The mean KL of the teacher's next-token distributions from decoded hidden states."""
-    frozen, spec = FrozenTarget.from_model(target.model), exact.fields["hidden/last"]
-    found = []
-    for i in sample.tolist():
-        hidden = [torch.from_numpy(to_float32(store.read(i, "hidden/last"), spec.dtype)) for store in (exact, coded)]
-        found.append(kl(*(frozen.logits(state) for state in hidden)))
-    return float(torch.cat(found).mean())
-
-
-def measure_store(options: argparse.Namespace, codec: str, target: Target) -> dict[str, float]:
+def measure_store(options: argparse.Namespace, codec: str) -> dict[str, float]:
     """Sizes, errors and divergences of one codec; the recoded store stays for training."""
-    folder = store_folder(options, codec)
+    folder, lossless = store_folder(options, codec), store_folder(options, "lossless")
     if codec != "lossless" and not folder.exists():
         name, _, metric_run = codec.partition(" for ")
         metrics = DrafterMetrics(load_drafter(options.out / metric_run)) if metric_run else None
-        recode(store_folder(options, "lossless"), name, folder, kv_metrics=metrics)
-    summary = summarize_store(folder)
-    with ActivationStore(store_folder(options, "lossless")) as exact, ActivationStore(folder) as coded:
-        sample = np.random.default_rng(0).choice(len(exact), options.sample, replace=False)
-        stored = sum(field.stored_bytes for field in summary.fields) / summary.n_tokens
-        raw = summary.raw_bytes / summary.n_tokens
-        figures = {
-            "bytes_per_token": stored,
-            "times_smaller": raw / stored,
-        }
-        return figures | errors(exact, coded, sample) | {"teacher_kl": teacher_kl(target, exact, coded, sample)}
+        recode(lossless, name, folder, kv_metrics=metrics)
+    found = compare(lossless, folder, samples=options.sample)
+    assert found.teacher is not None
+    hidden = [errors.total for name, errors in found.errors.items() if name.startswith("hidden/")]
+    figures = {f"{name[:-1]}_error": found.errors[name].total for name in (KEYS, VALUES) if name in found.errors}
+    return figures | {
+        "bytes_per_token": found.bytes_per_token,
+        "times_smaller": found.times_smaller,
+        "hidden_error": float(np.mean(hidden)),
+        "teacher_kl": found.teacher.kl,
+    }
 
 
 def measure_drafter(options: argparse.Namespace, codec: str, seed: int) -> dict[str, Any]:
@@ -149,10 +109,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             max_sequences=options.max_sequences, **changes,
         )
     )  # fmt: skip
-    target = Target.load(options.model, torch.float32, "cpu")
     rows: list[dict[str, Any]] = []
     for codec in options.codecs:
-        rows.append(measure_store(options, codec, target) | {"codec": codec})
+        rows.append(measure_store(options, codec) | {"codec": codec})
     for seed in options.seeds if options.steps else ():
         for row in rows:
             add_drafter(row, rows[0], measure_drafter(options, row["codec"], seed))

@@ -25,7 +25,8 @@ Place = Callable[[np.ndarray], Array]  # moves a NumPy array to where large prod
 
 MAX_COMPONENTS = 4_096  # kept of one part of one group
 MAX_FEATURES = 512  # that a token's keys and values are predicted from
-EXACT_WIDTH = 4_096  # of the widest part whose axes come from the covariance; wider ones take subspace iteration
+EXACT_WIDTH = 8_192  # of the widest part whose axes come from the covariance; wider ones take subspace iteration
+_PRECISE_WIDTH = 2_048  # of the widest part whose covariance is decomposed in float64; wider ones take half the time
 _POWER_ITERATIONS = 4  # rounds of subspace iteration
 _OVERSAMPLING = 32
 _METRIC_RIDGE = 0.2
@@ -118,22 +119,36 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
     return means.astype(np.float32)
 
 
-def learn_basis(sample: Rows, metric: np.ndarray | None = None, place: Place = np.asarray) -> Basis:
+def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
+    """Return the root mean square of each layer of a part over that of all layers: float32 [width].
+
+    Errors of values over this scale are relative to their layer: layers with small values lose no more than others.
+    """
+    energies = np.zeros(n_layers)
+    for values in sample.sequences:
+        energies += np.square(values.reshape(len(values), n_layers, -1), dtype=np.float64).sum((0, 2))
+    mean = energies.mean()
+    scale = np.sqrt(np.where(energies > 0, energies, mean) / mean) if mean > 0 else np.ones(n_layers)
+    return np.repeat(scale, sample.values.shape[1] // n_layers).astype(np.float32)
+
+
+def learn_basis(sample: Rows, metric: np.ndarray | None, scale: np.ndarray, place: Place = np.asarray) -> Basis:
     """Learn the mean and the principal components of a part, from the largest variance down.
 
     Args:
-        sample: each sequence from position 0 on; the means are subtracted from its values in place.
+        sample: each sequence from position 0 on; its values are changed in place.
         metric: [width, width], symmetric and positive semidefinite; an error ``e`` counts ``e @ metric @ e``. None for
-            the sum of squares. The components are the principal ones in this metric.
+            the sum of squares of errors over the scale. The components are the principal ones in this metric.
+        scale: [width], see :func:`layer_scale`.
     """
     means = early_means(sample.sequences)
     for values in sample.sequences:
         values -= means[mean_rows(0, len(values))]
     if metric is None:
+        np.divide(sample.values, scale, out=sample.values)
+        axes = principal_axes(sample.values, place).T * scale
         # Half precision in the store: analysis must use the same rounded axes as synthesis.
-        axes = principal_axes(sample.values, place).astype(np.float16).astype(np.float32)
-        synthesis = np.ascontiguousarray(axes.T)
-        return Basis(means, synthesis, synthesis.T)
+        return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, place)
     weighted = on_host(place(sample.values) @ place(on_host(factor).astype(np.float32)))
     axes = place(principal_axes(weighted, place).astype(np.float64))
@@ -205,7 +220,8 @@ def principal_axes(rows: np.ndarray, place: Place = np.asarray, max_axes: int | 
 def _exact_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
     placed = place(rows)
     xp = array_namespace(placed)
-    _, vectors = xp.linalg.eigh(xp.astype(placed.T @ placed, xp.float64))
+    dtype = xp.float64 if rows.shape[1] <= _PRECISE_WIDTH else xp.float32
+    _, vectors = xp.linalg.eigh(xp.astype(placed.T @ placed, dtype))
     return on_host(vectors)[:, ::-1][:, :n_axes]
 
 

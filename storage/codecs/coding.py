@@ -54,11 +54,13 @@ class Basis:
     mean: np.ndarray  # float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones
     synthesis: np.ndarray  # float32 [n_components, width]; components times this, plus the mean, are the values
     analysis: np.ndarray  # float32 [width, n_components]; values without the mean, times this, are the components
+    # float32 [width]: axes that are orthonormal for values over this. None for axes that were learned in a metric.
+    scale: np.ndarray | None = None
 
-    @property
-    def is_orthogonal(self) -> bool:
-        """Whether analysis is synthesis transposed, as of every basis that was not learned in a metric."""
-        return np.array_equal(self.analysis, self.synthesis.T)
+    @classmethod
+    def scaled(cls, mean: np.ndarray, synthesis: np.ndarray, scale: np.ndarray) -> "Basis":
+        """Make a basis whose axes are orthonormal for values over a scale: ``synthesis`` over the scale."""
+        return cls(mean, synthesis, np.ascontiguousarray((synthesis / np.square(scale)).T), scale)
 
 
 def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:

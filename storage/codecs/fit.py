@@ -22,7 +22,7 @@ import numpy as np
 
 from ..chunk import encode_chunk
 from . import coding
-from .calibration import Kept, Place, Sample, learn_basis, learn_regression, metric_scale, on_host
+from .calibration import Kept, Place, Sample, layer_scale, learn_basis, learn_regression, metric_scale, on_host
 from .field import Learning
 
 LEVELS = (*coding.CODES_PER_BYTE, coding.WIDE_LEVELS)
@@ -214,7 +214,8 @@ class _FittedPart(NamedTuple):
 
 def fit_groups(
     sample: Sample,
-    groups: Sequence[int],
+    n_layers: Sequence[int],
+    n_parts: int,
     bits_per_token: float,
     metrics: Sequence[Sequence[np.ndarray]] | None = None,
     features: Sequence[np.ndarray] | None = None,
@@ -222,11 +223,12 @@ def fit_groups(
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, so that the bits leave the least relative error.
 
-    The error is the sum over parts of squared error / sum of squares, over all layers; with metrics it is the sum of
-    the errors in these. One part of one group is in memory at a time, or the components of one group.
+    The error is the sum over parts and layers of squared error / sum of squares; with metrics it is the sum of the
+    errors in these. One part of one group is in memory at a time, or the components of one group.
 
     Args:
-        groups: parts of each group.
+        n_layers: layers of each group.
+        n_parts: parts of each group.
         bits_per_token: bytes of the stored arrays times 8, of all groups together.
         metrics: of each part of each group, see ``learn_basis``.
         features: float32 [n_tokens, n_features] of each sequence, to predict the values from; None to do without.
@@ -235,17 +237,18 @@ def fit_groups(
         One fit per group; unused components are gone from its bases.
     """
     learning = learning or Learning()
-    n_steps = sum(groups) + _FIT_ROUNDS + 1
+    n_bases = len(n_layers) * n_parts
+    n_steps = n_bases + _FIT_ROUNDS + 1
     fitted: list[list[_FittedPart]] = []
-    for group, n_parts in enumerate(groups):
+    for group in range(len(n_layers)):
         fitted.append([])
         for part in range(n_parts):
             n_done = sum(map(len, fitted))
-            learning.progress(n_done, n_steps, f"learn: basis {n_done + 1}/{sum(groups)}")
+            learning.progress(n_done, n_steps, f"learn: basis {n_done + 1}/{n_bases}")
             metric = None if metrics is None else metrics[group][part]
-            fitted[-1].append(_fit_part(sample, group, part, metric, features, learning))
-    learning.progress(sum(groups), n_steps, "learn: quantisers")
-    weights = _weights(fitted, metrics)
+            fitted[-1].append(_fit_part(sample, group, part, n_layers[group], metric, features, learning))
+    learning.progress(n_bases, n_steps, "learn: quantisers")
+    weights = _weights(fitted, n_layers, metrics)
     variances = [np.concatenate([p.variances for p in parts]) * w for parts, w in zip(fitted, weights, strict=True)]
     # Reverse water-filling says which components can be worth bits; only their options are measured.
     level = water_level(np.concatenate(variances), bits_per_token)
@@ -260,7 +263,7 @@ def fit_groups(
     # Estimated bits differ from stored ones by some percent, so the budget is scaled until the stored ones fit.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
-        learning.progress(sum(groups) + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
+        learning.progress(n_bases + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
         index = np.split(allocate(options, budget), ends)
         placed = [
             _place_codes(sample.read(k), m.chosen(i), h, [len(p.variances) for p in parts])
@@ -277,6 +280,7 @@ def _fit_part(
     sample: Sample,
     group: int,
     part: int,
+    n_layers: int,
     metric: np.ndarray | None,
     features: Sequence[np.ndarray] | None,
     learning: Learning,
@@ -287,11 +291,12 @@ def _fit_part(
     most = [i for i in range(n) if i % _STATISTICS_EVERY] or list(range(n))
     place, regression = learning.place, None
     rows = sample.rows(group, part, most)
+    scale = layer_scale(rows, n_layers)
     if features is not None:
         regression = learn_regression([features[i] for i in most], rows, place)
         for i, values in zip(most, rows.sequences, strict=True):
             values -= features[i] @ regression
-    basis = learn_basis(rows, metric, place)
+    basis = learn_basis(rows, metric, scale, place)
     del rows  # before the next ones are read: only one part is in memory
     rows = sample.rows(group, part, others)
     energy = float(sum(np.square(s, dtype=np.float64).sum() for s in rows.sequences) / len(rows.values))
@@ -305,15 +310,17 @@ def _fit_part(
 
 
 def _weights(
-    fitted: Sequence[Sequence[_FittedPart]], metrics: Sequence[Sequence[np.ndarray]] | None
+    fitted: Sequence[Sequence[_FittedPart]], n_layers: Sequence[int], metrics: Sequence[Sequence[np.ndarray]] | None
 ) -> list[np.ndarray]:
     """Weigh the error of each component of each group, part after part."""
-    if metrics is None:  # the error of a part is relative to its energy over all groups
-        energies = [max(sum(part.energy for part in parts), 1e-30) for parts in zip(*fitted, strict=True)]
-        of_parts = [[1 / energy for energy in energies]] * len(fitted)
-    else:
-        of_parts = [[metric_scale(metric) for metric in parts] for parts in metrics]  # which is not in the basis
-    return [np.repeat(own, [len(p.variances) for p in parts]) for parts, own in zip(fitted, of_parts, strict=True)]
+    weights = []
+    for group, parts in enumerate(fitted):
+        # Components are of values over the scale of their layers, whose mean square is the energy of a layer.
+        own = [n_layers[group] / max(part.energy, 1e-30) for part in parts]
+        if metrics is not None:
+            own = [metric_scale(metric) for metric in metrics[group]]  # which is not in the basis
+        weights.append(np.repeat(own, [len(part.variances) for part in parts]))
+    return weights
 
 
 def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
@@ -396,7 +403,7 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
         used, renumbered = np.unique(columns.component[own], return_inverse=True)
         component[own] = renumbered
         basis = fitted.basis
-        compacted.append(coding.Basis(basis.mean, basis.synthesis[used], basis.analysis[:, used]))
+        compacted.append(replace(basis, synthesis=basis.synthesis[used], analysis=basis.analysis[:, used]))
     regressions = tuple(part.regression for part in parts if part.regression is not None)
     return coding.GroupFit(tuple(compacted), replace(columns, component=component), regressions)
 

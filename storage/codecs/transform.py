@@ -35,7 +35,7 @@ from array_api_compat import array_namespace, device
 from typing_extensions import override
 
 from ...errors import StoreError
-from ..schema import KV_AXES, TOKENS, Array, FieldSpec, StoredArray
+from ..schema import HIDDEN_LAST, KV_AXES, TOKENS, Array, FieldSpec, StoredArray
 from .calibration import Sample, on_host, token_features
 from .coding import (
     CODES_PER_BYTE,
@@ -54,8 +54,12 @@ AUTO_GROUP_WIDTH = 4_096
 # Widest part of one group. A wider basis would keep too small a share of its components, and see fewer tokens than it
 # has dimensions: for 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis.
 MAX_BASIS_WIDTH = 16_384
-# Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other.
+# Bits per value of a layer's output for each bit per value of keys and values, where the codec's name gives no other.
 HIDDEN_BITS_RATIO = 1.7
+# Bits per value of the last hidden state above those of keys and values, likewise. Teacher distributions come from it,
+# and it is a small share of a store with keys and values: 1.7 times their bits left a KL of 0.04 nats on a real model.
+LAST_EXTRA_BITS = 2.0
+MAX_BITS = 10.0
 # Components of keys and values that hidden states are predicted from, at most: equal shares of all parts of all groups,
 # the leading ones. As many more would double the regression of an 8B model for little. Part of the format of stores.
 KV_FEATURES = 1_024
@@ -73,7 +77,7 @@ class TransformSettings:
     """The settings that the name of a transform codec spells."""
 
     kv_bits: float  # stored bits per value of keys and values
-    hidden_bits: float  # of hidden states
+    hidden_bits: float | None = None  # of hidden states; None to choose, see ``bits``
     group_layers: int | None = None  # layers that share a basis; 0 for all, None to choose by width
     from_tokens: bool = False  # keys and values are predicted from the target's embeddings of the tokens
     from_kv: bool = False  # hidden states are predicted from keys and values
@@ -89,13 +93,22 @@ class TransformSettings:
                 "transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
             )
         kv_bits = float(match["kv"])
-        hidden_bits = float(match["hidden"]) if match["hidden"] else kv_bits * HIDDEN_BITS_RATIO
-        for bits in (kv_bits, hidden_bits):
-            if not 0.05 <= bits <= 10:
+        hidden_bits = float(match["hidden"]) if match["hidden"] else None
+        for bits in (kv_bits, kv_bits if hidden_bits is None else hidden_bits):
+            if not 0.05 <= bits <= MAX_BITS:
                 raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
         group_layers = {None: None, "all": 0, "layer": 1}.get(match["scope"], int(match["layers"] or 0))
         words = (match[word] is not None for word in ("tokens", "from_kv", "joint"))
         return cls(kv_bits, hidden_bits, group_layers, *words)
+
+    def bits(self, spec: FieldSpec) -> float:
+        """Return the stored bits per value of a field."""
+        if spec.axes[1:] == KV_AXES:
+            return self.kv_bits
+        if self.hidden_bits is not None:
+            return self.hidden_bits
+        bits = self.kv_bits * HIDDEN_BITS_RATIO
+        return min(MAX_BITS, max(bits, self.kv_bits + LAST_EXTRA_BITS) if spec.name == HIDDEN_LAST else bits)
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
         """Return the layers that share a basis, given the width of one layer's keys."""
@@ -189,7 +202,7 @@ class TransformCodec(FieldCodec):
 
     def __init__(self, spec: FieldSpec, settings: TransformSettings, rope: Rope | None = None) -> None:
         self.is_kv = spec.axes[1:] == KV_AXES
-        super().__init__(spec, settings.kv_bits if self.is_kv else settings.hidden_bits)
+        super().__init__(spec, settings.bits(spec))
         if spec.layers is not None:
             raise ValueError(f"transform codecs take no groups of layers such as {spec.name!r}. Take lossless or int8.")
         if not self.is_kv and len(spec.token_shape) != 1:
@@ -244,7 +257,12 @@ class TransformCodec(FieldCodec):
 
     @override
     def describe(self) -> dict[str, Any]:
-        in_metric = any(not basis.is_orthogonal for group in self._groups for basis in group.fit.bases)
+        scales = [basis.scale for group in self._groups for basis in group.fit.bases]
+        metric = "plain"
+        if any(scale is None for scale in scales):
+            metric = "given"
+        elif any((scale != 1).any() for scale in scales):
+            metric = "relative to layers"
         names = [source.spec.name for source in self.sources]
         predicted = {"predicted_from": names[0] if len(names) == 1 else names} if names else {}
         return predicted | {
@@ -252,7 +270,7 @@ class TransformCodec(FieldCodec):
             "bits_per_value": self.expected_bits,
             "group_layers": len(self.groups[0]),
             "unrotated_keys": self.rope is not None,
-            "error_metric": "given" if in_metric else "plain",
+            "error_metric": metric,
             "early_positions": EARLY_POSITIONS,
             "token_features": self._n_token_features,
         }
@@ -261,7 +279,8 @@ class TransformCodec(FieldCodec):
         """Return what was learned, which is stored in the store's ``codec/``: float16 and float32 arrays.
 
         ``rope/*``, ``tokens/features``, and for group g and part p ``g/columns`` (the fields of ``CodeColumns``) and
-        ``g/p/mean``, ``synthesis``, ``analysis`` (where it is not synthesis transposed), ``regression``.
+        ``g/p/mean``, ``synthesis``, ``regression``, and what gives the analysis: ``analysis`` itself where the basis
+        was learned in a metric, else ``scale`` (see ``Basis``).
         """
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
@@ -275,8 +294,10 @@ class TransformCodec(FieldCodec):
             for part, basis in enumerate(fit.bases):
                 state[f"{group}/{part}/mean"] = basis.mean
                 state[f"{group}/{part}/synthesis"] = basis.synthesis.astype(np.float16)
-                if not basis.is_orthogonal:
+                if basis.scale is None:
                     state[f"{group}/{part}/analysis"] = basis.analysis.astype(np.float16)
+                else:
+                    state[f"{group}/{part}/scale"] = basis.scale
         return state
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
@@ -312,9 +333,13 @@ class TransformCodec(FieldCodec):
         width, bases = len(layers) * self.layer_width, []
         for part in map(str, range(self.n_parts)):
             mean, synthesis = load(f"{part}/mean", EARLY_POSITIONS + 1, width), load(f"{part}/synthesis", None, width)
-            is_in_metric = f"{group}/{part}/analysis" in state
-            analysis = load(f"{part}/analysis", width, len(synthesis)) if is_in_metric else synthesis.T
-            bases.append(Basis(mean, synthesis, analysis))
+            if f"{group}/{part}/analysis" in state:
+                bases.append(Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis))))
+                continue
+            # Bases of earlier releases have no scale, which is then 1.
+            has_scale = f"{group}/{part}/scale" in state
+            scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
+            bases.append(Basis.scaled(mean, synthesis, scale))
         table = load("columns", None, len(fields_of(CodeColumns)))
         columns, n_components = CodeColumns.from_table(table), np.array([len(basis.synthesis) for basis in bases])
         is_known = np.isin(columns.part, range(self.n_parts)) & np.isin(columns.levels, list(CODES_PER_BYTE))
@@ -530,8 +555,9 @@ class Observation(Sample):
             table = token_features(codec.embeddings, np.concatenate(self.tokens), self._learning.place)
             given = [table[ids].astype(np.float32) for ids in self.tokens]
         bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
-        n_parts = [codec.n_parts] * len(codec.groups)
-        codec.take_over(fit_groups(self, n_parts, bits, codec.metrics, given, self._learning), table)
+        n_layers = [len(group) for group in codec.groups]
+        fits = fit_groups(self, n_layers, codec.n_parts, bits, codec.metrics, given, self._learning)
+        codec.take_over(fits, table)
         self._features = features
 
     def as_features(self) -> list[np.ndarray]:

@@ -153,7 +153,7 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
         restored = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"))
         restored.load_state(codec.state())
         assert restored.describe() == codec.describe()
-        assert codec.describe()["error_metric"] == ("plain" if given is None else "given")
+        assert codec.describe()["error_metric"] == ("relative to layers" if given is None else "given")
         wrong = np.concatenate([restored.decode(codec.encode(x), 0, len(x)) - x for x in TEST])
         errors[name] = np.square(wrong, dtype=np.float64).mean(axis=(0, 2, 4))  # [layer, key or value]
     of_keys, of_values = errors["given"][:, 0] / errors["even"][:, 0], errors["given"][:, 1] / errors["even"][:, 1]
@@ -161,6 +161,26 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
     assert of_keys[1] < 0.6
     assert (of_values > 2).all()
     np.testing.assert_allclose(codec.whole(codec.parts(TEST[0])), TEST[0], atol=1e-5)
+
+
+def test_layers_of_small_values_lose_no_more_than_others() -> None:
+    sizes = np.array([1.0, 0.02, 1.0, 0.3], np.float32)[:, None, None, None]
+    codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@all"), ROPE)
+    learn_from(codec, [values * sizes for values in CALIBRATION])
+    exact = [values * sizes for values in TEST]
+    wrong = np.concatenate([codec.decode(codec.encode(values), 0, len(values)) - values for values in exact])
+    errors, energies = (np.square(each, dtype=np.float64).sum((0, 2, 4)) for each in (wrong, np.concatenate(exact)))
+    relative = np.sqrt(errors / energies)  # [layer, key or value]
+    assert (relative.max(0) < 1.5 * np.median(relative, axis=0)).all()
+
+
+def test_a_basis_without_a_scale_decodes_as_before() -> None:
+    codec = TransformCodec(SPEC, TransformSettings.parse("transform:2@all"), ROPE)
+    state = make_codec("transform:2@all").state()
+    codec.load_state({name: array for name, array in state.items() if not name.endswith("scale")})
+    assert codec.describe()["error_metric"] == "plain"
+    for basis in codec._groups[0].fit.bases:
+        np.testing.assert_array_equal(basis.analysis, basis.synthesis.T)
 
 
 def test_what_tokens_say_is_not_stored() -> None:
@@ -210,12 +230,28 @@ def test_what_cannot_be_learned_or_coded_is_refused() -> None:
 
 def test_names_say_bits_and_scope() -> None:
     for name, expected in {
-        "transform:1.0": TransformSettings(1.0, 1.7, None),
+        "transform:1.0": TransformSettings(1.0, None, None),
         "transform:0.88,hidden=1.55,tokens@all": TransformSettings(0.88, 1.55, 0, True),
         "transform:1,hidden=2,tokens,from-kv,joint@group2": TransformSettings(1.0, 2.0, 2, True, True, True),
-        "transform:2@layer": TransformSettings(2.0, 3.4, 1),
+        "transform:2@layer": TransformSettings(2.0, None, 1),
     }.items():
         assert TransformSettings.parse(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "of_kv", "of_layer", "of_last"),
+    [
+        ("transform:1", 1.0, 1.7, 3.0),
+        ("transform:4@all", 4.0, 6.8, 6.8),
+        ("transform:9", 9.0, 10.0, 10.0),
+        ("transform:1,hidden=0.5", 1.0, 0.5, 0.5),
+    ],
+)
+def test_the_last_hidden_state_has_more_bits_unless_the_name_says_otherwise(
+    name: str, of_kv: float, of_layer: float, of_last: float
+) -> None:
+    codec = StoreCodec(name, (SPEC, hidden_field("layer_2", 16), hidden_field("last", 16)))
+    assert [field.expected_bits for field in codec.fields.values()] == pytest.approx([of_kv, of_layer, of_last])
 
 
 def test_layers_share_as_few_bases_as_the_width_allows() -> None:
@@ -246,10 +282,14 @@ def test_a_basis_from_disk_is_that_of_the_plain_definition_bit_for_bit() -> None
     for group, part in ((0, 0), (0, 1), (1, 0), (1, 1)):
         sequences = [own[group][part] for i, own in enumerate(parts) if i % 4]
         means = early_means(sequences)
-        rows = np.concatenate([values - means[mean_rows(0, len(values))] for values in sequences])
-        axes = np.linalg.eigh((rows.T @ rows).astype(np.float64))[1][:, ::-1].T.astype(np.float16)
+        by_layer = np.square(np.concatenate(sequences).reshape(-1, 3 if group == 0 else 1, 16)).mean((0, 2))
+        scale = np.repeat(np.sqrt(by_layer / by_layer.mean()), 16)
+        np.testing.assert_allclose(state[f"{group}/{part}/scale"], scale, rtol=1e-6)
+        scale = state[f"{group}/{part}/scale"]
+        rows = np.concatenate([values - means[mean_rows(0, len(values))] for values in sequences]) / scale
+        axes = np.linalg.eigh((rows.T @ rows).astype(np.float64))[1][:, ::-1].T.astype(np.float32)
         np.testing.assert_array_equal(state[f"{group}/{part}/mean"], means)
-        both = {row.tobytes() for row in np.concatenate([axes, -axes])}
+        both = {row.tobytes() for row in (np.concatenate([axes, -axes]) * scale).astype(np.float16)}
         assert {row.tobytes() for row in state[f"{group}/{part}/synthesis"]} <= both
 
 
