@@ -209,7 +209,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     )),
     "bundle cut short": (
         halve("store/target/frozen.safetensors"),
-        dict.fromkeys((TRAINING, AUDIT), ("frozen.safetensors is damaged or cut short",)),
+        dict.fromkeys((TRAINING, AUDIT, "compare store store"), ("frozen.safetensors is damaged or cut short",)),
     ),
     "a flipped bit": (
         lambda room: flip(room / "store/target/frozen.safetensors", -1),

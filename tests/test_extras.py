@@ -40,6 +40,7 @@ ARGUMENTS = {
     **dict.fromkeys(("plan", "extract", "regenerate"), "--model M --dataset D --out OUT"),
     "add": "STORE --model M --activations hidden:last",
     "audit": "STORE --model M",
+    "compare": "STORE STORE",
     "recode": "STORE --out OUT --codec int8",
     "generate": "--model M --drafter D --prompt P",
     "export": "STORE --format eagle --out OUT",

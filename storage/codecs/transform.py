@@ -261,7 +261,7 @@ class TransformCodec(FieldCodec):
         metric = "plain"
         if any(scale is None for scale in scales):
             metric = "given"
-        elif any((scale != 1).any() for scale in scales):
+        elif not all(np.all(scale == 1) for scale in scales):
             metric = "relative to layers"
         names = [source.spec.name for source in self.sources]
         predicted = {"predicted_from": names[0] if len(names) == 1 else names} if names else {}
