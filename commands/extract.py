@@ -167,7 +167,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     Examples:
       moa-data recode store --codec int8 --out store-int8
       moa-data recode store --codec transform:1.0 --out store-small
-      moa-data recode store --codec transform:0.88,hidden=1.55,tokens@all --out store-smaller
+      moa-data recode store --codec transform:0.86,hidden=3.2,tokens@all --out store-smaller
       moa-data recode store --codec transform:0.3,hidden=1.2,tokens,from-kv@all --drafter runs/moa --out store-smallest
     """
     from ..pipeline.recode import recode as run_recode

@@ -177,16 +177,16 @@ def compare(
         has_head = HIDDEN_LAST in fields and exists(exact.path / TARGET_NAME)
         frozen = FrozenTarget.load(exact.target_path, sizes=exact.manifest.target) if has_head else None
         target = None if model is None else _load_target(model, exact, fields, device)
-        sums = _Sums()
+        sums = ErrorSums()
         teacher, continued = Divergence(), Divergence()
         for done, (i, j) in enumerate(pairs):
             values = {name: (_read(exact, i, name), _read(coded, j, name)) for name in fields}
             for name, (one, other) in values.items():
                 sums.add(exact.fields[name], one, other)
             if frozen is not None:
-                _compare_teachers(frozen, *values[HIDDEN_LAST], -(-_TEACHER_POSITIONS // len(pairs)), teacher)
+                compare_teachers(frozen, *values[HIDDEN_LAST], -(-_TEACHER_POSITIONS // len(pairs)), teacher)
             if target is not None:
-                _compare_continued(target, exact.read(i, TOKENS), exact.fields, values, continued)
+                compare_continued(target, exact.read(i, TOKENS), exact.fields, values, continued)
             if progress:
                 progress(done + 1, len(pairs), "compare")
         n_tokens = int(sum(exact.lengths[i] for i, _ in pairs))
@@ -244,7 +244,7 @@ def _read(store: ActivationStore, index: int, name: str) -> np.ndarray:
     return to_float32(store.read(index, name), store.fields[name].dtype)
 
 
-class _Sums:
+class ErrorSums:
     """Squared errors and squared norms of what has been compared so far."""
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, np.ndarray
 
 
 @torch.inference_mode()
-def _compare_teachers(
+def compare_teachers(
     frozen: FrozenTarget, exact: np.ndarray, coded: np.ndarray, max_positions: int, divergence: Divergence
 ) -> None:
     """Compare the distributions that last hidden states give, at positions spread over the sequence."""
@@ -325,7 +325,7 @@ def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarra
     return caches
 
 
-def _compare_continued(
+def compare_continued(
     target: Target,
     tokens: np.ndarray,
     fields: Mapping[str, FieldSpec],
