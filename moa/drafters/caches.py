@@ -7,6 +7,7 @@ call.
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -207,23 +208,30 @@ class LayerState(RowState):
         rotation = rotary(positions_from(before, n_new, device), x.dtype)
         self.n_true = added(before, counts)
         self.n_fed = 1
+        is_alone = last is None and len(counts) == 1 and are_alike(counts)
         for index, (block, slots) in enumerate(zip(blocks, self.slots, strict=True)):
             slots.crop(before)
+            is_last = index == len(self.slots) - 1
+            if is_last and is_alone:
+                x = block.attend_last(x, rotation, partial(slots.append, counts=counts))
+                break
             keys, values = slots.append(*block.keys_values(x, rotation), counts)
-            if index == len(self.slots) - 1:
+            if is_last:
                 break
             mask = None
             if len(counts) > 1 or n_new > 1:
                 causal = torch.ones(n_new, n_new, dtype=torch.bool, device=device).tril().expand(len(counts), -1, -1)
                 mask = masks.tree_mask(before, causal)[..., : keys.shape[2]]
             x = block(x, rotation, keys, values, mask)
-        # Of the last layer only the root's feature is wanted.
-        x = x[:, -1:] if are_alike(counts) else at_queries(x, to_device(counts, device)[:, None] - 1)
         before = added(self.n_true, -1)
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
         mask = None if len(counts) == 1 and are_alike(before) else masks.tree_mask(before, seen)
         positions = positions_from(before, 1, device)
         root = Fed(positions, rotary(positions, x.dtype), before, seen, mask)
+        if is_alone:
+            return x, root
+        # Of the last layer only the root's feature is wanted.
+        x = x[:, -1:] if are_alike(counts) else at_queries(x, to_device(counts, device)[:, None] - 1)
         return (last or block)(x, root.rotation, keys, values, mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:

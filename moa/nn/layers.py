@@ -47,6 +47,8 @@ class BlockSizes:
     input_width: int | None = None  # of the query, key and value projections; None for the block's
 
 
+_FEW_TOKENS = 32  # for which one product for queries, keys and values costs less than two
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotations whose angles do not depend on the length of the input, so that cached keys stay valid."""
 
@@ -297,6 +299,15 @@ class DecoderBlock(nn.Module):
         queries, keys, values = self.self_attn.project(self.normed(x), rotation)
         return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
 
+    def attend_last(self, x: Tensor, rotation: Rotation, append: AppendKV) -> Tensor:
+        """Compute :meth:`attend_cached` without a mask for the last token alone: x [B, Q, E] -> [B, 1, E]."""
+        joined = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
+        if joined is not None:
+            return self._attend_joined(joined, x, rotation, append, None, n_last=1)
+        keys, values = append(*self.keys_values(x, rotation))
+        cosines, sines = rotation
+        return self.forward(x[:, -1:], (cosines[:, -1:], sines[:, -1:]), keys, values, None)
+
     def join(self) -> None:
         """Draft by joined products (:mod:`.joined`), where the weights are laid out; they need not be exact."""
         known: Joined | None = vars(self).get("joined")
@@ -319,12 +330,13 @@ class DecoderBlock(nn.Module):
         append: AppendKV,
         mask: Mask | Tensor | None,
         n_groups: int = 0,
+        n_last: int = 0,  # tokens whose output is wanted; 0 for all
     ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
         given, (cosines, sines) = self.normed(x) if has_own_norms else x, rotation
         queries, keys, values = joined.project(given, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms)
-        attended = attend(queries, *append(keys, values), mask).transpose(1, 2).flatten(2)
-        return joined.finish(attended, self.residual(x), n_groups)
+        attended = attend(queries[:, :, -n_last:], *append(keys, values), mask).transpose(1, 2).flatten(2)
+        return joined.finish(attended, self.residual(x[:, -n_last:]), n_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave joined products out, which cannot be copied."""
