@@ -223,7 +223,11 @@ class MoADrafter(KVEncoder, Drafter):
             labels = inputs.tokens[at[0], (rounds.queries[at] + 1).clamp(max=inputs.tokens.shape[1] - 1)]
             wrong = losses.chunked_cross_entropy(features, labels, frozen.lm_head_weight, cap=frozen.logit_cap)
             weights = weights * rounds.d_pace(wrong, at, step.weights.d_pace)
-        kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights)
+        teachers = None
+        if step.draws.on_policy_weight and step.draws.teacher_forced_weight:
+            # Both passes learn from the same distribution wherever they draft for the same position.
+            teachers = at[0] * inputs.tokens.shape[1] + rounds.queries[at]
+        kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights, teachers)
         before, feature_term = None, feature
         if n_layers:
             assert inputs.entering_hidden is not None  # ``reads`` names it

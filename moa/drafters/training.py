@@ -33,9 +33,11 @@ the response continues, so that no block reaches into another answer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import DrafterError
@@ -143,8 +145,10 @@ class Rounds:
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
         """Pack the drafted positions of each pass over response masks [B, T] to the left."""
         parts: list[tuple[Tensor, ...]] = []  # of each field
-        for index, (weight, drafted, context) in enumerate(draws.passes(response_mask)):
-            queries, valid = loss_queries(drafted)
+        passes = draws.passes(response_mask)
+        widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()  # the host waits once
+        for index, (weight, drafted, context) in enumerate(passes):
+            queries, valid = loss_queries(drafted, widths[index])
             # With one token to a round the drafted block would be the token itself.
             own_block = draws.staircase_rows[:, None] & (index == 0 and draws.on_policy_weight > 0)
             pass_index = torch.full_like(queries[0], index)
@@ -167,9 +171,12 @@ class Rounds:
         return torch.where(self.pass_index[at[1]] == 0, paced, 1.0)
 
 
-def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack the positions where a mask [B, T] is set to the left: queries [B, Q] int64, valid [B, Q] bool; Q >= 1."""
-    n_queries = max(1, int(mask.sum(dim=1).max()))
+def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
+    """Pack the positions where a mask [B, T] is set to the left: queries [B, Q] int64, valid [B, Q] bool; Q >= 1.
+
+    ``most``: of a row, if the host knows it.
+    """
+    n_queries = max(1, int(mask.sum(dim=1).max()) if most is None else most)
     order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)[:, :n_queries]
     valid = mask.gather(1, order)
     return torch.where(valid, order, 0), valid
@@ -320,11 +327,32 @@ def distillation(
     scale: float,
     divergence: losses.Divergence = losses.KL,
     weights: Tensor | None = None,
+    teachers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum forward KL (or another divergence) and feature loss over P positions with weights [P], times a scale."""
+    """Sum forward KL (or another divergence) and feature loss over P positions with weights [P], times a scale.
+
+    ``teachers`` [P] int64 are equal where the hidden states are; their distribution is then computed once for both. At
+    most two may be equal. None if all differ.
+    """
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
-    head, of_terms = frozen.lm_head_weight, weights[:, None, None]
-    kl, _ = losses.chunked_losses(
-        features[:, None], hidden, head, of_terms, divergence=divergence, cap=frozen.logit_cap
-    )
-    return kl * scale, (losses.feature_loss(features, hidden) * weights).sum() * scale
+    feature = (losses.feature_loss(features, hidden) * weights).sum() * scale
+    compare = partial(losses.chunked_losses, head=frozen.lm_head_weight, divergence=divergence, cap=frozen.logit_cap)
+    if teachers is None:
+        kl, _ = compare(features[:, None], hidden, weights=weights[:, None, None])
+    else:
+        pairs, has_two = _by_teacher(teachers)
+        shares = weights[pairs] * F.pad(has_two[:, None], (1, 0), value=True)
+        kl, _ = compare(features[pairs], hidden[pairs[:, 0]], weights=shares[..., None])
+    return kl * scale, feature
+
+
+def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the one or two of P positions that have each teacher, [N, 2] int64, and which have two, [N] bool.
+
+    A single position is given twice.
+    """
+    order = teachers.argsort(stable=True)
+    is_equal = teachers[order[1:]] == teachers[order[:-1]]
+    starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]  # there may be none
+    has_two = F.pad(is_equal, (0, 1))[starts]
+    return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

@@ -4,7 +4,7 @@ Shapes: N positions, J draft steps, E hidden width, V vocabulary, V_d draft voca
 
 The loss goes through an LM head, the largest matrix of a model: 1 GB for 128,256 tokens of width 4,096 in bfloat16. So
 positions are processed in chunks whose logits are bounded in bytes, but in at most ``MAX_CHUNKS`` of them, since each
-reads the head once. A frozen head stays in its own dtype; where features are wider, blocks of it are cast.
+reads the head once. If features are wider than a frozen head, a small head is cast once and a large one block by block.
 """
 
 from collections.abc import Iterator
@@ -256,6 +256,8 @@ def chunked_losses(
         The weighted sum in nats, which alone has gradients, and the terms [N, J, K], both float32.
     """
     dtype, head = _autocast(features, head)
+    if head.numel() * 4 <= _CAST_BYTES:
+        head = head.to(dtype)  # once, not for each product of each chunk
     own_head, code, correction = (None if x is None else x.to(dtype) for x in (own_head, code, correction))
     total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
         features.to(dtype), hidden.to(dtype), head, weights, own_head, tokens, labels, code, correction, divergence, cap

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from moa_data.errors import DrafterError
+from moa_data.moa.drafters import training
 from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import Draws, LossWeights, Rounds, TrainingInputs, TrainingStep
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
-from moa_data.moa.nn import packed
+from moa_data.moa.nn import losses, packed
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.nn.losses import d_pace_weights
@@ -177,6 +178,41 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers
     torch.testing.assert_close(total, share * policy + (1 - share) * forced)
     for got, a, b in zip(gradients, policy_gradients, forced_gradients, strict=True):
         torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
+
+
+def test_passes_share_the_distributions_of_their_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's distribution at a position is computed once for both passes; loss and gradients are the same."""
+    model = build_model()
+    drafter = build_drafter(model, 0)
+    inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
+    inputs.response_mask[1, :12] = inputs.response_mask[1, 15] = False
+    draws = Draws(torch.tensor([5, 6]), torch.zeros(2, dtype=torch.bool), torch.tensor([2, 1]), (), 0.0, 1.0, 0.5)
+    step = TrainingStep(inputs, draws, LossWeights(), 7.0)
+    chunked, shared = losses.chunked_losses, training._by_teacher
+    shapes: list[tuple[int, ...]] = []
+
+    def note(features: Tensor, hidden: Tensor, **settings: Any) -> Any:
+        shapes.append(tuple(features.shape[:2]))
+        assert features.is_contiguous(), "products of other layouts take several times as long"
+        return chunked(features, hidden, **settings)
+
+    def share_nothing(teachers: Tensor) -> tuple[Tensor, Tensor]:
+        every = torch.arange(len(teachers))
+        return torch.stack((every, every), dim=1), torch.zeros(len(every), dtype=torch.bool)
+
+    monkeypatch.setattr(losses, "chunked_losses", note)
+    found = []
+    for by_teacher in (shared, share_nothing):
+        monkeypatch.setattr(training, "_by_teacher", by_teacher)
+        total = drafter.objective(frozen, step).total
+        found.append((total, *torch.autograd.grad(total, list(drafter.parameters()))))
+    passes = draws.passes(inputs.response_mask)
+    n_each = [int(drafted.sum()) for _, drafted, _ in passes]
+    n_both = int((passes[0][1] & passes[1][1]).sum())
+    assert 0 < n_both < n_each[1]
+    assert shapes == [(sum(n_each) - n_both, 2), (sum(n_each), 2)]
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_d_pace_weighs_each_round_by_itself() -> None:
