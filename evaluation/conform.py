@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ def conform(
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (own,) = load_drafters([drafter], target, target.model.dtype).values()
+    own.config = replace(own.config, draft_tokens=())  # other programs draft all tokens by the target's LM head
     if own.kind not in FORMATS[engine]:
         raise OptionInvalid(f"{engine} runs {', '.join(FORMATS[engine])}; this drafter is of kind {own.kind}.")
     layout, method = FORMATS[engine][own.kind]

@@ -54,6 +54,10 @@ class DrafterSettings(Config):
     KL to the share of rejected drafts as drafts get better; or tv, a tenth of the KL and nine of that share."""
     lk_decay: NonNegative = 3.0
     """Decay rate of the KL weight in lk-hybrid: exp(-this * acceptance)."""
+    draft_vocabulary: Count | Literal["all"] | None = None
+    """Tokens that are drafted, the most frequent ones of the store's responses, or all. Training is the same; a draft
+    reads only their rows of the LM head. Default: the number with which a round commits the most tokens per weight that
+    it reads; all of a vocabulary of fewer than 16,384."""
 
 
 class FeatureLossSettings(DrafterSettings):
@@ -150,9 +154,6 @@ class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSe
     cross_attention_drafts: bool = True
     """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
     so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005)."""
-    draft_vocabulary: Count | None = None
-    """Tokens that are drafted, the most frequent ones of the store's responses; default: all. Training is the same;
-    a draft reads so many rows of the LM head, which are most of what it reads where the vocabulary is large."""
 
 
 class EagleSettings(LayerSettings, FeatureLossSettings):
@@ -178,8 +179,9 @@ class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
     """EAGLE-3."""
     fused_layers: tuple[int, ...] | None = None
     """Decoder layers, from 0, whose outputs EAGLE-3 fuses; default: 1, L / 2 - 1 and L - 4 of the target's L."""
-    draft_vocabulary: Count | None = None
-    """Tokens that EAGLE-3 can draft, the most frequent ones of the store's responses; default: 32,000, or all."""
+    draft_vocabulary: Count | Literal["all"] | None = None
+    """Tokens that EAGLE-3 can draft, the most frequent ones of the store's responses, or all. Its own LM head is of
+    these alone. Default: as for the others, at most 32,000."""
     test_time_steps: Count = 7
     """Draft steps that EAGLE-3's training unrolls, each fed with the output of the one before."""
     fc_norm: bool = False

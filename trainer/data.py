@@ -50,6 +50,7 @@ from .defaults import CPU_MICRO_BATCH_TOKENS, RunFacts, choose_settings, choose_
 # The attribute of ``TrainingInputs`` that is made of several fields: ``layer_outputs.0`` and so on.
 _LAYER_OUTPUTS = "layer_outputs"
 _COUNTED_SEQUENCES = 256  # read at once to count their tokens
+_MOST_COUNTED = 1 << 16  # sequences whose tokens are counted; of a larger store evenly spread ones
 _MAX_THREADS = 16  # decode more than the bus to a GPU takes
 _GROUPED_BATCHES = 32  # batches that are formed by length among each other: more would pad less, and mix the data less
 _TEXT_FIELDS = ("tokens", "response_mask")
@@ -339,6 +340,7 @@ class BatchReader:
     def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
         """Count how often each token of the vocabulary occurs in the responses of sequences: int64 [V]."""
         counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
+        sequences = sequences[:: 1 + len(sequences) // _MOST_COUNTED]
         # In parts, or the tokens of a large store would be in memory at once.
         for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
             read = self.store.read_batch(part, list(_TEXT_FIELDS))

@@ -9,7 +9,7 @@ from .config import TrainConfig, known
 
 CHOOSABLE = (
     "epochs", "max_steps", "optimizer", "learning_rate", "matrix_learning_rate", "peak_multiplier", "warmup_steps",
-    "decay_steps", "batch_size", "validation_fraction", "validate_every", "log_every",
+    "decay_steps", "batch_size", "validation_fraction", "validate_every", "log_every", "draft_vocabulary",
 )  # fmt: skip
 """Settings that are chosen where they are not given."""
 CPU_MICRO_BATCH_TOKENS = 2048

@@ -79,6 +79,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     n_bytes, notes = (folder / "model.safetensors").stat().st_size, tuple(layout.notes(drafter.config))
+    if n_drafted := len(drafter.config.draft_tokens):
+        notes += (f"{layout.reader} drafts all tokens, by the target's LM head; here {n_drafted:,} are drafted",)
     return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes)
 
 

@@ -81,6 +81,7 @@ from .data import (
 )
 from .defaults import CHOOSABLE, ChosenSetting, is_open, schedule_warnings
 from .step import WHAT_HELPS, DrafterModule
+from .vocabulary import choose_vocabulary
 
 matplotlib.use("Agg")  # no display is needed; before pyplot is imported
 import matplotlib.pyplot as plt
@@ -189,6 +190,7 @@ def _train(
         check_room(out)
     store = ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb))
     data = StoreDataModule(store, config)
+    choose_vocabulary(store, data)
     config = data.config  # with what was chosen
     module = build_module(store, data)
     if is_first:
@@ -309,6 +311,8 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     build = drafter_class(config.drafter.kind)
     size_names = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {name: value for name, value in config.drafter if name in size_names}
+    if sizes["draft_vocabulary"] == "all":
+        sizes["draft_vocabulary"] = frozen.config.vocab_size
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
     if most is not None and config.validation.draft_length > most:
@@ -405,6 +409,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
     """Compute how long a run is and what it will write; writes nothing."""
     with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
         data = StoreDataModule(store, config)
+        choose_vocabulary(store, data)
         return _plan(config, store, data, build_module(store, data))
 
 

@@ -23,19 +23,22 @@ W numbers of a context, L target layers, D packed KV width.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import DrafterError
+from ..nn import losses
 from ..nn.layers import DecoderBlock
-from ..nn.packed import pack
+from ..nn.packed import pack, rows_of, state_of
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
+from .vocabulary import most_frequent, over_all_tokens
 
 
 @dataclass
@@ -62,16 +65,23 @@ class Drafter(nn.Module, ABC):
 
     config_class: ClassVar[type[DrafterSizes]]
     config: Any  # the sizes, of this class
+    draft_ids: Tensor  # [V_d] int64, the tokens that are drafted, ascending; empty for all
     by_graph: ClassVar[bool] = False  # whether it drafts from tokens and lengths that only the device knows
     # Target layers whose outputs :meth:`observe` gets; empty where it gets the last hidden state.
     observed_layers: tuple[int, ...] = ()
     drafts_remotely: ClassVar[bool] = False  # whether it can draft on another machine than its target, else beside it
     context_width: int | None = None  # W, numbers of a position's context, 0 if it needs none; None beside the target
     context_needs_kv: bool = False  # whether :meth:`encode_context` reads the target's KV
+    uses_target_head: ClassVar[bool] = True  # whether the target's LM head turns features into logits
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        # Rows of LM heads that belong to the draft vocabulary, in lists so that they are not submodules: of the target,
+        # with the state of its head, and of the drafter itself.
+        self._target_rows: list[tuple[tuple[int, int], nn.Linear]] = []
+        self._own_rows: list[nn.Linear] = []
+        self.register_buffer("draft_ids", torch.tensor(config.draft_tokens, dtype=torch.int64), persistent=False)
 
     @property
     def kind(self) -> str:
@@ -100,10 +110,14 @@ class Drafter(nn.Module, ABC):
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Set starting weights that follow from target and data, after :meth:`initialize`; by default none.
+        """Set starting weights that follow from target and data, after :meth:`initialize`; here the draft vocabulary.
 
         ``count_tokens`` counts the tokens of the training responses, [V] int64; it reads all sequences.
         """
+        if 0 < self.config.draft_vocabulary < self.config.vocab_size:
+            tokens = most_frequent(count_tokens(), self.config.draft_vocabulary)
+            self.config = replace(self.config, draft_tokens=tuple(tokens.tolist()))
+            self.draft_ids = tokens.to(frozen.lm_head_weight.device)
 
     def check_weights(self) -> None:
         """Refuse loaded weights that contradict each other; raises DrafterError."""
@@ -143,10 +157,53 @@ class Drafter(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, DecoderBlock):
                 module.join()
+        if self.config.draft_tokens and self.own_head is not None:
+            self._own_rows = [rows_of(self.own_head, self.draft_ids, is_packed=True)]
 
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         """Turn features [..., E] into logits [..., V], -inf where a token is never drafted; by default the target's."""
-        return frozen.logits(features)
+        return self.over_all_tokens(self.target_logits(frozen, features))
+
+    @property
+    def own_head(self) -> Tensor | None:
+        """A trained matrix [V or V_d, n] whose products are logits, or are added to them; by default None."""
+        return None
+
+    def weights_per_draft(self) -> tuple[int, int]:
+        """Count the weights that a draft reads: for each token that can be drafted, and besides."""
+        own_head = self.own_head
+        width = self.config.hidden_size if self.uses_target_head else 0
+        n_body = sum(weight.numel() for weight in self.parameters())
+        if own_head is not None:
+            width += own_head.shape[1]
+            n_body -= own_head.numel()
+        return width, n_body
+
+    def own_logits(self, x: Tensor) -> Tensor:
+        """Multiply x [..., n] by the draft vocabulary's rows of :attr:`own_head`: [..., V_d]."""
+        if self._own_rows:
+            logits: Tensor = self._own_rows[0](x)
+            return logits
+        head = cast(Tensor, self.own_head)
+        return F.linear(x, head[self.draft_ids] if self.config.draft_tokens else head)
+
+    def target_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
+        """Apply the draft vocabulary's rows of the target's LM head to features [..., E]: [..., V_d]."""
+        if not self.config.draft_tokens:
+            return frozen.logits(features)
+        head = frozen.lm_head_weight
+        if not self._target_rows or self._target_rows[0][0] != state_of(head):
+            self._target_rows = [(state_of(head), frozen.head_of(self.draft_ids))]
+        rows = self._target_rows[0][1]
+        is_alike = features.dtype == head.dtype
+        logits = rows(features) if is_alike else losses.logits_of(features, rows.weight)
+        return losses.capped(logits, frozen.logit_cap)
+
+    def over_all_tokens(self, logits: Tensor) -> Tensor:
+        """Spread logits [..., V_d] of the draft vocabulary over all tokens, -inf for the others: [..., V]."""
+        if not self.config.draft_tokens:
+            return logits
+        return over_all_tokens(logits, self.draft_ids, self.config.vocab_size)
 
     def confidence(self, features: Tensor) -> Tensor | None:
         """Estimate the probability [...] that the draft after features [..., E] is accepted; by default None."""

@@ -244,6 +244,7 @@ class BlockDrafter(KVEncoder, Drafter):
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Begin with the target's final norm, since the hidden states go through its LM head."""
+        super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
     # The block, in training and in decoding
@@ -295,11 +296,18 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         hidden, markov = self.split_features(features)
-        logits = frozen.logits(hidden)
+        logits = self.target_logits(frozen, hidden)
         if self.markov_head is not None:
-            bias: Tensor = self.markov_head.markov_w2(self.markov_head.code(markov, hidden))
+            code = self.markov_head.code(markov, hidden)
+            bias: Tensor = self.own_logits(code) if self.config.draft_tokens else self.markov_head.markov_w2(code)
             logits = logits + bias
+        logits = self.over_all_tokens(logits)
         return logits.masked_fill(~self.t2d, -torch.inf) if self.config.reduced_vocabulary else logits
+
+    @property
+    @override
+    def own_head(self) -> Tensor | None:
+        return None if self.markov_head is None else self.markov_head.markov_w2.weight
 
     def confidence_logits(self, features: Tensor) -> Tensor | None:
         """Compute the logit of each draft's acceptance, [...]; None without a confidence head."""

@@ -183,6 +183,7 @@ class EagleDrafter(FeatureDrafter):
 
         A power of two, by which an export multiplies weights exactly.
         """
+        super().adopt(frozen, count_tokens)
         if self.config.eagle_embedding_scale == 0:
             parts = torch.arange(self.config.vocab_size, device=frozen.lm_head_weight.device).split(1 << 13)
             square = sum(float(frozen.embed(tokens).double().square().sum()) for tokens in parts)

@@ -42,6 +42,7 @@ from ..targets.families import target_sizes
 from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries, places
+from .vocabulary import most_frequent, over_all_tokens
 
 STEP_DECAY = 0.8  # weight of a step's loss relative to the step before (official ``traineagle3/main.py``)
 
@@ -57,6 +58,7 @@ class Eagle3Sizes(LayerSizes):
     """The sizes of an EAGLE-3 drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "eagle3"
+    without_weights: ClassVar[tuple[str, ...]] = ()
 
     fused_layers: tuple[int, ...]
     """Target layers, from 0, whose outputs are fused, in the order in which the linear layer takes them."""
@@ -74,8 +76,6 @@ class Eagle3Sizes(LayerSizes):
         yield from super().problems()
         # A foreign checkpoint does not say how many layers its target has.
         check_target_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
-        if self.draft_vocabulary > self.vocab_size:
-            yield f"draft_vocabulary ({self.draft_vocabulary}) must be at most the target's {self.vocab_size} tokens"
 
     @classmethod
     @override
@@ -127,6 +127,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
     config: Eagle3Sizes
+    uses_target_head = False
     d2t: Tensor  # [V_d] int64, what to add to an index of the draft vocabulary to get the token
     t2d: Tensor  # [V] bool, whether a token can be drafted
 
@@ -152,6 +153,11 @@ class Eagle3Drafter(FeatureDrafter):
         return [self.midlayer]
 
     @property
+    @override
+    def own_head(self) -> Tensor:
+        return self.lm_head.weight
+
+    @property
     def draft_tokens(self) -> Tensor | None:
         """Tokens of the draft vocabulary, ascending, [V_d] int64; None where it is the target's."""
         if self.config.draft_vocabulary == self.config.vocab_size:
@@ -171,8 +177,7 @@ class Eagle3Drafter(FeatureDrafter):
         """Choose the draft vocabulary, of equally frequent tokens the lower ones, and begin with the target's head."""
         tokens = torch.arange(self.config.vocab_size)
         if self.config.draft_vocabulary < self.config.vocab_size:
-            order = torch.argsort(count_tokens(), descending=True, stable=True)
-            tokens = order[: self.config.draft_vocabulary].sort().values
+            tokens = most_frequent(count_tokens(), self.config.draft_vocabulary)
         self.d2t.copy_(tokens - torch.arange(len(tokens)))
         self.t2d.fill_(False)[tokens] = True
         self.lm_head.weight.copy_(frozen.lm_head_weight[tokens.to(frozen.lm_head_weight.device)])
@@ -222,9 +227,7 @@ class Eagle3Drafter(FeatureDrafter):
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.normed(features))
         tokens = self.draft_tokens
-        if tokens is None:
-            return logits
-        return logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf).index_copy(-1, tokens, logits)
+        return logits if tokens is None else over_all_tokens(logits, tokens, self.config.vocab_size)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:

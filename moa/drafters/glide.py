@@ -49,7 +49,7 @@ class GlideSizes(LayerSizes):
     """The sizes of a GLIDE drafter, and the identity of its target."""
 
     kind: ClassVar[str] = "glide"
-    left_out: ClassVar[tuple[str, ...]] = ("target_",)
+    left_out: ClassVar[tuple[str, ...]] = ("draft_", "target_")
 
     kv_width: int  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
     target_kv: tuple[int, ...] = ()  # attended layer, its heads, widths of key and value; none of Llama's last layer

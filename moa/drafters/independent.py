@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -73,6 +72,7 @@ class IndependentDrafter(Drafter):
     config: IndependentSizes
     by_graph = drafts_remotely = True
     context_width = 0
+    uses_target_head = False
 
     def __init__(self, config: IndependentSizes) -> None:
         super().__init__(config)
@@ -113,7 +113,12 @@ class IndependentDrafter(Drafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        return F.linear(features, self.embed_tokens.weight)
+        return self.over_all_tokens(self.own_logits(features))
+
+    @property
+    @override
+    def own_head(self) -> Tensor:
+        return self.embed_tokens.weight
 
     @override
     def new_state(self, n_rows: int) -> LayerState:

@@ -36,7 +36,7 @@ _MAX_POSITIONS = 1 << 13
 class KVEncoderSizes(DrafterSizes):
     """The sizes of a KV encoder; 0 in a drafter without one."""
 
-    left_out: ClassVar[tuple[str, ...]] = ("kv_group",)
+    left_out: ClassVar[tuple[str, ...]] = ("draft_", "kv_group")
 
     kv_width: int = 0  # D = 2 * target KV heads * target head dim, the widest where layers are not alike
     kv_groups: tuple[int, ...] = ()  # group of each layer with KV, ascending; none where all layers are alike

@@ -146,8 +146,8 @@ class MedusaDrafter(Drafter):
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         if features.ndim == 3 and features.stride(1) == 0:  # all nodes of a level share them
-            return frozen.logits(features[:, :1]).expand(-1, features.shape[1], -1)
-        return frozen.logits(features)
+            return super().draft_logits(frozen, features[:, :1]).expand(-1, features.shape[1], -1)
+        return super().draft_logits(frozen, features)
 
     @override
     def new_state(self, n_rows: int) -> MedusaState:

@@ -24,13 +24,13 @@ With ``cross_attention_drafts``, which is not the paper's, the cross-attention a
 paper a draft knows those before it only as embeddings, and agrees the less with the target the later it is.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from ..nn import losses, masks
@@ -61,7 +61,6 @@ class MoASizes(KVEncoderSizes):
     """The sizes of a Mixture of Attentions, and the identity of its target."""
 
     kind: ClassVar[str] = "moa"
-    without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
 
     self_attention_kv_heads: int  # KV heads of the causal self-attention
     self_attention_mlp_width: int  # MLP width of the causal self-attention
@@ -70,18 +69,14 @@ class MoASizes(KVEncoderSizes):
     target_layer_inference: int = 0  # N, how many of the target's last layers the drafted features pass through
     cross_attention_drafts: bool = True
     """Whether cross-attention sees the drafts of its round too; in the paper it sees only encoded KV."""
-    draft_vocabulary: int = 0  # V_d, how many tokens are drafted; 0 for all
-    draft_tokens: tuple[int, ...] = ()  # they, ascending, once they are chosen
 
     @override
     def problems(self) -> Iterator[str]:
         yield from self.kv_head_problems("self_attention_kv_heads", "cross_attention_kv_heads")
         yield from self.encoder_problems()
-        n_last, n_layers, n_tokens = self.target_layer_inference, self.n_layers, self.vocab_size
+        n_last, n_layers = self.target_layer_inference, self.n_layers
         if n_last > n_layers:
             yield f"target_layer_inference ({n_last}) must be between 0 and the target's {n_layers} layers"
-        if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > n_tokens:
-            yield f"draft_vocabulary and draft_tokens must be within the target's {n_tokens} tokens"
 
     @classmethod
     @override
@@ -131,29 +126,6 @@ class MoADrafter(KVEncoder, Drafter):
         self.rotary = config.rotary()
         self.build_encoder()
         self.context_width = self.sent_width + config.target_layer_inference * config.kv_width
-        self._draft_head: tuple[Tensor, Tensor, nn.Linear] | None = None  # the head, tokens, and its rows of these
-
-    @override
-    def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Choose the tokens that are drafted, the most frequent ones; of equally frequent ones the lower."""
-        n_tokens = self.config.draft_vocabulary
-        if 0 < n_tokens < self.config.vocab_size:
-            order = torch.argsort(count_tokens(), descending=True, stable=True)
-            self.config = replace(self.config, draft_tokens=tuple(order[:n_tokens].sort().values.tolist()))
-
-    @override
-    def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        if not self.config.draft_tokens:
-            return super().draft_logits(frozen, features)
-        head = frozen.lm_head_weight
-        if self._draft_head is None or self._draft_head[0] is not head:
-            tokens = torch.tensor(self.config.draft_tokens, device=head.device)
-            self._draft_head = head, tokens, frozen.head_of(self.config.draft_tokens)
-        _, tokens, rows = self._draft_head
-        is_alike = features.dtype == head.dtype
-        logits = rows(features) if is_alike else losses.logits_of(features, rows.weight)
-        logits = losses.capped(logits, frozen.logit_cap)
-        return logits.new_full((*logits.shape[:-1], len(head)), -torch.inf).index_copy(-1, tokens, logits)
 
     @classmethod
     @override

@@ -19,8 +19,8 @@ class DrafterSizes:
     """The sizes of the target that every drafter records; drafters add their own."""
 
     kind: ClassVar[str]  # the drafter that has these sizes, see ``registry.DRAFTERS``
-    left_out: ClassVar[tuple[str, ...]] = ()  # beginnings of names that the JSON has only with a value
-    without_weights: ClassVar[tuple[str, ...]] = ()  # what no weight depends on
+    left_out: ClassVar[tuple[str, ...]] = ("draft_",)  # beginnings of names that the JSON has only with a value
+    without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)  # what no weight depends on
     may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)  # whole numbers, besides those whose default is 0
 
     hidden_size: int  # E, width of the target
@@ -33,6 +33,8 @@ class DrafterSizes:
     rope_parameters: dict[str, Any]  # RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks
     qkv_bias: bool = False  # whether q, k and v of self-attention blocks have biases (Qwen2 targets)
     target: dict[str, str] = field(default_factory=dict)  # identity of the target: weights_sha256 and config_sha256
+    draft_vocabulary: int = 0  # V_d, how many tokens are drafted; 0 for all
+    draft_tokens: tuple[int, ...] = ()  # these tokens, ascending, once they are chosen
 
     def __post_init__(self) -> None:
         """Refuse values that no drafter has, and those that do not fit each other."""
@@ -45,7 +47,10 @@ class DrafterSizes:
                 )
             if isinstance(value, list):  # JSON has no tuples
                 object.__setattr__(self, item.name, tuple(value))
-        if found := list(self.problems()):
+        found = list(self.problems())
+        if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > self.vocab_size:
+            found.append(f"draft_vocabulary and draft_tokens must be within the target's {self.vocab_size} tokens")
+        if found:
             raise DrafterError(f"drafter sizes do not fit: {'; '.join(found)}.")
 
     def problems(self) -> Iterator[str]:

@@ -104,6 +104,22 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 
 
+def as_layer(weight: Tensor) -> nn.Linear:
+    """Make a linear layer of a weight [out, in], which is not copied."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def rows_of(weight: Tensor, rows: Tensor, is_packed: bool) -> nn.Linear:
+    """Copy some rows [n] of a weight [out, in] to a linear layer, laid out for drafting if asked."""
+    with torch.inference_mode(False), torch.no_grad():
+        layer = as_layer(weight[rows])
+        if is_packed:
+            pack(layer, is_exact=False)
+    return layer
+
+
 def _takes(layer: nn.Linear) -> bool:
     weight = layer.weight
     if weight.device.type != "cpu" or weight.dtype not in _DTYPES or weight.is_inference():

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from ...files import write_atomic
 from ...text import Progress
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
-from ..nn.packed import PackedLinear, pack
+from ..nn.packed import PackedLinear, as_layer, pack, rows_of
 from . import families
 from .model_files import check_finite, find_problems, read_header, read_json, write_tensors
 
@@ -305,16 +305,12 @@ class FrozenTarget(nn.Module):
 
     def prepare(self) -> None:
         """Lay out the LM head for drafting, with weights that don't change any more, see :func:`..nn.packed.pack`."""
-        self._laid_head = (_as_layer(self.lm_head_weight),)
+        self._laid_head = (as_layer(self.lm_head_weight),)
         pack(self._laid_head[0], is_exact=False)
 
-    def head_of(self, tokens: Sequence[int]) -> nn.Linear:
-        """The LM head of some tokens, as a layer; laid out for drafting if the whole head is."""
-        with torch.inference_mode(False), torch.no_grad():
-            layer = _as_layer(self.lm_head_weight[torch.tensor(tokens, device=self.lm_head_weight.device)])
-            if self._laid_head:
-                pack(layer, is_exact=False)
-        return layer
+    def head_of(self, tokens: Tensor) -> nn.Linear:
+        """The LM head of some tokens [n], as a layer; laid out for drafting if the whole head is."""
+        return rows_of(self.lm_head_weight, tokens, is_packed=bool(self._laid_head))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed token ids: [B, T] -> [B, T, E]."""
@@ -327,9 +323,3 @@ class FrozenTarget(nn.Module):
             if hidden.dtype == head.weight.dtype and head.weight.data_ptr() == self.lm_head_weight.data_ptr():
                 return capped(head(hidden), self.logit_cap)
         return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)
-
-
-def _as_layer(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-    return layer

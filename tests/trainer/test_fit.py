@@ -17,6 +17,7 @@ import transformers
 import yaml
 
 from moa_data.errors import DrafterError, Interrupted, OutputOccupied, RunWarning, TrainingError
+from moa_data.moa.drafters import vocabulary
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.targets.families import target_sizes
@@ -26,11 +27,12 @@ from moa_data.tests.kit.command import run as run_command
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.runs import assert_same_weights, last_state, run
+from moa_data.tests.kit.runs import settings as run_settings
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import callbacks
 from moa_data.trainer.checkpoints import initial_drafter, read_checkpoint
 from moa_data.trainer.config import Eagle3Settings
-from moa_data.trainer.fit import read_metrics
+from moa_data.trainer.fit import read_metrics, train
 from moa_data.trainer.step import DrafterModule
 
 
@@ -296,6 +298,32 @@ def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path
     run(store_path, tmp_path / "few", max_steps=1, init_from=first, draft_vocabulary=20)
     assert len(load_drafter(tmp_path / "few").config.draft_tokens) == 20
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("drafter", ["moa", "eagle3"])
+def test_the_draft_vocabulary_is_chosen_by_default(
+    store_of_all: Path, tmp_path: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"drafter": drafter, "max_steps": 1, "decay_steps": 1}
+    if drafter == "eagle3":
+        settings["fused_layers"] = (0, 1)
+    run(store_of_all, tmp_path / "small", **settings)
+    small = load_drafter(tmp_path / "small")
+    assert small.config.draft_vocabulary in (0, small.config.vocab_size), "the vocabulary of the target is small"
+    monkeypatch.setattr(vocabulary, "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(vocabulary, "_SMALLEST_CHOICE", 16)
+    monkeypatch.setattr(vocabulary, "_LEAST_GAIN", 0.0)
+    plans: list[Any] = []
+    train(run_settings(store_of_all, tmp_path / "large", **settings), announce=plans.append)
+    (chosen,) = [setting for setting in plans[0].chosen if setting.name == "draft_vocabulary"]
+    assert chosen.value in (16, 32, 64)
+    assert load_drafter(tmp_path / "large").config.draft_vocabulary == chosen.value
+    recorded = yaml.safe_load((tmp_path / "large" / "run.yaml").read_text())
+    assert recorded["drafter"]["draft_vocabulary"] == chosen.value
+    assert run(store_of_all, tmp_path / "large", **settings | {"max_steps": 2}, resume=True).n_steps == 2
+    run(store_of_all, tmp_path / "all", draft_vocabulary="all", **settings)
+    assert not load_drafter(tmp_path / "all").config.draft_tokens
+    assert load_drafter(tmp_path / "all").config.draft_vocabulary == small.config.vocab_size
 
 
 def test_norms_that_no_option_sets_are_refused_with_their_names(tmp_path: Path) -> None:

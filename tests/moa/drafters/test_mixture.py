@@ -97,7 +97,7 @@ def test_rows_of_the_head_are_laid_out_for_drafting_alone(monkeypatch: pytest.Mo
         frozen = frozen_for(drafter, model)
         if is_prepared:
             frozen.prepare()
-        rows = frozen.head_of(drafter.config.draft_tokens)
+        rows = frozen.head_of(drafter.draft_ids)
         assert ("packed" in vars(rows)) == is_prepared
         with torch.inference_mode():
             found = drafter.draft_logits(frozen, features)[..., list(drafter.config.draft_tokens)]

@@ -1,0 +1,36 @@
+"""Chooses the draft vocabulary of a run where it was not given, see :mod:`..moa.drafters.vocabulary`."""
+
+import dataclasses
+
+import torch
+
+from ..moa.drafters.registry import drafter_class
+from ..moa.drafters.vocabulary import choose_draft_vocabulary, may_be_reduced
+from ..moa.targets.families import count_weights, load_target_config
+from ..storage.read.store import ActivationStore
+from .data import BatchReader, StoreDataModule
+from .defaults import ChosenSetting
+
+
+def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
+    """Add the number of drafted tokens to the settings of a run, unless it was given or the run began without one.
+
+    It depends on the tokens of the training responses, and on the sizes of drafter and target.
+    """
+    config = data.config
+    is_given = config.resume or config.drafter.draft_vocabulary is not None
+    if is_given or not may_be_reduced(int(store.manifest.target["vocab_size"])):
+        return
+    target_config = load_target_config(store.target_path)
+    build = drafter_class(config.drafter.kind)
+    names = {item.name for item in dataclasses.fields(build.config_class)}
+    sizes = build.config_class.from_target(target_config, **{k: v for k, v in config.drafter if k in names})
+    with torch.device("meta"):
+        width, n_body = build(sizes).weights_per_draft()
+    reader = BatchReader(store, config, torch.device("cpu"))
+    halves = torch.stack([reader.count_response_tokens(data.train_sequences[half::2]) for half in (0, 1)])
+    most = sizes.draft_vocabulary or halves.shape[1]
+    choice = choose_draft_vocabulary(halves, width, n_body, count_weights(target_config), most)
+    chosen = ChosenSetting("draft_vocabulary", choice.n_tokens or most, choice.why)
+    data.config = config.replaced(draft_vocabulary=chosen.value)
+    data.chosen = [*data.chosen, chosen]
