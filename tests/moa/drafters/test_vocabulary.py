@@ -1,19 +1,21 @@
 """Drafters that draft fewer tokens than their target has, and how many they draft by default."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.vocabulary import choose_draft_vocabulary, coverage, most_frequent
-from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
+from moa_data.moa.formats.checkpoint import LAYOUTS, export_problems, load_drafter, save_drafter, write_layout
 from moa_data.moa.nn import packed
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import build, frozen_for, token_counts
+from moa_data.tests.kit.drafters import PAPER, build, frozen_for, token_counts
 from moa_data.tests.kit.models import build_model, random_prompts
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,6 +82,24 @@ def test_decoding_gives_the_same_tokens(name: str) -> None:
     proposer = DrafterProposer(target, drafter)
     (found,) = generate_batch(target, [prompt], max_new_tokens=12, proposer=proposer, tree=TreeShape(3))
     assert found.tokens == expected.tokens
+
+
+@pytest.mark.parametrize(("kind", "name"), [("eagle", "vllm-eagle"), ("moa", "moa-vllm"), ("dflash", "dflash")])
+def test_formats_of_other_programs_hold_it_all_the_same(kind: str, name: str, tmp_path: Path) -> None:
+    """Their readers draft all tokens by the target's head, which no such drafter has weights of."""
+    model, sizes = build_model(), PAPER if kind == "moa" else {}
+    of_all = build(kind, model, **sizes)
+    own = build(kind, model, draft_vocabulary=N_DRAFTED, **sizes)
+    assert export_problems(own.config)[name] == export_problems(of_all.config)[name] == []
+    found = []
+    for drafter, folder in ((of_all, tmp_path / "all"), (own, tmp_path / "own")):
+        write_layout(drafter, LAYOUTS[name], folder)
+        config = json.loads((folder / "config.json").read_text())
+        del config["moa_data"]
+        found.append((config, load_file(folder / "model.safetensors")))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+    assert load_drafter(tmp_path / "own").config.draft_tokens == own.config.draft_tokens
 
 
 def test_rows_follow_a_head_that_moves() -> None:
