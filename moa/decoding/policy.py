@@ -38,7 +38,12 @@ MEASURE_EVERY = 128
 
 
 class ShapePolicy:
-    """Chooses the shape of each round's drafts: here always the same one, None for plain decoding."""
+    """Chooses the shape of each round's drafts: here always the same one, None for plain decoding.
+
+    ``is_off`` is whether drafts were given up because they cost more than they gain.
+    """
+
+    is_off = False
 
     def __init__(self, shape: TreeShape | None = None) -> None:
         self._shape = shape
@@ -93,6 +98,10 @@ class AutoPolicy(ShapePolicy):
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
+        if self._savings <= 0 or self._lost >= PATIENCE:
+            self.is_off = True
+        elif self._savings > PATIENCE / 2:  # Below that drafts are only tried now and then.
+            self.is_off = False
 
     def describe(self, runs: Sequence[Any]) -> str:
         """Say how many target calls of generations, which count them as ``DecodeStats``, verified its drafts."""

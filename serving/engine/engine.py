@@ -118,7 +118,7 @@ class Engine:
         if problem := self._problem():
             raise TargetError(f"{target.config.model_type} can't be served: {problem}.")
         self._speculations = {
-            name: Speculation(self._runner.frozen(drafter.config.target_layer_inference), drafter, shape)
+            name: Speculation(name, self._runner.frozen(drafter.config.target_layer_inference), drafter, shape)
             for name, drafter in self.drafters.items()
         }
         self._sequences: dict[int, Sequence] = {}

@@ -9,6 +9,7 @@ itself is unsure, and replaced by plain steps where they do not pay (``moa.decod
 power of two of sequences that share a call.
 """
 
+import logging
 import math
 from collections.abc import Sequence as Rows
 from typing import Any
@@ -30,6 +31,7 @@ from .runner import Output
 from .scheduler import Scheduled
 from .sequence import Sequence
 
+_LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
 """Tokens that a row may have to catch up with in a batch."""
 
@@ -37,7 +39,8 @@ _MAX_CATCH_UP = 64
 class Speculation:
     """One drafter and its caches of all sequences that name it; no shape means ``auto``."""
 
-    def __init__(self, frozen: FrozenTarget, drafter: Drafter, shape: TreeShape | None) -> None:
+    def __init__(self, name: str, frozen: FrozenTarget, drafter: Drafter, shape: TreeShape | None) -> None:
+        self._name = name
         self.drafter = drafter
         self._proposer = DrafterProposer(frozen, drafter)
         max_depth = self._proposer.max_depth
@@ -146,7 +149,17 @@ class Speculation:
     def judge(self, rounds: Rows[Scheduled], round_s: float) -> None:
         """Let the policy learn from a round of the gathered sequences, which took so many seconds."""
         n_committed = sum(len(one.commit.tokens) for one in rounds) / len(rounds)
-        self._policy(len(rounds)).observe(sum(one.n_drafts for one in rounds), n_committed, round_s)
+        policy = self._policy(len(rounds))
+        was_off = policy.is_off
+        policy.observe(sum(one.n_drafts for one in rounds), n_committed, round_s)
+        if policy.is_off == was_off:
+            return
+        fewest = 1 << (len(rounds).bit_length() - 1)
+        texts = f"{fewest} to {2 * fewest - 1} texts" if fewest > 1 else "1 text"
+        if policy.is_off:
+            _LOG.info("drafter %s stops in calls over %s: its drafts cost more than they gain", self._name, texts)
+        else:
+            _LOG.info("drafter %s drafts again in calls over %s", self._name, texts)
 
     def _keep(self, ids: list[int]) -> None:
         if not ids:

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,28 @@ def test_drafts_use_the_packed_lm_head_of_the_target(target: Target, monkeypatch
     with torch.inference_mode():
         frozen.logits(torch.randn(5, target.sizes["hidden_size"]))
     assert rows == [5]
+
+
+def test_the_log_says_once_when_drafts_are_given_up_and_when_they_come_back(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    speculation = Engine(target, {"a": build_drafter(target.model)})._speculations["a"]
+
+    def judge(n_texts: int, n_drafts: int, n_committed: int, plain_steps: float, n_rounds: int = 40) -> None:
+        commit = SimpleNamespace(tokens=[0] * n_committed)
+        rounds: list[Any] = [SimpleNamespace(commit=commit, n_drafts=n_drafts)] * n_texts
+        for _ in range(n_rounds):
+            speculation.judge(rounds, 0.01 * plain_steps)
+
+    with caplog.at_level("INFO", logger="moa_data.serving.engine"):
+        for n_texts in (1, 3):
+            judge(n_texts, n_drafts=0, n_committed=1, plain_steps=1)
+            judge(n_texts, n_drafts=4, n_committed=1, plain_steps=3)
+        judge(1, n_drafts=0, n_committed=1, plain_steps=1)  # a plain step does not say that drafts pay
+        judge(1, n_drafts=4, n_committed=1, plain_steps=1, n_rounds=1)
+        judge(1, n_drafts=4, n_committed=5, plain_steps=2)
+    assert [record.args for record in caplog.records] == [("a", "1 text"), ("a", "2 to 3 texts"), ("a", "1 text")]
+    assert len({record.msg for record in caplog.records}) == 2
 
 
 BLOCK: dict[str, Any] = {"block_layers": 1, "block_size": 7}
