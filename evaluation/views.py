@@ -34,7 +34,7 @@ def markdown_report(report: EvaluationReport) -> str:
         *_pair_table(report),
         *(f"\n{name} drafted {text}." for name, text in report.auto.items()),
         *_cost_table(report),
-        *_break_even_lines(report),
+        *break_even_lines(report),
         *_category_table(report),
         *_divergence_lines(report),
     ]
@@ -138,7 +138,7 @@ def _cost_table(report: EvaluationReport) -> list[str]:
     return _table([*titles, "draft accepted at position 1, 2, ..."], rows)
 
 
-def _break_even_lines(report: EvaluationReport) -> list[str]:
+def break_even_lines(report: EvaluationReport) -> list[str]:
     """Say how many tokens a target call of each method has to commit before it is faster than the baseline."""
     baseline_ms = report.methods[0].call_ms
     if not baseline_ms:

@@ -138,3 +138,22 @@ def build_byte_tokenizer() -> Any:
     )  # fmt: skip
     tokenizer.chat_template = BYTES_TEMPLATE
     return tokenizer
+
+
+def write_target_of_letters(folder: Path, max_positions: int) -> Path:
+    """Write a random target with a byte tokenizer that writes letters, and ends its texts and questions soon."""
+    tokenizer = build_byte_tokenizer()
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "max_position_embeddings": max_positions, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0, "initializer_range": 0.5,
+    }  # fmt: skip
+    model = build_text_model(**sizes)
+    written = tokenizer("abcdefghijklmnopqrst", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        silent = torch.ones(len(tokenizer), dtype=torch.bool)
+        silent[[*written, 2]] = False
+        model.lm_head.weight[silent] = 0
+        model.lm_head.weight[2] *= 1.6
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

