@@ -4,9 +4,10 @@ Tokens of an inner chunk: each chunk costs a reader some fixed time, and of the 
 needs only a part. ``chunk_tokens`` weighs one against the other: 64 tokens for wide arrays, more for narrow ones (256
 at 768 bytes per token, 2048 for token ids).
 
-Layers of an inner chunk: as many as make 256 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
-one, so that a drafter that needs one layer reads one layer's bytes. An array of pieces (of transform codes) has one
-piece in a chunk, and as many tokens as suit a piece's width.
+Layers of an inner chunk: as many as make 128 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
+one, so that a drafter that needs one layer reads one layer's bytes. The checksum and the entropy code are those of the
+whole chunk, so a reader of one layer decodes all layers of it. An array of pieces (of transform codes) has one piece in
+a chunk, and as many tokens as suit a piece's width.
 
 All parts share one array: part k owns the rows from ``k * part_rows`` on, in shards of its own. ``kv`` of Llama-3-8B in
 parts of 65,536 tokens, where four shards of 2 GiB make a part::
@@ -39,7 +40,7 @@ CHUNK_OVERHEAD_BYTES = 64 << 10
 """Fixed cost of a chunk (index, checksum, calls) in raw bytes that decode in the same time: about 25 microseconds."""
 SEQUENCE_TOKENS = 512
 """Length of the sequence for which ``chunk_tokens`` is chosen; twice or half of it changes the choice by one step."""
-MIN_CHUNK_BYTES = 256 << 10
+MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30  # raw bytes of a shard, where a part has more than that in an array
 PART_STEP_TOKENS = 8192

@@ -33,7 +33,16 @@ def stored(spec: FieldSpec) -> StoredArray:
 
 @pytest.mark.parametrize(
     ("sizes", "n_layers"),
-    [((32, 8, 128), 1), ((8, 2, 64), 8), ((80, 8, 128), 1), ((28, 2, 128), 4), ((36, 1, 64), 18), ((7, 4, 64), 7)],
+    [
+        ((32, 8, 128), 1),
+        ((16, 8, 64), 1),
+        ((8, 2, 64), 4),
+        ((80, 8, 128), 1),
+        ((28, 2, 128), 2),
+        ((30, 3, 64), 3),
+        ((36, 1, 64), 9),
+        ((7, 4, 64), 7),
+    ],
 )
 def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
     grid = array_grid(stored(kv_field(*sizes)), 3, 65536)
