@@ -1,10 +1,12 @@
 """Shows evaluation reports: as Markdown, and as PNG figures of one message each, legible at 850 pixels."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from ..moa.drafters.registry import drafter_class
 from ..text import counted
 from .config import DRAFTING
 from .measure import TARGET
@@ -34,7 +36,7 @@ def markdown_report(report: EvaluationReport) -> str:
         *_pair_table(report),
         *(f"\n{name} drafted {text}." for name, text in report.auto.items()),
         *_cost_table(report),
-        *break_even_lines(report),
+        *_break_even_part(report),
         *_category_table(report),
         *_divergence_lines(report),
     ]
@@ -138,6 +140,11 @@ def _cost_table(report: EvaluationReport) -> list[str]:
     return _table([*titles, "draft accepted at position 1, 2, ..."], rows)
 
 
+def _break_even_part(report: EvaluationReport) -> list[str]:
+    lines = break_even_lines(report)
+    return ["", "Break-even:", "", *lines] if lines else []
+
+
 def break_even_lines(report: EvaluationReport) -> list[str]:
     """Say how many tokens a target call of each method has to commit before it is faster than the baseline."""
     baseline_ms = report.methods[0].call_ms
@@ -153,14 +160,16 @@ def break_even_lines(report: EvaluationReport) -> list[str]:
             f"{baseline_ms:.1f} ms, so a round has to commit {needed:.2f} tokens to break even. "
             f"It commits {summary.acceptance_length:.2f}."
         )
-        if summary.acceptance_length < needed:
-            lines.append(f"  {_what_helps(summary)}")
-    return ["", "Break-even:", "", *lines] if lines else []
+        if summary.acceptance_length < needed and not summary.method.startswith("prompt-lookup"):
+            lines.append(f"  {_what_helps(report, summary)}")
+    return lines
 
 
-def _what_helps(summary: MethodSummary) -> str:
+def _what_helps(report: EvaluationReport, summary: MethodSummary) -> str:
     advice = ["train the drafter longer or on more of the target's own answers"]
-    if summary.draft_s > 0.25 * summary.verify_s:
+    sizes = [fields(drafter_class(facts["kind"]).config_class) for facts in report.drafters.values()]
+    has_vocabulary = all("draft_vocabulary" in {field.name for field in own} for own in sizes)
+    if has_vocabulary and summary.draft_s > 0.25 * summary.verify_s:
         advice.append("make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)")
     if not summary.method.startswith("auto"):
         advice.append("decode with --method auto, which drafts only if it pays")

@@ -1,5 +1,6 @@
 """Reports: ratios of sums over prompts, methods and drafters compared by them, and files that are written whole."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from moa_data.evaluation.report import (
     summarize_writer,
     write_report,
 )
-from moa_data.evaluation.views import markdown_report
+from moa_data.evaluation.views import break_even_lines, markdown_report
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,17 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
         "What helps: train the drafter longer",
     ):  # fmt: skip
         assert line in text
+
+
+@pytest.mark.parametrize(("kind", "has_vocabulary"), [("moa", True), ("eagle3", True), ("eagle", False)])
+def test_only_what_a_drafter_has_is_said_to_help(kind: str, has_vocabulary: bool) -> None:
+    slow = replace(run(3.0, 1, 1, 1), draft_s=2.0, verify_s=1.0)
+    runs: dict[str, Any] = {"plain": run(1.0, 1, 1, 1), "chain": slow, "prompt-lookup": slow}
+    report = EvaluationReport(Measurement([row("a", **runs)]), {}, {}, {}, {}, drafters={"one": {"kind": kind}})
+    chain, advice, lookup = break_even_lines(report)
+    assert chain.startswith("- chain: ")
+    assert ("draft_vocabulary" in advice) == has_vocabulary
+    assert lookup.startswith("- prompt-lookup: ")
 
 
 def test_each_drafter_is_set_over_the_first_by_each_method() -> None:
