@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import Interrupted, OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
+from ..moa.drafters.advice import Job, advise
 from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings, QuestionSettings, RegenerateConfig
 from ..pipeline.dataset import read_jsonl
 from ..storage.read.verify import summarize_store
@@ -22,12 +23,12 @@ from ..text import Progress, format_hours
 from ..trainer.config import LAST, PRESETS, TrainConfig
 from .config import DemoConfig
 from .corpus import generate_corpus, opening, write_jsonl
-from .model import find_model
+from .model import SMOLLM2, find_model
 
 STATE_FILE = "demo.json"
 _OURS = {STATE_FILE + PARTIAL_SUFFIX}  # left by a kill before the first phase
 PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
-MODEL_SECONDS = {"corpus": 400.0, "extract": 90.0, "train": 300.0, "eval": 150.0, "serve": 60.0}
+MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
 """Phases with smollm2 -> seconds on two idle cores of 2.5 GHz."""
 _SERVED_PROMPTS = 4  # of a real model, which is slow; the one with the longest answer is served
 
@@ -54,7 +55,7 @@ class DemoReport:
             *self._choices(),
             f"acceptance   {measured['acceptance_length']:.2f} tokens per target call, bonus token included; {same}",
             f"speed        {measured['ratio']:.2f} x plain decoding on this machine",
-            *measured.get("break_even", ()),
+            *(f"             {line[2:]}" for line in measured.get("break_even", ())),
             f"network cut  {served['n_alone']} tokens written alone, {served['n_rolled_back']} taken back when it "
             "returned",
             f"store        {store['bytes_per_token']:,.0f} bytes per token, {store['ratio']:.3f} of raw",
@@ -64,14 +65,14 @@ class DemoReport:
 
     def _choices(self) -> list[str]:
         """Say what a real model wrote, and which drafter was trained and why."""
-        chats = self.phases["corpus"]
+        chats = self.phases.get("corpus", {})
         if "n_answer_tokens" not in chats:
             return []
+        job = Job(self.phases["extract"]["n_tokens"], is_on_cpu=True, has_kv=True, kv_growth=1.0)
         return [
             f"chats        {chats['n_chats']:,} to train on and {chats['n_held_out']:,} to measure with, of the "
             f"model's own questions and answers ({chats['n_answer_tokens']:,} tokens of answers)",
-            "drafter      eagle on hidden:last. On a CPU and with few chats it is as good as moa on kv, trains more "
-            "than twice as fast, and needs a twentieth of the store.",
+            f"drafter      eagle on hidden:last: {advise(job)[0].reason}",
         ]
 
 
@@ -93,7 +94,7 @@ def run_demo(
         began_s = time.perf_counter()
         show = progress or (lambda *_: None)
         if config.model is not None:
-            show = _with_estimate(show, name, finished)
+            show = _with_estimate(show, name, config.model, finished)
         try:
             facts = phase(config, folder, show, provenance or {})
         except (KeyboardInterrupt, Interrupted) as error:
@@ -104,17 +105,18 @@ def run_demo(
     return DemoReport(folder, finished, reused)
 
 
-def _with_estimate(progress: Progress, name: str, finished: Mapping[str, dict[str, Any]]) -> Progress:
+def _with_estimate(progress: Progress, name: str, model: str, finished: Mapping[str, dict[str, Any]]) -> Progress:
     """Add to each message how long the phases after this one take, judged by those that are finished."""
     names = list(MODEL_SECONDS)
     number = names.index(name) + 1
-    expected_s = sum(MODEL_SECONDS[done] for done in finished)
-    slowness = sum(facts["seconds"] for facts in finished.values()) / expected_s if finished else 1.0
-    rest = "the last one"
-    if number < len(names):
+    note = f"phase {number} of {len(names)}"
+    if not finished and model == SMOLLM2:
+        note += f", in all about {format_hours(sum(MODEL_SECONDS.values()))} on two idle cores"
+    elif finished and number < len(names):
+        slowness = sum(facts["seconds"] for facts in finished.values()) / sum(MODEL_SECONDS[done] for done in finished)
         rest_s = slowness * sum(MODEL_SECONDS[later] for later in names[number:])
-        rest = f"then about {format_hours(rest_s)} more"
-    return lambda done, total, message: progress(done, total, f"{message} [phase {number} of {len(names)}, {rest}]")
+        note += f", then about {format_hours(rest_s)} more"
+    return lambda done, total, message: progress(done, total, f"{message} [{note}]")
 
 
 def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]]) -> None:

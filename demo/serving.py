@@ -136,6 +136,7 @@ def answer_through_a_cut(
     Returns what the report shows; ``is_equal`` is whether the tokens are those of plain greedy decoding.
     """
     live = Target.load(model, device="cpu")
+    live.prepare()
     references = [
         plain_generate(live, prompt_tokens(live.template, messages), max_new_tokens=max_new_tokens).tokens
         for messages in prompts
