@@ -359,7 +359,7 @@ class BatchSettings(Config):
     """The sequences of a step, and how they are read."""
 
     batch_size: Common[Count | None] = None
-    """Sequences per optimizer step, over all devices and accumulation; default: 1 to 32, more for longer runs."""
+    """Sequences per optimizer step, over all devices and accumulation; default: 2 to 32, more for longer runs."""
     micro_batch_size: Count | None = None
     """Sequences per forward; the batch is accumulated from these. Default: as many as fit into memory, on a CPU at most
     2,048 tokens."""

@@ -68,7 +68,7 @@ def test_few_tokens_are_seen_several_times_in_small_steps() -> None:
         assert found["optimizer"] == "muon"
         assert found["decay_steps"] == -1
     assert chosen_for(REAL)["epochs"] == 10
-    assert chosen_for(REAL, epochs=1)["batch_size"] < chosen_for(REAL)["batch_size"]
+    assert chosen_for(REAL, epochs=1)["batch_size"] == 2
 
 
 @pytest.mark.parametrize("facts", [TOY, REAL, LARGE])
@@ -107,6 +107,7 @@ def test_muon_for_a_large_target_keeps_the_rates_that_suit_it() -> None:
 def test_a_batch_divides_over_the_devices_and_is_no_larger_than_the_split() -> None:
     assert chosen_for(RunFacts(576, 430, 100_000, n_devices=6))["batch_size"] == 12
     assert chosen_for(RunFacts(576, 3, 600), max_steps=9)["batch_size"] == 3
+    assert chosen_for(RunFacts(576, 1, 200))["batch_size"] == 1
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_a_schedule_that_does_not_fit_is_told(given: dict[str, Any], words: list
 
 @pytest.mark.parametrize(
     ("n_sequences", "n_positions", "fraction"),
-    [(221, 130, 0.2), (430, 130, 0.107), (221, 2000, 0.02), (100, 10, 0.2), (2000, 130, 0.023), (1_000_000, 300, 0.02)],
+    [(221, 130, 0.2), (430, 130, 0.125), (221, 2000, 0.02), (100, 10, 0.2), (2000, 130, 0.027), (1_000_000, 300, 0.02)],
 )
 def test_enough_is_held_out(n_sequences: int, n_positions: int, fraction: float) -> None:
     choice = choose_validation_fraction(n_sequences, n_sequences * n_positions)
