@@ -31,6 +31,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle of two layers": ("eagle", {"eagle_layers": 2}),
     "eagle3": ("eagle3", {}),
     "eagle3 of fewer tokens": ("eagle3", {"draft_vocabulary": 40}),
+    "eagle of fewer tokens": ("eagle", {"draft_vocabulary": 40}),
     "independent": ("independent", {}),
     "glide": ("glide", {}),
 }
