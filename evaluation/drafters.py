@@ -24,6 +24,7 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
         "folder": str(folder),
         "kind": drafter.kind,
         "n_parameters": sum(weight.numel() for weight in drafter.parameters()),  # trained weights
+        "drafts_all_tokens": drafter.config.draft_vocabulary in (0, drafter.config.vocab_size),
         "n_steps": None,
         "n_tokens": None,  # that it was trained on; of a run that recorded no total, by its last invocation
         "n_bytes_read": None,  # of the store, for these tokens

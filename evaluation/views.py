@@ -1,12 +1,10 @@
 """Shows evaluation reports: as Markdown, and as PNG figures of one message each, legible at 850 pixels."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ..moa.drafters.registry import drafter_class
 from ..text import counted
 from .config import DRAFTING
 from .measure import TARGET
@@ -167,9 +165,8 @@ def break_even_lines(report: EvaluationReport) -> list[str]:
 
 def _what_helps(report: EvaluationReport, summary: MethodSummary) -> str:
     advice = ["train the drafter longer or on more of the target's own answers"]
-    sizes = [fields(drafter_class(facts["kind"]).config_class) for facts in report.drafters.values()]
-    has_vocabulary = all("draft_vocabulary" in {field.name for field in own} for own in sizes)
-    if has_vocabulary and summary.draft_s > 0.25 * summary.verify_s:
+    drafts_all = all(facts["drafts_all_tokens"] for facts in report.drafters.values())
+    if drafts_all and summary.draft_s > 0.25 * summary.verify_s:
         advice.append("make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)")
     if not summary.method.startswith("auto"):
         advice.append("decode with --method auto, which drafts only if it pays")

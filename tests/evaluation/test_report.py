@@ -87,14 +87,16 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
         assert line in text
 
 
-@pytest.mark.parametrize(("kind", "has_vocabulary"), [("moa", True), ("eagle3", True), ("eagle", False)])
-def test_only_what_a_drafter_has_is_said_to_help(kind: str, has_vocabulary: bool) -> None:
+@pytest.mark.parametrize("drafts_all", [True, False])
+def test_a_smaller_vocabulary_is_said_to_help_drafters_that_draft_all_tokens(drafts_all: bool) -> None:
     slow = replace(run(3.0, 1, 1, 1), draft_s=2.0, verify_s=1.0)
     runs: dict[str, Any] = {"plain": run(1.0, 1, 1, 1), "chain": slow, "prompt-lookup": slow}
-    report = EvaluationReport(Measurement([row("a", **runs)]), {}, {}, {}, {}, drafters={"one": {"kind": kind}})
+    report = EvaluationReport(
+        Measurement([row("a", **runs)]), {}, {}, {}, {}, drafters={"one": {"drafts_all_tokens": drafts_all}}
+    )
     chain, advice, lookup = break_even_lines(report)
     assert chain.startswith("- chain: ")
-    assert ("draft_vocabulary" in advice) == has_vocabulary
+    assert ("draft_vocabulary" in advice) == drafts_all
     assert lookup.startswith("- prompt-lookup: ")
 
 
