@@ -35,7 +35,7 @@ def train(config: TrainConfig) -> None:
 
     On an accelerator as many sequences go through a forward as fit into memory, which a trial step finds out, and on a
     CPU at most 2,048 tokens; the batch is accumulated from them. --micro-batch-size sets their number: the result
-    differs by rounding alone. --dry-run prints what would be chosen, steps, tokens and disk, and trains nothing.
+    differs by rounding alone. --dry-run prints what would be chosen, time, memory and disk, and writes nothing.
 
     Several devices share each batch; the result differs by rounding alone. On several machines run the command under
     torchrun or srun, with --num-nodes.

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..text import counted, format_bytes, printable
+from ..text import counted, format_bytes, format_hours, format_range, printable
 from ..trainer.config import DRAFTER
 
 if TYPE_CHECKING:
@@ -155,16 +155,24 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
         "tokens": f"{plan.n_tokens_per_epoch:,} an epoch",
         "activations": f"{format_bytes(plan.read_bytes_per_epoch)} read an epoch",
         "parameters": f"{plan.n_parameters:,}",
-        "disk": f"{format_bytes(plan.disk_bytes)} of {format_bytes(plan.free_disk_bytes)} free",
+        "time": _range_text(plan.cost.seconds, format_hours),
+        "memory": _range_text(plan.cost.memory_bytes, format_bytes),
+        "disk": f"{_range_text(plan.cost.disk_bytes, format_bytes)}; free {format_bytes(plan.free_disk_bytes)}",
         "validation": _validation_text(plan),
         "exports to": ", ".join(name for name, problems in plan.export_problems.items() if not problems) or "-",
     }
     for name, problems in plan.export_problems.items():
         if problems:
             facts[f"not to {name}"] = "; ".join(problems)
+    if plan.other_drafter is not None:
+        facts["better suited"] = f"{plan.other_drafter.choice}: {plan.other_drafter.reason}"
     title = f"Chosen for a target of width {plan.hidden_size:,} and {plan.n_tokens_per_epoch:,} training tokens"
     chosen = {setting.name: f"{setting.value!s:<7} {setting.why}" for setting in plan.chosen}
     return Group(pairs_view("Training", facts), pairs_view(title, chosen))
+
+
+def _range_text(pair: tuple[float, float] | None, form: Callable[[float], str]) -> str:
+    return "not measured" if pair is None else format_range(*pair, form)
 
 
 def _validation_text(plan: "RunPlan") -> str:

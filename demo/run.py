@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import Interrupted, OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
-from ..moa.drafters.advice import Job, advise
+from ..moa.drafters.advice import advise
 from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings, QuestionSettings, RegenerateConfig
 from ..pipeline.dataset import read_jsonl
 from ..storage.read.verify import summarize_store
@@ -68,11 +68,11 @@ class DemoReport:
         chats = self.phases.get("corpus", {})
         if "n_answer_tokens" not in chats:
             return []
-        job = Job(self.phases["extract"]["n_tokens"], is_on_cpu=True, has_kv=True, kv_growth=1.0)
+        drafter, *_ = advise(self.phases["extract"]["n_tokens"], is_on_cpu=True)
         return [
             f"chats        {chats['n_chats']:,} to train on and {chats['n_held_out']:,} to measure with, of the "
             f"model's own questions and answers ({chats['n_answer_tokens']:,} tokens of answers)",
-            f"drafter      eagle on hidden:last: {advise(job)[0].reason}",
+            f"drafter      eagle on hidden:last: {drafter.reason}",
         ]
 
 

@@ -24,7 +24,6 @@ from ..machine import free_memory, resident_memory
 from ..moa.targets import families
 from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_COMPONENTS, MAX_FEATURES
-from ..storage.codecs.coding import EARLY_POSITIONS
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
 from ..storage.codecs.transform import KV_FEATURES, TransformCodec
 from ..storage.paths import RemotePath, StorePath
@@ -54,8 +53,7 @@ _N_BATCHES = 3
 _LEAST_STORED_SHARE, _MOST_STORED_SHARE = 0.9, 1.06
 _TEXT_BYTES, _ROW_BYTES = 5, 200  # of a token in texts.arrow; of a sequence in texts.arrow and plan.parquet
 _RECORD_BYTES = 100_000  # manifests, commits, records of runs, card
-_ALLOCATED_SHARE = 1.15  # what the allocator holds, by what is in use
-_THREAD_BYTES = 100 << 20  # of threads that encode and write, and of libraries that they load
+_THREAD_BYTES = 200 << 20  # of threads that encode and write, and of libraries that they load
 _CUDA_LIBRARY_BYTES = 3 << 30  # that CUDA's libraries hold of the host at the most
 _TIME_SHARE = 1.2  # by which a whole run was slower or faster than its slowest or fastest batch
 _MAX_WEIGHTS = 250_000_000
@@ -144,14 +142,12 @@ class ForwardPlan:
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
-        itemsize, stored = getattr(torch, self.compute_dtype).itemsize, _stored_itemsize(self.model_config)
-        # Files are mapped while their weights are converted to another dtype.
-        loading_bytes = self.weight_bytes * (itemsize + stored * (stored != itemsize)) // itemsize
-        # One part of one group in float32: as read, without its means, and as components.
+        # Files of half their size are mapped while weights are converted to float32.
+        most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
+        most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
+        # A codec learns from one part of one group in float32: as read, without its means, and as components.
         widths = [len(group) * codec.layer_width for codec in self.codec.learned.values() for group in codec.groups]
-        learning_bytes = self.weight_bytes + 3 * 4 * SAMPLE_TOKENS * max(widths, default=0)
-        most_bytes = max(host_bytes // self.n_workers, loading_bytes, learning_bytes)
-        most_bytes = int(_ALLOCATED_SHARE * most_bytes) + (_CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES)
+        most_bytes += 3 * 4 * SAMPLE_TOKENS * max(widths, default=0)
         # The command itself is one process more than its workers.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return program_bytes + self.n_workers * least_bytes, program_bytes + self.n_workers * most_bytes
@@ -247,8 +243,7 @@ class WritePlan:
             tokenizer_bytes = sum(file.stat().st_size for file in self.forward.folder.glob("tokenizer*"))
             ranges["target/"] = least, least + 3 * tokenizer_bytes + _RECORD_BYTES
         if codec.learned:
-            bases = [_basis_bytes(own, config) for own in codec.learned.values()]
-            ranges["codec/"] = sum(least for least, _ in bases), sum(most for _, most in bases)
+            ranges["codec/"] = 0, sum(_most_basis_bytes(own, config) for own in codec.learned.values())
         n_bytes = _TEXT_BYTES * self.n_tokens + _ROW_BYTES * len(self.table) + _RECORD_BYTES
         ranges["other files"] = 0, n_bytes
         return ranges
@@ -318,8 +313,8 @@ def existing_parent(path: StorePath) -> Path:
     return nearest_folder(path.expanduser())
 
 
-def estimate(plan: WritePlan) -> tuple[Timings, Timings]:
-    """Run three batches, which takes some seconds; returns what all of a plan take at the least and at the most.
+def estimate(plan: WritePlan) -> tuple[float, float]:
+    """Run three batches, which takes some seconds; returns the seconds of all of a plan, the least and the most.
 
     The three have the shortest, the median and the longest sequences.
     """
@@ -339,41 +334,32 @@ def estimate(plan: WritePlan) -> tuple[Timings, Timings]:
     timed_forward = replace(forward, spec=spec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
-    timings = []
+    is_parallel = torch.device(forward.device).type == "cuda"  # encoding and writing go on beside later forwards
+    seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
         table = _cut(batched[index], model.config, forward.device)
         texts = _made_texts(table, int(model.config.vocab_size))
-        batch_s = _run(timed_forward.forwards(Target(model), codec, texts.__getitem__), table, plan.disk)
-        scale = n_padded / batch_s.n_padded_tokens * plan.forward.model_config.num_hidden_layers / n_layers
-        timings.append(Timings(forward_s=scale * batch_s.forward_s, extract_s=scale * batch_s.extract_s))
-    del timings[0]  # the first run warms up
-    fastest = min(timings, key=lambda one: one.extract_s)
-    slowest = max(timings, key=lambda one: one.extract_s)
-    least_s = fastest.extract_s
-    if torch.device(forward.device).type == "cuda":  # encoding and writing go on beside the forwards of a long run
-        least_s = max(fastest.forward_s, fastest.extract_s - fastest.forward_s)
-    return (
-        Timings(forward_s=fastest.forward_s / _TIME_SHARE, extract_s=least_s / _TIME_SHARE),
-        Timings(forward_s=slowest.forward_s * _TIME_SHARE, extract_s=slowest.extract_s * _TIME_SHARE),
-    )
+        timed = _run(timed_forward.forwards(Target(model), codec, texts.__getitem__), table, plan.disk)
+        scale = n_padded / timed.n_padded_tokens * plan.forward.model_config.num_hidden_layers / n_layers
+        slower_s = max(timed.forward_s, timed.extract_s - timed.forward_s)
+        seconds.append((scale * (slower_s if is_parallel else timed.extract_s), scale * timed.extract_s))
+    least_s, most_s = zip(*seconds[1:], strict=True)  # the first run warms up
+    return min(least_s) / _TIME_SHARE, max(most_s) * _TIME_SHARE
 
 
 def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     """Return the estimate of a plan as text; workers share the parts, each with a device or machine of its own."""
     try:
-        least, most = estimate(plan)
+        least_s, most_s = estimate(plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, TargetError) as error:
         if families.family_of(plan.forward.model_config).keeps_kv:
             raise
         # Of code that is not ours, which not all weights and sizes suit.
         return f"time         not measured, as a model of random weights failed: {first_line(error)}"
-    lines = [
-        f"time         {format_range(least.extract_s, most.extract_s, format_hours)}, of which forwards "
-        f"{format_range(least.forward_s, most.forward_s, format_hours)}; the rest is encoding and writing"
-    ]
+    lines = [f"time         {format_range(least_s, most_s, format_hours)} of forwards, encoding and writing"]
     if n_workers > 1:
-        seconds = least.extract_s / n_workers, most.extract_s / n_workers
-        lines.append(f"workers      {n_workers} take {format_range(*seconds, format_hours)} if the disk keeps up")
+        shares = format_range(least_s / n_workers, most_s / n_workers, format_hours)
+        lines.append(f"workers      {n_workers} take {shares} if the disk keeps up")
     return "\n".join(lines)
 
 
@@ -391,20 +377,15 @@ def _padded_tokens(batch: pa.Table) -> int:
     return len(batch) * int(numbers(batch, "n_tokens").max())
 
 
-def _basis_bytes(codec: TransformCodec, config: Any) -> tuple[int, int]:
-    """Return the least and the most bytes of what a codec learns.
+def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
+    """Return the most bytes of what a codec learns, in float16: axes, predictions, and features of tokens.
 
-    These are means in float32; features of tokens, axes and predictions in float16. Components that get no bits are
-    left out. Hidden states have two matrices of axes, as they err in a metric.
+    Components that get no bits are left out. Where errors count in a metric there are two matrices of axes.
     """
     widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
-    n_features = MAX_FEATURES * codec.needs_tokens + (KV_FEATURES + config.hidden_size) * bool(codec.sources)
-    n_matrices = 1 if codec.is_kv else 2
-    axes = sum(2 * width * (n_matrices * min(width, MAX_COMPONENTS) + n_features) for width in widths)
-    least = 4 * (EARLY_POSITIONS + 1) * sum(widths)
-    if codec.needs_tokens:
-        least += 2 * config.vocab_size * min(config.hidden_size, MAX_FEATURES)
-    return least, least + axes + _RECORD_BYTES
+    n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)
+    table = int(config.vocab_size * min(config.hidden_size, MAX_FEATURES)) * codec.needs_tokens
+    return 2 * (table + sum(width * (2 * min(width, MAX_COMPONENTS) + n_features) for width in widths))
 
 
 def _stored_itemsize(config: Any) -> int:

@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..machine import has_fast_bfloat16
-from ..moa.drafters.advice import Advice, Job, advise
+from ..moa.drafters.advice import Advice, advise
 from ..moa.targets import families
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
@@ -137,14 +137,8 @@ class ExtractPlan(WritePlan):
         """Advise what suits the target and the chats."""
         config = self.forward.model_config
         width = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
-        return advise(
-            Job(
-                n_tokens=self.n_tokens,
-                is_on_cpu=torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm",
-                has_kv=any(families.kv_shapes(config)),
-                kv_growth=1 + width / self.manifest.target["hidden_size"],
-            )
-        )
+        is_on_cpu = torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm"
+        return advise(self.n_tokens, is_on_cpu, width > 0, 1 + width / self.manifest.target["hidden_size"])
 
 
 def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:

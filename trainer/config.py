@@ -469,7 +469,7 @@ class TrainConfig(Config):
     resume: Common[bool] = False
     """Continue from the last checkpoint in --out, with the settings of that run; a larger --max-steps lengthens it."""
     dry_run: Common[bool] = False
-    """Print steps, tokens and disk of the run, and train nothing."""
+    """Print what the run takes, from some micro-batches that are trained on, and write nothing."""
     seed: Seed = 0
     """Random seed of the initial weights, the order of the data and all draws."""
 

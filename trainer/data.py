@@ -528,6 +528,11 @@ class TrainingStream:
             self.wait_s += time.perf_counter() - self.asked_s
             yield batch
 
+    def micro_batch(self, rows: np.ndarray) -> Batch:
+        """Read some of the sequences as a micro-batch that is a step by itself."""
+        draws = rows_of(draw(self._reader.config, 0, self._max_steps), torch.arange(len(rows)))
+        return self._read(_Step(rows, draws, [np.arange(len(rows))]), 0)
+
     def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
         step = self.start_step
         while True:

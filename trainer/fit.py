@@ -45,6 +45,7 @@ from ..files import (
     write_atomic,
 )
 from ..machine import is_first_process, keep_freed_memory
+from ..moa.drafters.advice import Advice, other_drafter
 from ..moa.drafters.registry import drafter_class
 from ..moa.formats.checkpoint import export_problems
 from ..moa.targets.bundle import FrozenTarget
@@ -80,6 +81,7 @@ from .data import (
     trains_on_cpu,
 )
 from .defaults import CHOOSABLE, ChosenSetting, is_open, schedule_warnings
+from .estimate import RunCost, disk_range, estimate_run
 from .step import WHAT_HELPS, DrafterModule
 from .vocabulary import choose_vocabulary
 
@@ -88,7 +90,6 @@ import matplotlib.pyplot as plt
 
 # Settings that may differ between two invocations of one run; :func:`_check_resumed` compares the length.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
-_WEIGHT_COPIES_ON_DISK = 3 * 3 + 1  # two checkpoints and one that is being written, with two moments each; drafter/
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class RunPlan:
     n_tokens_per_epoch: int
     read_bytes_per_epoch: int  # of decoded activations
     n_parameters: int
-    disk_bytes: int  # of checkpoints and drafter, with room for the one that is being written
+    cost: RunCost
+    other_drafter: Advice | None  # that suits better; None where the run's own does, or nothing is known
     free_disk_bytes: int
     export_problems: dict[str, list[str]]  # format of export-drafter -> why it does not hold this drafter
     hidden_size: int  # of the target
@@ -205,7 +207,8 @@ def _train(
             checkpoints.remove_leftovers(out)
             _record_run(config, out, store, provenance)
         if announce is not None:
-            announce(_plan(config, store, data, module))
+            # On an accelerator other processes wait meanwhile, and kernels are compiled: --dry-run measures there.
+            announce(_plan(config, store, data, module, measures=trains_on_cpu(config.machine)))
         report = _fit(config, store, data, module, progress, is_first)
     store.close()
     return report
@@ -406,15 +409,21 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
 
 
 def plan_run(config: TrainConfig) -> RunPlan:
-    """Compute how long a run is and what it will write; writes nothing."""
+    """Compute how long a run is and what it will take, which trains on some micro-batches; writes nothing."""
+    keep_freed_memory()
     with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
         data = StoreDataModule(store, config)
         choose_vocabulary(store, data)
-        return _plan(config, store, data, build_module(store, data))
+        return _plan(config, store, data, build_module(store, data), measures=True)
 
 
-def _plan(config: TrainConfig, store: ActivationStore, data: StoreDataModule, module: DrafterModule) -> RunPlan:
-    weights = list(module.drafter.parameters())
+def _plan(
+    config: TrainConfig, store: ActivationStore, data: StoreDataModule, module: DrafterModule, measures: bool
+) -> RunPlan:
+    n_steps = data.max_steps - (checkpoints.read_step(Path(config.out) / LAST) if config.resume else 0)
+    cost = RunCost(disk_range(module))
+    if measures:
+        cost = estimate_run(data, module, _precision(config.machine), n_steps)
     n_tokens = int(data.lengths[data.train_sequences].sum())
     return RunPlan(
         n_steps=data.max_steps,
@@ -422,8 +431,9 @@ def _plan(config: TrainConfig, store: ActivationStore, data: StoreDataModule, mo
         n_sequences=len(data.train_sequences),
         n_tokens_per_epoch=n_tokens,
         read_bytes_per_epoch=sequence_bytes(store, data.config, n_tokens),
-        n_parameters=sum(weight.numel() for weight in weights),
-        disk_bytes=_WEIGHT_COPIES_ON_DISK * sum(weight.nbytes for weight in weights),
+        n_parameters=sum(weight.numel() for weight in module.drafter.parameters()),
+        cost=cost,
+        other_drafter=other_drafter(config.drafter.kind, n_tokens, trains_on_cpu(config.machine)),
         free_disk_bytes=shutil.disk_usage(nearest_folder(Path(config.out))).free,
         export_problems=export_problems(module.drafter.config),
         hidden_size=int(store.manifest.target["hidden_size"]),

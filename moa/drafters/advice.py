@@ -12,16 +12,6 @@ FEW_TOKENS = 2_000_000
 
 
 @dataclass(frozen=True)
-class Job:
-    """What advice depends on."""
-
-    n_tokens: int  # of the chats
-    is_on_cpu: bool
-    has_kv: bool  # whether the target caches keys and values that drafters can read
-    kv_growth: float  # bytes of a token's keys, values and last hidden state, over those of the hidden state alone
-
-
-@dataclass(frozen=True)
 class Advice:
     """What to choose, and why, in a sentence."""
 
@@ -30,43 +20,45 @@ class Advice:
     reason: str
 
 
-def advise(job: Job) -> list[Advice]:
-    """Advise a drafter, activations, settings and an amount of chats."""
-    found = [*_drafter(job), Advice("settings", "none", _SETTINGS)]
-    if job.n_tokens < FEW_TOKENS:
+def advise(n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float = 1.0) -> list[Advice]:
+    """Advise a drafter, activations, settings and an amount of chats.
+
+    Args:
+        n_tokens: of the chats.
+        is_on_cpu: whether the drafter is trained, and decodes, on a CPU.
+        has_kv: whether the target caches keys and values that drafters can read.
+        kv_growth: bytes of a token's keys, values and last hidden state, over those of the hidden state alone.
+    """
+    times = f"a token takes {kv_growth:.0f} times the bytes"
+    found = [
+        Advice("drafter", "train --drafter eagle", _ON_CPU if is_on_cpu else _FEW),
+        Advice("activations", "--activations hidden:last", f"eagle reads nothing else; with kv {times}."),
+    ]
+    if not has_kv:
+        found[0] = Advice("drafter", "train --drafter eagle", _NO_KV)
+        found[1] = Advice("activations", "--activations hidden:last", "eagle reads nothing else.")
+    elif n_tokens >= FEW_TOKENS and not is_on_cpu:
+        found[0] = Advice("drafter", "train --drafter moa, the default", _MANY)
+        found[1] = Advice(
+            "activations", "--activations kv,hidden:last, the default", f"moa reads both; {times} of hidden:last alone."
+        )
+    found.append(Advice("settings", "none", _SETTINGS))
+    if n_tokens < FEW_TOKENS:
         found.append(Advice("chats", "as many as there are", _CHATS))
     return found
 
 
-def _drafter(job: Job) -> list[Advice]:
-    small = Advice(
-        "activations",
-        "--activations hidden:last",
-        f"eagle reads nothing else; with kv a token takes {job.kv_growth:.0f} times the bytes.",
-    )
-    if not job.has_kv:
-        return [
-            Advice("drafter", "train --drafter eagle", "the target caches no keys and values, which moa reads."),
-            Advice("activations", "--activations hidden:last", "eagle reads nothing else."),
-        ]
-    if job.is_on_cpu:
-        return [Advice("drafter", "train --drafter eagle", _ON_CPU), small]
-    if job.n_tokens < FEW_TOKENS:
-        return [Advice("drafter", "train --drafter eagle", _FEW), small]
-    return [
-        Advice("drafter", "train --drafter moa, the default", _MANY),
-        Advice(
-            "activations",
-            "--activations kv,hidden:last, the default",
-            f"moa reads both; a token takes {job.kv_growth:.0f} times the bytes of hidden:last alone before a --codec.",
-        ),
-    ]
+def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
+    """Advise another drafter than Mixture of Attentions, the default, where another one suits."""
+    advice = advise(n_tokens, is_on_cpu)[0]
+    return advice if kind == "moa" and "moa" not in advice.choice else None
 
 
 _ON_CPU = (
     "moa takes 2.8 times the processor time to train, and its drafts cost more; on SmolLM2-135M both had the same "
     "acceptance length after 0.27 million training tokens (1.65 and 1.64)."
 )
+_NO_KV = "the target caches no keys and values, which moa reads."
 _FEW = (
     "after 2.0 million training tokens its acceptance length was 1.01 of moa's (target of 17 million weights), and moa "
     "takes 3.3 times as long to train on an H100."

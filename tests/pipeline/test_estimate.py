@@ -51,10 +51,10 @@ def test_a_store_takes_the_planned_bytes(config: ExtractConfig, wide_target: Pat
 def test_the_planned_bits_leave_out_the_bases(config: ExtractConfig) -> None:
     plain, predicted = (build_plan(config.replaced(codec=codec)) for codec in ("transform:1", "transform:1,tokens"))
     assert plain.disk_ranges["parts"] == predicted.disk_ranges["parts"]
-    assert predicted.disk_ranges["codec/"][0] - plain.disk_ranges["codec/"][0] == 2 * 400 * 32  # features of tokens
+    assert predicted.disk_ranges["codec/"][1] - plain.disk_ranges["codec/"][1] == 2 * 400 * 32  # features of tokens
     text = plain.describe()
     assert "codec/ " in text
-    assert "kv 1.0, hidden/last 1.7" in text
+    assert "at most: kv 1.0, hidden/last " in text
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
@@ -93,10 +93,9 @@ def test_the_slowest_and_the_fastest_of_three_batches_bound_the_time(
         return Timings(forward_s=rate * n_padded / 2, extract_s=rate * n_padded, n_padded_tokens=n_padded)
 
     monkeypatch.setattr(estimate_module, "_run", run_fake)
-    least, most = estimate(build_plan(config))
+    least_s, most_s = estimate(build_plan(config))
     assert lengths[0] == lengths[1] < lengths[2] < lengths[3]
-    assert most.extract_s / least.extract_s == pytest.approx(4 * 1.2**2)
-    assert most.forward_s == pytest.approx(most.extract_s / 2)
+    assert most_s / least_s == pytest.approx(4 * 1.2**2)
 
 
 @pytest.mark.parametrize(

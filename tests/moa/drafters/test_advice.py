@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moa_data.moa.drafters.advice import FEW_TOKENS, Advice, Job, advise
+from moa_data.moa.drafters.advice import FEW_TOKENS, Advice, advise, other_drafter
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -17,7 +17,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def by_topic(n_tokens: int, is_on_cpu: bool, has_kv: bool = True) -> dict[str, Advice]:
-    return {one.topic: one for one in advise(Job(n_tokens, is_on_cpu, has_kv, kv_growth=21.0))}
+    return {one.topic: one for one in advise(n_tokens, is_on_cpu, has_kv, kv_growth=21.0)}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,12 @@ def test_the_drafter_follows_from_the_chats_and_the_machine(
     for one in advice.values():
         assert one.reason.endswith(".")
         assert one.reason.count(". ") == 0, "one sentence"
+
+
+def test_another_drafter_is_advised_for_the_default_alone() -> None:
+    assert other_drafter("eagle3", 1000, True) is None
+    assert other_drafter("moa", 10 * FEW_TOKENS, False) is None
+    assert other_drafter("moa", 10 * FEW_TOKENS, True) == by_topic(10 * FEW_TOKENS, True)["drafter"]
 
 
 def test_the_figures_are_those_that_were_measured() -> None:

@@ -1,0 +1,137 @@
+"""Compares what `plan` and `train --dry-run` say beforehand with what extraction and training then take.
+
+    python -m benchmarks.store.estimates OUT --model MODEL --dataset CHATS [--max-sequences 100] [--drafter eagle]
+
+Each step is a process of its own, so that its peak memory is its own: plan, extract, dry run, train. Time is that from
+the first forward to the last commit of an extraction, and from the first step of a training to its end.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kit.harness import parsed, parser_of
+from benchmarks.kit.records import settings_of, write_record
+from moa_data.machine import peak_memory
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.estimate import batches_of, estimate
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.plan import build_plan
+from moa_data.storage.plan import numbers
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.fit import plan_run, train
+
+PARTS = ("plan", "extract", "dry-run", "train")
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def plan_part(config: ExtractConfig) -> dict[str, Any]:
+    """What a plan says."""
+    plan = build_plan(config)
+    batches = batches_of(plan.table, plan.forward.batch_tokens)
+    largest = max(len(batch) * int(numbers(batch, "n_tokens").max()) for batch in batches)
+    memory = plan.forward.host_range(largest)  # before the timing, as the command does
+    seconds = estimate(plan)
+    disk = plan.disk_ranges.values()
+    return {
+        "n_tokens": [plan.n_tokens, plan.n_tokens],
+        "seconds": seconds,
+        "memory_bytes": memory,
+        "disk_bytes": [sum(low for low, _ in disk), plan.stored_bytes],
+    }
+
+
+def extract_part(config: ExtractConfig) -> dict[str, Any]:
+    """What an extraction takes."""
+    report = extract(config)
+    return {
+        "n_tokens": report.n_tokens,
+        "seconds": report.timings.extract_s,
+        "memory_bytes": peak_memory(),
+        "disk_bytes": folder_bytes(Path(config.out)),
+    }
+
+
+def dry_run_part(config: TrainConfig) -> dict[str, Any]:
+    """What a dry run says."""
+    plan = plan_run(config)
+    return {"n_steps": [plan.n_steps, plan.n_steps]} | dataclasses.asdict(plan.cost)
+
+
+def train_part(config: TrainConfig) -> dict[str, Any]:
+    """What a training takes."""
+    first_s: list[float] = []
+
+    def note(n_done: int, _n_all: int, _text: str) -> None:
+        if not first_s:
+            first_s.append(time.perf_counter())
+
+    report = train(config, progress=note)
+    return {
+        "n_steps": report.n_steps,
+        "seconds": time.perf_counter() - first_s[0],
+        "memory_bytes": peak_memory(),
+        "disk_bytes": folder_bytes(Path(config.out)),
+    }
+
+
+def run_part(out: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one part in this process."""
+    extraction = ExtractConfig.of(
+        model=options.model, dataset=options.dataset, out=str(out / "store"), max_sequences=options.max_sequences,
+        activations=tuple(options.activations.split(",")), codec=options.codec, device=options.device,
+    )  # fmt: skip
+    accelerator = "cpu" if options.device == "cpu" else "auto"
+    training = TrainConfig.of(
+        store=str(out / "store"), out=str(out / "run"), drafter=options.drafter, max_steps=options.max_steps,
+        accelerator=accelerator,
+    )  # fmt: skip
+    if options.part in ("plan", "extract"):
+        return plan_part(extraction) if options.part == "plan" else extract_part(extraction)
+    return dry_run_part(training) if options.part == "dry-run" else train_part(training)
+
+
+def compare(planned: dict[str, Any], measured: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    """A row for each figure: what was planned, what was measured, and whether it lies within."""
+    rows = []
+    for name, value in measured.items():
+        low, high = planned[name]
+        rows.append({"what": what, "figure": name, "least": low, "most": high, "measured": value,
+                     "within": low <= value <= high})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Run the parts one after the other, and print planned beside measured."""
+    options = parsed(
+        parser_of(
+            __name__, "out", model=str, dataset=str, max_sequences=100, activations="kv,hidden:last", codec="lossless",
+            drafter="moa", max_steps=20, device="cpu", threads=int, part={"choices": PARTS, "default": None},
+        )
+    )  # fmt: skip
+    out = Path(options.out)
+    if options.part:
+        (out / f"{options.part}.json").write_text(json.dumps(run_part(out, options)))
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    for part in PARTS:
+        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--part", part]
+        subprocess.run(command, check=True)
+        found[part] = json.loads((out / f"{part}.json").read_text())
+    rows = compare(found["plan"], found["extract"], "extract") + compare(found["dry-run"], found["train"], "train")
+    print(json.dumps(rows, indent=1))
+    print(write_record(out, "estimates", {"settings": settings_of(options), "figures": rows}))
+
+
+if __name__ == "__main__":
+    main()

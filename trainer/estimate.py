@@ -1,0 +1,90 @@
+"""What a run will take: time and memory from some micro-batches of the run itself, disk from the drafter's weights.
+
+The micro-batches are trained on, optimizer step included, and the drafter's weights are put back: a run that was
+estimated gives the same bits as one that was not.
+"""
+
+import time
+from dataclasses import dataclass
+
+import lightning as L
+import numpy as np
+import torch
+
+from ..machine import free_memory, peak_memory
+from .config import known
+from .data import BatchReader, StoreDataModule, TrainingStream, await_copy, count_devices, device_share
+from .step import DrafterModule, Trial
+
+_LENGTH_QUANTILES = (0.25, 0.5, 1.0)  # of the training sequences that are timed
+_TIME_SHARE = 1.25  # by which a whole run is slower or faster than its slowest or fastest micro-batch
+# Of the peak of the micro-batches. A run also has validations, checkpoints, and batches that are read ahead.
+_MEMORY_SHARES = (0.9, 1.5)
+# Copies of the weights: a checkpoint with one moment, and drafter/; two with two, one that is being written, drafter/.
+_DISK_COPIES = (3, 10)
+_LOG_BYTES = 5 << 20  # logs, pictures and records of a run, at the most
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The least and the most that a run takes."""
+
+    disk_bytes: tuple[int, int]
+    memory_bytes: tuple[float, float] | None = None  # of the device that trains; None where it was not measured
+    seconds: tuple[float, float] | None = None  # of all steps and validations; None where they were not timed
+
+
+def disk_range(module: DrafterModule) -> tuple[int, int]:
+    """Return the least and the most bytes of a run's folder."""
+    n_bytes = sum(weight.nbytes for weight in module.drafter.parameters())
+    least, most = _DISK_COPIES
+    return least * n_bytes, most * n_bytes + _LOG_BYTES
+
+
+def estimate_run(data: StoreDataModule, module: DrafterModule, precision: str, n_steps: int) -> RunCost:
+    """Train on some micro-batches, which takes seconds, and put the weights back; ``n_steps`` are still to be taken."""
+    config, lengths = data.config, data.lengths
+    token_s, peak_bytes = _measure(data, module, precision)
+    n_tokens = n_steps * known(config.data.batch_size) * lengths[data.train_sequences].mean()
+    n_validations = n_steps // known(config.validation.validate_every) + 1
+    n_validated = n_validations * lengths[data.validation_sequences].sum()
+    share = _TIME_SHARE * count_devices(config.machine)
+    least_s = min(token_s) * n_tokens / share
+    most_s = max(token_s) * (n_tokens + n_validated) / share * _TIME_SHARE**2
+    low, high = _MEMORY_SHARES
+    memory = (low * peak_bytes, high * peak_bytes) if peak_bytes else None
+    return RunCost(disk_range(module), memory, (float(least_s), float(most_s)))
+
+
+def _measure(data: StoreDataModule, module: DrafterModule, precision: str) -> tuple[list[float], int]:
+    """Return the seconds of a token in micro-batches of several lengths, and the peak of the memory."""
+    machine, lengths = data.config.machine, data.lengths[data.train_sequences]
+    fabric = L.Fabric(accelerator=machine.accelerator, devices=1, precision=precision)  # type: ignore[arg-type]
+    trial = Trial(module, data.longest_sequence(), fabric.device, fabric.autocast)
+    sizes = data.micro_batch_sizes(device_share(data.config, count_devices(machine)))
+    size = trial.choose(sizes, free_memory(), 2).micro_batch
+    module.drafter.to(fabric.device)
+    module.frozen.to(fabric.device)
+    reader = BatchReader(data.store, data.config, fabric.device)
+    stream = TrainingStream(reader, data.train_sequences, lengths, data.max_steps, 0, 1, size)
+    weights = list(module.drafter.parameters())
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = module.build_optimizer(precision)
+    by_length, token_s = np.argsort(lengths, kind="stable"), []
+    stops = [max(size, round(quantile * len(by_length))) for quantile in _LENGTH_QUANTILES]
+    # The first micro-batch, of one sequence, warms up.
+    for rows in [by_length[:1], *(by_length[stop - size : stop] for stop in stops)]:
+        started_s = time.perf_counter()
+        batch = await_copy(stream.micro_batch(rows)).decode()
+        with fabric.autocast():
+            loss = module.compute_terms(batch.inputs, batch.draws, batch.denominator).total
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        weights[0].sum().item()  # waits for the device
+        token_s.append((time.perf_counter() - started_s) / batch.n_tokens)
+    with torch.no_grad():
+        for weight, values in zip(weights, before, strict=True):
+            weight.copy_(values)
+    is_cuda = fabric.device.type == "cuda"
+    return token_s[1:], torch.cuda.max_memory_allocated(fabric.device) if is_cuda else peak_memory()
