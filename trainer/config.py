@@ -505,6 +505,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "cross_attention_drafts": False,
             "layer_groups": 1,
             "unrotated_keys": False,
+            "draft_vocabulary": "all",
         }
     },
     "small": {

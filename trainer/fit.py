@@ -314,8 +314,6 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     build = drafter_class(config.drafter.kind)
     size_names = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {name: value for name, value in config.drafter if name in size_names}
-    if sizes["draft_vocabulary"] == "all":
-        sizes["draft_vocabulary"] = frozen.config.vocab_size
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
     if most is not None and config.validation.draft_length > most:

@@ -93,6 +93,8 @@ class DrafterSizes:
             "target": dict(target or {}),
         }
         given = {name: value for name, value in sizes.items() if value is not None}
+        if given.get("draft_vocabulary") == "all":
+            given["draft_vocabulary"] = facts["vocab_size"]
         return cls(**(facts | cls.defaults(config, given) | given))
 
     @classmethod
