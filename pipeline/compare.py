@@ -9,7 +9,6 @@ Shapes: T tokens, L layers, H KV heads, d head dim, V vocabulary.
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -36,7 +35,6 @@ from .config import TEXT_FIELDS
 KEYS, VALUES, LOGITS = "keys", "values", "logits"
 _TEACHER_POSITIONS = 2_048  # whose logits are computed for the teacher's figures, over all sequences
 _POSITIONS_AT_ONCE = 64  # the logits of a long sequence are gigabytes
-_NUMBERS_PER_LINE = 15
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values, [H, T, d] each
 
@@ -59,15 +57,11 @@ class RelativeErrors:
         """The median of the layers' errors."""
         return median(self.by_layer.values())
 
-    def lines(self) -> list[str]:
+    def describe(self) -> str:
         """Return the errors of layers as text, in percent."""
-        worst = self.worst_layer
-        numbers = [f"{100 * error:5.1f}" for _, error in sorted(self.by_layer.items())]
-        most = f"at most {self.by_layer[worst]:.1%} (layer {worst})"
-        lines = [f"{self.name:12} by layer, in percent; median {self.median:.1%}, {most}"]
-        for start in range(0, len(numbers), _NUMBERS_PER_LINE):
-            lines.append(f"{'':12}{' '.join(numbers[start : start + _NUMBERS_PER_LINE])}")
-        return lines
+        numbers = " ".join(f"{100 * error:.1f}" for error in self.by_layer.values())
+        most = f"at most {self.by_layer[self.worst_layer]:.1%} (layer {self.worst_layer})"
+        return f"{self.name:12} median {self.median:.1%}, {most}; by layer {numbers}"
 
 
 @dataclass
@@ -107,7 +101,7 @@ class Divergence:
     @property
     def logits(self) -> RelativeErrors:
         """The error of the logits."""
-        return RelativeErrors(LOGITS, (self.squared_error / (self.squared_norm or 1.0)) ** 0.5, {})
+        return RelativeErrors(LOGITS, _ratio(self.squared_error, self.squared_norm), {})
 
     def describe(self) -> str:
         """Return the figures as text."""
@@ -122,7 +116,6 @@ class Comparison:
     store: StorePath
     n_samples: int
     n_tokens: int  # of the sampled sequences
-    reference_bytes_per_token: float
     bytes_per_token: float
     times_smaller: float  # than the raw values of all fields
     errors: Mapping[str, RelativeErrors]  # keys, values, logits, or the name of a hidden state's field
@@ -134,13 +127,10 @@ class Comparison:
         totals = ", ".join(f"{name} {own.total:.1%}" for name, own in self.errors.items())
         lines = [
             f"compared     {counted(self.n_samples, 'sequence')}, {self.n_tokens:,} tokens, with {self.reference}",
-            f"bytes        {self.bytes_per_token:,.0f} a token, {self.times_smaller:.1f} times smaller than raw; there "
-            f"{self.reference_bytes_per_token:,.0f}",
+            f"bytes        {self.bytes_per_token:,.0f} a token, {self.times_smaller:.1f} times smaller than raw",
             f"errors       {totals}",
         ]
-        for own in self.errors.values():
-            if own.by_layer:
-                lines += own.lines()
+        lines += [errors.describe() for errors in self.errors.values() if errors.by_layer]
         if self.teacher is not None:
             lines.append(f"teacher      {self.teacher.describe()} positions")
         if self.continued is not None:
@@ -193,15 +183,14 @@ def compare(
     errors = sums.errors()
     if teacher.n_positions:
         errors[LOGITS] = teacher.logits
-    before, after = summarize_store(reference), summarize_store(store)
+    summary = summarize_store(store)
     return Comparison(
-        before.path,
-        after.path,
+        exact.path,
+        coded.path,
         len(pairs),
         n_tokens,
-        before.bytes_per_token,
-        after.bytes_per_token,
-        after.raw_bytes / after.stored_bytes,
+        summary.bytes_per_token,
+        summary.raw_bytes / summary.stored_bytes,
         errors,
         teacher if teacher.n_positions else None,
         continued if continued.n_positions else None,
@@ -249,34 +238,34 @@ class ErrorSums:
 
     def __init__(self) -> None:
         # Name -> layer, None for a hidden state -> squared error and squared norm.
-        self._sums: dict[str, dict[int | None, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
+        self._sums: dict[str, dict[int | None, np.ndarray]] = {}
 
     def add(self, spec: FieldSpec, exact: np.ndarray, coded: np.ndarray) -> None:
         """Add the values of one sequence, [T, *token_shape]."""
         if spec.layer_axis is None:
-            self._sums[spec.name][None] += _squares(exact, coded)
+            self._add(spec.name, None, exact, coded)
             return
         others = keys_and_values(spec, coded)
-        for name, own in keys_and_values(spec, exact).items():
+        for name, values in keys_and_values(spec, exact).items():
             for index, layer in enumerate(spec.layer_numbers):
-                self._sums[name][layer] += _squares(own[:, index], others[name][:, index])
+                self._add(name, layer, values[:, index], others[name][:, index])
+
+    def _add(self, name: str, layer: int | None, exact: np.ndarray, coded: np.ndarray) -> None:
+        squares = [np.square(values, dtype=np.float64).sum() for values in (coded - exact, exact)]
+        layers = self._sums.setdefault(name, {})
+        layers[layer] = layers.get(layer, np.zeros(2)) + squares
 
     def errors(self) -> dict[str, RelativeErrors]:
         """Return the relative errors by name."""
         found = {}
         for name, layers in self._sums.items():
-            by_layer = {layer: _ratio(own) for layer, own in layers.items() if layer is not None}
-            found[name] = RelativeErrors(name, _ratio(np.sum(list(layers.values()), axis=0)), by_layer)
+            by_layer = {layer: _ratio(*squares) for layer, squares in layers.items() if layer is not None}
+            found[name] = RelativeErrors(name, _ratio(*np.sum(list(layers.values()), axis=0)), by_layer)
         return found
 
 
-def _squares(exact: np.ndarray, coded: np.ndarray) -> np.ndarray:
-    error, norm = (np.square(values, dtype=np.float64).sum() for values in (coded - exact, exact))
-    return np.array([error, norm])
-
-
-def _ratio(squares: np.ndarray) -> float:
-    return float(np.sqrt(squares[0] / (squares[1] or 1.0)))
+def _ratio(squared_error: float, squared_norm: float) -> float:
+    return float(np.sqrt(squared_error / (squared_norm or 1.0)))
 
 
 def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, np.ndarray]:

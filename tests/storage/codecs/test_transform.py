@@ -165,11 +165,13 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
 
 def test_layers_of_small_values_lose_no_more_than_others() -> None:
     sizes = np.array([1.0, 0.02, 1.0, 0.3], np.float32)[:, None, None, None]
-    codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@all"), ROPE)
-    learn_from(codec, [values * sizes for values in CALIBRATION])
-    exact = [values * sizes for values in TEST]
-    wrong = np.concatenate([codec.decode(codec.encode(values), 0, len(values)) - values for values in exact])
-    errors, energies = (np.square(each, dtype=np.float64).sum((0, 2, 4)) for each in (wrong, np.concatenate(exact)))
+    draw = np.random.default_rng(0).standard_normal
+    sequences = [draw((100, *SPEC.token_shape), np.float32) * sizes for _ in range(12)]
+    codec = TransformCodec(SPEC, TransformSettings.parse("transform:2@all"))
+    learn_from(codec, sequences)
+    exact = np.concatenate(sequences)
+    wrong = np.concatenate([codec.decode(codec.encode(values), 0, len(values)) for values in sequences]) - exact
+    errors, energies = (np.square(each, dtype=np.float64).sum((0, 2, 4)) for each in (wrong, exact))
     relative = np.sqrt(errors / energies)  # [layer, key or value]
     assert (relative.max(0) < 1.5 * np.median(relative, axis=0)).all()
 
