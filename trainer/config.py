@@ -506,7 +506,10 @@ PRESETS: dict[str, dict[str, Any]] = {
             "layer_groups": 1,
             "unrotated_keys": False,
             "draft_vocabulary": "all",
-        }
+        },
+        "optimizer": {"kind": "adamw", "learning_rate": 3e-5},
+        "schedule": {"peak_multiplier": 20.0},
+        "data": {"batch_size": 32},
     },
     "small": {
         "optimizer": {"kind": "muon", "learning_rate": 1e-4, "matrix_learning_rate": 2e-3},
