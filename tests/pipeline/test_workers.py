@@ -448,7 +448,7 @@ def test_options_of_workers(config: ExtractConfig) -> None:
 
 def test_gpus_of_workers_need_not_be_on_this_machine(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    on_gpus = config.replaced(engine="ray", device="auto", gpus_per_worker=1)
+    on_gpus = config.replaced(engine="ray", device="auto", compute_dtype="auto", gpus_per_worker=1)
     plan = build_plan(on_gpus)
     assert (plan.forward.device, plan.forward.compute_dtype, plan.manifest.extraction["device"]) == (
         "cuda",
