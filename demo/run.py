@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import Interrupted, OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
-from ..moa.drafters.advice import advise
+from ..moa.drafters.advice import FAST_KIND, advise
 from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings, QuestionSettings, RegenerateConfig
 from ..pipeline.dataset import read_jsonl
 from ..storage.read.verify import summarize_store
@@ -225,7 +225,7 @@ def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dic
     own = {
         "store": str(folder / "store"),
         "out": str(out),
-        "drafter": {"kind": "moa" if config.model is None else "eagle"},
+        "drafter": {} if config.model is None else {"kind": FAST_KIND},
         "schedule": {"max_steps": config.drafter_steps},
         "data": {"batch_size": config.drafter_batch_size},
         "optimizer": {"learning_rate": config.drafter_learning_rate},
