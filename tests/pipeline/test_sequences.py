@@ -110,11 +110,12 @@ def test_a_process_that_is_killed_is_one_line() -> None:
 
 STARTS = """
 import os, sys, time
-from moa_data.commands.signals import begin_command, watch_signals
+from moa_data.commands import signals
 from moa_data.pipeline import sequences
 sequences.MIN_ROWS = 1
-watch_signals()
-begin_command()
+signals.CLEANUP_S = 60  # A machine may stand still for seconds.
+signals.watch_signals()
+signals.begin_command()
 def wait(row):
     with open(f"{sys.argv[1]}-{row}", "w"):
         time.sleep(0.3)
