@@ -31,7 +31,7 @@ RATES = {"learning_rate": 1e-4, "matrix_learning_rate": 2e-3, "peak_multiplier":
 
 def run_folder(options: Namespace, store: str, kind: str, name: str) -> Path:
     """The folder of a run."""
-    return options.out / f"{Path(store).name}-{kind}-{name}"
+    return Path(options.out) / f"{Path(store).name}-{kind}-{name}"
 
 
 def train_chosen(options: Namespace, store: str, kind: str) -> dict[str, Any]:

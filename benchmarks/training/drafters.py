@@ -107,9 +107,9 @@ def train_config(options: argparse.Namespace, name: str, rate: float, seed: int)
         options.store, out, **settings, max_steps=options.steps, validate_every=options.steps,
         validation_sequences=options.validation_sequences, seed=seed,
     )  # fmt: skip
-    rates = config.optimizer
+    rates = config.named()
     return config.replaced(
-        learning_rate=rate * rates.learning_rate, matrix_learning_rate=rate * rates.matrix_learning_rate
+        learning_rate=rate * rates["learning_rate"], matrix_learning_rate=rate * rates["matrix_learning_rate"]
     )
 
 

@@ -13,7 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +41,7 @@ class Parts:
     """Processor seconds of the parts of a step, each of which ends with a mark."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._last = 0.0
 
     def begin(self) -> None:
