@@ -23,10 +23,9 @@ from ..text import Progress, counted
 from . import plan
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import ChatSource, Columns
+from .differences import Difference, Divergence, LayerDifferences
 from .forwards.capture import capture
 from .sequences import content_id, tokenize_row
-
-_LOGIT_CHUNK_TOKENS = 512
 
 # Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
@@ -211,33 +210,20 @@ def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
 def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, float, str]:
     """Return the largest difference and relative L2 error of [n, ...]; for kv [n, L, ...] of the worst layer."""
     if spec.layer_axis is None:
-        return (*_errors(values, live), "")
-    errors = [_errors(values[:, layer], live[:, layer]) for layer in range(values.shape[1])]
-    worst = max(range(len(errors)), key=lambda layer: errors[layer][1])
-    return max(error for error, _ in errors), errors[worst][1], f"worst in layer {spec.layer_numbers[worst]}"
-
-
-def _errors(values: Tensor, live: Tensor) -> tuple[float, float]:
-    difference = values - live
-    if not bool(torch.isfinite(difference).all()):
-        return float("inf"), float("inf")
-    return float(difference.abs().max()), float(difference.norm()) / (float(live.norm()) or 1.0)
+        difference = Difference()
+        difference.add(live, values)
+        return difference.largest, difference.relative, ""
+    layers = LayerDifferences()
+    for index, layer in enumerate(spec.layer_numbers):
+        layers.add(layer, live[:, index], values[:, index])
+    return layers.total.largest, layers.worst, f"worst in layer {layers.worst_layer}"
 
 
 @torch.inference_mode()
 def _compare_logits(hidden: Tensor, live: Tensor, target: Target, frozen: FrozenTarget) -> tuple[float, float, str]:
-    """Compare the logits of stored states (bundle's head) and live states (live head), in chunks of tokens."""
-    max_error = squared_error = squared_norm = 0.0
-    n_agreeing = 0
-    for start in range(0, len(hidden), _LOGIT_CHUNK_TOKENS):
-        own = slice(start, start + _LOGIT_CHUNK_TOKENS)
-        teacher = frozen.logits(hidden[own])
-        expected = target.logits(live[own].to(target.model.dtype)).float().cpu()
-        difference = teacher - expected
-        if not bool(torch.isfinite(difference).all()):
-            return float("inf"), float("inf"), "not finite"
-        max_error = max(max_error, float(difference.abs().max()))
-        squared_error += float(difference.square().sum())
-        squared_norm += float(expected.square().sum())
-        n_agreeing += int((teacher.argmax(-1) == expected.argmax(-1)).sum())
-    return max_error, (squared_error / squared_norm) ** 0.5, f"top-1 agreement {n_agreeing / len(hidden):.2%}"
+    """Compare the logits of stored states (bundle's head) and live states (live head)."""
+    divergence = Divergence()
+    divergence.add_states(
+        live.to(target.model.dtype), hidden, lambda states: target.logits(states).float().cpu(), frozen.logits
+    )
+    return divergence.largest, divergence.relative, f"top-1 agreement {divergence.top1_agreement:.2%}"

@@ -9,9 +9,9 @@ Shapes: T tokens, L layers, H KV heads, d head dim, V vocabulary.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,81 +31,13 @@ from ..storage.schema import HIDDEN_LAST, TARGET_NAME, TOKENS, FieldSpec, to_flo
 from ..text import Progress, counted
 from . import plan
 from .config import TEXT_FIELDS
+from .differences import Divergence, LayerDifferences
 
-KEYS, VALUES, LOGITS = "keys", "values", "logits"
+KEYS, VALUES = "keys", "values"
 _TEACHER_POSITIONS = 2_048  # whose logits are computed for the teacher's figures, over all sequences
-_POSITIONS_AT_ONCE = 64  # the logits of a long sequence are gigabytes
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values, [H, T, d] each
-
-
-@dataclass(frozen=True)
-class RelativeErrors:
-    """Relative L2 errors of keys, of values, of a hidden state, or of logits, over all sequences."""
-
-    name: str
-    total: float
-    by_layer: Mapping[int, float]  # of keys and values; empty for others
-
-    @property
-    def worst_layer(self) -> int:
-        """The layer with the largest error."""
-        return max(self.by_layer, key=self.by_layer.__getitem__)
-
-    @property
-    def median(self) -> float:
-        """The median of the layers' errors."""
-        return median(self.by_layer.values())
-
-    def describe(self) -> str:
-        """Return the errors of layers as text, in percent."""
-        numbers = " ".join(f"{100 * error:.1f}" for error in self.by_layer.values())
-        most = f"at most {self.by_layer[self.worst_layer]:.1%} (layer {self.worst_layer})"
-        return f"{self.name:12} median {self.median:.1%}, {most}; by layer {numbers}"
-
-
-@dataclass
-class Divergence:
-    """How much next-token distributions differ, summed over positions."""
-
-    n_positions: int = 0
-    n_agreeing: int = 0
-    kl_sum: float = 0.0
-    squared_error: float = 0.0  # of the logits
-    squared_norm: float = 0.0
-
-    def add(self, head: Callable[[Tensor], Tensor], exact: Tensor, coded: Tensor) -> None:
-        """Count the positions of last hidden states [n, E], given what makes logits of them."""
-        for one, other in zip(exact.split(_POSITIONS_AT_ONCE), coded.split(_POSITIONS_AT_ONCE), strict=True):
-            self._add_logits(head(one).double(), head(other).double())
-
-    def _add_logits(self, exact: Tensor, coded: Tensor) -> None:
-        log_p, log_q = exact.log_softmax(-1), coded.log_softmax(-1)
-        # 0 * inf, where a logit is -inf, counts as 0.
-        self.kl_sum += float((log_p.exp() * (log_p - log_q)).nan_to_num(0.0, 0.0, 0.0).sum())
-        self.n_agreeing += int((exact.argmax(-1) == coded.argmax(-1)).sum())
-        self.squared_error += float((exact - coded).square().sum())
-        self.squared_norm += float(exact.square().sum())
-        self.n_positions += len(exact)
-
-    @property
-    def kl(self) -> float:
-        """Mean KL from the exact distribution to the other, in nats."""
-        return self.kl_sum / self.n_positions
-
-    @property
-    def top1_agreement(self) -> float:
-        """Share of the positions at which both have the same most likely token."""
-        return self.n_agreeing / self.n_positions
-
-    @property
-    def logits(self) -> RelativeErrors:
-        """The error of the logits."""
-        return RelativeErrors(LOGITS, _ratio(self.squared_error, self.squared_norm), {})
-
-    def describe(self) -> str:
-        """Return the figures as text."""
-        return f"KL {self.kl:.4f} nats, same most likely token at {self.top1_agreement:.1%} of {self.n_positions:,}"
+Errors = defaultdict[str, LayerDifferences]  # keys, values, or the name of a hidden state's field
 
 
 @dataclass(frozen=True)
@@ -118,19 +50,21 @@ class Comparison:
     n_tokens: int  # of the sampled sequences
     bytes_per_token: float
     times_smaller: float  # than the raw values of all fields
-    errors: Mapping[str, RelativeErrors]  # keys, values, logits, or the name of a hidden state's field
+    errors: Errors
     teacher: Divergence | None  # None without a last hidden state or LM head
     continued: Divergence | None  # None where no target was given
 
     def lines(self) -> list[str]:
         """Return the figures as lines of text."""
-        totals = ", ".join(f"{name} {own.total:.1%}" for name, own in self.errors.items())
+        totals = [f"{name} {own.total.relative:.1%}" for name, own in self.errors.items()]
+        if self.teacher is not None:
+            totals.append(f"logits {self.teacher.relative:.1%}")
         lines = [
             f"compared     {counted(self.n_samples, 'sequence')}, {self.n_tokens:,} tokens, with {self.reference}",
             f"bytes        {self.bytes_per_token:,.0f} a token, {self.times_smaller:.1f} times smaller than raw",
-            f"errors       {totals}",
+            f"errors       {', '.join(totals)}",
         ]
-        lines += [errors.describe() for errors in self.errors.values() if errors.by_layer]
+        lines += [f"{name:12} {own.describe()}" for name, own in self.errors.items() if own.by_layer]
         if self.teacher is not None:
             lines.append(f"teacher      {self.teacher.describe()} positions")
         if self.continued is not None:
@@ -167,12 +101,13 @@ def compare(
         has_head = HIDDEN_LAST in fields and exists(exact.path / TARGET_NAME)
         frozen = FrozenTarget.load(exact.target_path, sizes=exact.manifest.target) if has_head else None
         target = None if model is None else _load_target(model, exact, fields, device)
-        sums = ErrorSums()
-        teacher, continued = Divergence(), Divergence()
+        errors: Errors = defaultdict(LayerDifferences)
+        teacher = Divergence()
+        continued = Divergence()
         for done, (i, j) in enumerate(pairs):
             values = {name: (_read(exact, i, name), _read(coded, j, name)) for name in fields}
             for name, (one, other) in values.items():
-                sums.add(exact.fields[name], one, other)
+                add_errors(errors, exact.fields[name], one, other)
             if frozen is not None:
                 compare_teachers(frozen, *values[HIDDEN_LAST], -(-_TEACHER_POSITIONS // len(pairs)), teacher)
             if target is not None:
@@ -180,9 +115,6 @@ def compare(
             if progress:
                 progress(done + 1, len(pairs), "compare")
         n_tokens = int(sum(exact.lengths[i] for i, _ in pairs))
-    errors = sums.errors()
-    if teacher.n_positions:
-        errors[LOGITS] = teacher.logits
     summary = summarize_store(store)
     return Comparison(
         exact.path,
@@ -233,46 +165,23 @@ def _read(store: ActivationStore, index: int, name: str) -> np.ndarray:
     return to_float32(store.read(index, name), store.fields[name].dtype)
 
 
-class ErrorSums:
-    """Squared errors and squared norms of what has been compared so far."""
-
-    def __init__(self) -> None:
-        # Name -> layer, None for a hidden state -> squared error and squared norm.
-        self._sums: dict[str, dict[int | None, np.ndarray]] = {}
-
-    def add(self, spec: FieldSpec, exact: np.ndarray, coded: np.ndarray) -> None:
-        """Add the values of one sequence, [T, *token_shape]."""
-        if spec.layer_axis is None:
-            self._add(spec.name, None, exact, coded)
-            return
-        others = keys_and_values(spec, coded)
-        for name, values in keys_and_values(spec, exact).items():
-            for index, layer in enumerate(spec.layer_numbers):
-                self._add(name, layer, values[:, index], others[name][:, index])
-
-    def _add(self, name: str, layer: int | None, exact: np.ndarray, coded: np.ndarray) -> None:
-        squares = [np.square(values, dtype=np.float64).sum() for values in (coded - exact, exact)]
-        layers = self._sums.setdefault(name, {})
-        layers[layer] = layers.get(layer, np.zeros(2)) + squares
-
-    def errors(self) -> dict[str, RelativeErrors]:
-        """Return the relative errors by name."""
-        found = {}
-        for name, layers in self._sums.items():
-            by_layer = {layer: _ratio(*squares) for layer, squares in layers.items() if layer is not None}
-            found[name] = RelativeErrors(name, _ratio(*np.sum(list(layers.values()), axis=0)), by_layer)
-        return found
+def add_errors(errors: Errors, spec: FieldSpec, exact: np.ndarray, coded: np.ndarray) -> None:
+    """Add the values of a field in one sequence, [T, *token_shape]."""
+    if spec.layer_axis is None:
+        errors[spec.name].total.add(torch.from_numpy(exact), torch.from_numpy(coded))
+        return
+    others = keys_and_values(spec, coded)
+    for name, values in keys_and_values(spec, exact).items():
+        for index, layer in enumerate(spec.layer_numbers):
+            errors[name].add(layer, values[:, index], others[name][:, index])
 
 
-def _ratio(squared_error: float, squared_norm: float) -> float:
-    return float(np.sqrt(squared_error / (squared_norm or 1.0)))
-
-
-def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, np.ndarray]:
+def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, Tensor]:
     """Split a field of some layers, [T, *token_shape]: keys and values, [T, L, H, d] each."""
+    tensor = torch.from_numpy(values)
     if spec.key_width is None:
-        return {KEYS: values[..., 0, :], VALUES: values[..., 1, :]}
-    return {KEYS: values[..., : spec.key_width], VALUES: values[..., spec.key_width :]}
+        return {KEYS: tensor[..., 0, :], VALUES: tensor[..., 1, :]}
+    return {KEYS: tensor[..., : spec.key_width], VALUES: tensor[..., spec.key_width :]}
 
 
 @torch.inference_mode()
@@ -282,8 +191,9 @@ def compare_teachers(
     """Compare the distributions that last hidden states give, at positions spread over the sequence."""
     n_positions = min(len(exact), max_positions)
     positions = np.linspace(0, len(exact) - 1, n_positions).round().astype(int)
-    states = (torch.from_numpy(hidden[positions]) for hidden in (exact, coded))
-    divergence.add(frozen.logits, *states)
+    own = torch.from_numpy(exact[positions])
+    others = torch.from_numpy(coded[positions])
+    divergence.add_states(own, others, frozen.logits, frozen.logits)
 
 
 def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], device: str) -> Target:
@@ -308,9 +218,9 @@ def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarra
     for name, own in values.items():
         spec = fields[name]
         if spec.layer_axis is not None:
-            keys, others = (torch.from_numpy(part) for part in keys_and_values(spec, own).values())
+            parts = keys_and_values(spec, own)
             for index, layer in enumerate(spec.layer_numbers):
-                caches[layer] = (keys[:, index].transpose(0, 1), others[:, index].transpose(0, 1))
+                caches[layer] = (parts[KEYS][:, index].transpose(0, 1), parts[VALUES][:, index].transpose(0, 1))
     return caches
 
 
@@ -322,11 +232,13 @@ def compare_continued(
     divergence: Divergence,
 ) -> None:
     """Let the target continue the second half of a sequence from what each store holds of the first half."""
-    states = []
-    for side in (0, 1):
-        caches = layer_caches(fields, {name: both[side] for name, both in values.items()})
-        states.append(continued_states(target, tokens, caches, len(tokens) // 2))
-    divergence.add(target.logits, *states)
+    states = [
+        continued_states(
+            target, tokens, layer_caches(fields, {name: both[side] for name, both in values.items()}), len(tokens) // 2
+        )
+        for side in (0, 1)
+    ]
+    divergence.add_states(states[0], states[1], target.logits, target.logits)
 
 
 @torch.inference_mode()

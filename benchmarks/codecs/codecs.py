@@ -49,8 +49,10 @@ def measure_store(options: argparse.Namespace, codec: str) -> dict[str, float]:
         recode(lossless, name, folder, kv_metrics=metrics)
     found = compare(lossless, folder, samples=options.sample)
     assert found.teacher is not None
-    hidden = [errors.total for name, errors in found.errors.items() if name.startswith("hidden/")]
-    figures = {f"{name[:-1]}_error": found.errors[name].total for name in (KEYS, VALUES) if name in found.errors}
+    hidden = [errors.total.relative for name, errors in found.errors.items() if name.startswith("hidden/")]
+    figures = {
+        f"{name[:-1]}_error": found.errors[name].total.relative for name in (KEYS, VALUES) if name in found.errors
+    }
     return figures | {
         "bytes_per_token": found.bytes_per_token,
         "times_smaller": found.times_smaller,

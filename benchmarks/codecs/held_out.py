@@ -20,7 +20,8 @@ import numpy as np
 from benchmarks.kit.harness import run
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.compare import KEYS, VALUES, Divergence, ErrorSums, compare_continued, compare_teachers
+from moa_data.pipeline.compare import KEYS, VALUES, Errors, add_errors, compare_continued, compare_teachers
+from moa_data.pipeline.differences import Divergence, LayerDifferences
 from moa_data.pipeline.forwards.calibrate import calibrate, learning_on
 from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.codecs.registry import StoreCodec
@@ -64,7 +65,9 @@ def measure_codec(name: str, store: ActivationStore, other: ActivationStore, tar
     began = time.process_time()
     codec = learned(name, store, frozen)
     learning_s = time.process_time() - began
-    sums, teacher, continued = ErrorSums(), Divergence(), Divergence()
+    errors: Errors = defaultdict(LayerDifferences)
+    teacher = Divergence()
+    continued = Divergence()
     stored: dict[str, list[np.ndarray]] = defaultdict(list)
     for index in range(len(other)):
         exact = read(other, index, codec)
@@ -76,22 +79,21 @@ def measure_codec(name: str, store: ActivationStore, other: ActivationStore, tar
                 stored[array].append(np.asarray(rows))
         pairs = {field: (values, codec.fields[field].decode(codes, 0, len(tokens))) for field, values in exact.items()}
         for field, (one, decoded) in pairs.items():
-            sums.add(other.fields[field], one, decoded)
+            add_errors(errors, other.fields[field], one, decoded)
         compare_teachers(frozen, *pairs[HIDDEN_LAST], TEACHER_POSITIONS, teacher)
         if target is not None:
             compare_continued(target, tokens, other.fields, pairs, continued)
     n_tokens = int(other.lengths.sum())
     n_bytes = sum(chunk_bytes(np.concatenate(rows)) for rows in stored.values()) / n_tokens
-    errors = sums.errors()
     figures = {
         "codec": name,
         "bytes_per_token": n_bytes,  # without token ids and masks, which take some 3 bytes
         "times_smaller": sum(other.fields[field].token_bytes for field in codec.learned) / n_bytes,
-        "key_error": errors[KEYS].total,
-        "value_error": errors[VALUES].total,
-        "worst_layer_of_values": errors[VALUES].by_layer[errors[VALUES].worst_layer] / errors[VALUES].median,
-        "hidden_error": errors[HIDDEN_LAST].total,
-        "logits_error": teacher.logits.total,
+        "key_error": errors[KEYS].total.relative,
+        "value_error": errors[VALUES].total.relative,
+        "worst_layer_of_values": errors[VALUES].worst / errors[VALUES].median,
+        "hidden_error": errors[HIDDEN_LAST].total.relative,
+        "logits_error": teacher.relative,
         "teacher_kl": teacher.kl,
         "teacher_top1": teacher.top1_agreement,
         "learning_cpu_s": learning_s,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from moa_data.errors import StoreMismatch
-from moa_data.pipeline.audit import AuditRow, _errors, audit
+from moa_data.pipeline.audit import AuditRow, audit
 from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.differences import LayerDifferences
 from moa_data.pipeline.extract import extract
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
@@ -82,6 +83,9 @@ def test_another_target_is_refused_and_without_the_dataset_the_content_hash_is_c
 
 
 def test_values_that_are_not_finite_never_pass() -> None:
-    nan = torch.tensor([[float("nan")]])
-    max_error, relative_error = _errors(nan, torch.zeros(1, 1))
-    assert not AuditRow(0, "id", "kv", max_error, relative_error, 0.1).ok
+    layers = LayerDifferences()
+    layers.add(0, torch.zeros(1), torch.zeros(1))
+    layers.add(1, torch.zeros(1), torch.tensor([float("nan")]))
+    layers.add(2, torch.ones(1), torch.ones(1))
+    assert layers.worst_layer == 1
+    assert not AuditRow(0, "id", "kv", layers.total.largest, layers.worst, 0.1).ok

@@ -10,7 +10,7 @@ import torch
 from moa_data.errors import OptionInvalid, StoreMismatch
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.compare import KEYS, LOGITS, VALUES, compare, continued_states, layer_caches
+from moa_data.pipeline.compare import KEYS, VALUES, compare, continued_states, layer_caches
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.recode import recode
@@ -53,14 +53,15 @@ def read(store: Path, field: str) -> np.ndarray:
 def test_a_store_does_not_differ_from_itself(lossless: Path, target_folder: Path) -> None:
     found = compare(lossless, lossless, str(target_folder), samples=3, device="cpu")
     assert found.n_samples == 3
-    assert set(found.errors) == {KEYS, VALUES, HIDDEN_LAST, LOGITS}
+    assert set(found.errors) == {KEYS, VALUES, HIDDEN_LAST}
     for errors in found.errors.values():
-        assert errors.total == 0
-        assert not any(errors.by_layer.values())
+        assert errors.total.relative == 0
+        assert not any(layer.relative for layer in errors.by_layer.values())
     for divergence in (found.teacher, found.continued):
         assert divergence is not None
         assert divergence.kl == pytest.approx(0, abs=1e-12)
         assert divergence.top1_agreement == 1
+        assert divergence.relative == 0
 
 
 def test_errors_are_those_of_the_stored_values(lossless: Path, small: Path) -> None:
@@ -71,8 +72,9 @@ def test_errors_are_those_of_the_stored_values(lossless: Path, small: Path) -> N
         wrong = np.square(coded[:, :, :, side] - exact[:, :, :, side], dtype=np.float64).sum((0, 2, 3))
         energy = np.square(exact[:, :, :, side], dtype=np.float64).sum((0, 2, 3))
         by_layer = np.sqrt(wrong / energy)
-        assert list(found.errors[name].by_layer.values()) == pytest.approx(by_layer)
-        assert found.errors[name].total == pytest.approx(np.sqrt(wrong.sum() / energy.sum()))
+        layers = found.errors[name].by_layer.values()
+        assert [layer.relative for layer in layers] == pytest.approx(by_layer)
+        assert found.errors[name].total.relative == pytest.approx(np.sqrt(wrong.sum() / energy.sum()))
         assert found.errors[name].worst_layer == by_layer.argmax()
     summary = summarize_store(small)
     assert found.bytes_per_token == summary.bytes_per_token
@@ -91,7 +93,7 @@ def test_the_teachers_divergence_is_that_of_the_stored_states(lossless: Path, sm
     agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean()
     assert found.teacher.top1_agreement == pytest.approx(float(agreement))
     error = (logits[1] - logits[0]).norm() / logits[0].norm()
-    assert found.errors[LOGITS].total == pytest.approx(float(error))
+    assert found.teacher.relative == pytest.approx(float(error))
 
 
 def test_the_target_continues_from_stored_keys_and_values(lossless: Path, target_folder: Path) -> None:
@@ -113,7 +115,7 @@ def test_worse_keys_and_values_change_what_the_target_continues_with(
     assert first is not None
     assert second is not None
     assert 0 < first.kl < second.kl
-    assert found[0].errors[KEYS].total < found[1].errors[KEYS].total
+    assert found[0].errors[KEYS].total.relative < found[1].errors[KEYS].total.relative
 
 
 def test_stores_that_cannot_be_compared_are_refused(

@@ -1,0 +1,112 @@
+"""How much values differ from the values that they stand for, summed over sequences."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+from torch import Tensor
+
+_POSITIONS_AT_ONCE = 64  # the logits of a long sequence are gigabytes
+
+
+@dataclass
+class Difference:
+    """Sums over values and the exact values that they stand for."""
+
+    squared_error: float = 0.0
+    squared_norm: float = 0.0  # of the exact values
+    largest: float = 0.0  # largest absolute difference; infinite where a value is not finite
+
+    def add(self, exact: Tensor, values: Tensor) -> None:
+        """Add values of equal shape."""
+        difference = (values - exact).double()
+        squared_error = float(difference.square().sum())
+        is_finite = math.isfinite(squared_error)
+        self.squared_error += squared_error
+        self.squared_norm += float(exact.double().square().sum())
+        self.largest = max(self.largest, float(difference.abs().max()) if is_finite else math.inf)
+
+    @property
+    def relative(self) -> float:
+        """The L2 norm of the differences over that of the exact values; infinite where a value is not finite."""
+        if math.isinf(self.largest):
+            return math.inf
+        return math.sqrt(self.squared_error / (self.squared_norm or 1.0))
+
+
+@dataclass
+class LayerDifferences:
+    """What differs in all layers of the target together, and in each of them."""
+
+    total: Difference = field(default_factory=Difference)
+    by_layer: dict[int, Difference] = field(default_factory=dict)
+
+    def add(self, layer: int, exact: Tensor, values: Tensor) -> None:
+        """Add values of one layer."""
+        self.total.add(exact, values)
+        self.by_layer.setdefault(layer, Difference()).add(exact, values)
+
+    @property
+    def worst_layer(self) -> int:
+        """The layer with the largest relative error."""
+        return max(self.by_layer, key=lambda layer: self.by_layer[layer].relative)
+
+    @property
+    def worst(self) -> float:
+        """The relative error of the worst layer."""
+        return self.by_layer[self.worst_layer].relative
+
+    @property
+    def median(self) -> float:
+        """The median of the layers' relative errors."""
+        return median(difference.relative for difference in self.by_layer.values())
+
+    def describe(self) -> str:
+        """Return the errors of layers as text, in percent."""
+        numbers = " ".join(f"{100 * difference.relative:.1f}" for difference in self.by_layer.values())
+        return f"median {self.median:.1%}, at most {self.worst:.1%} (layer {self.worst_layer}); by layer {numbers}"
+
+
+@dataclass
+class Divergence(Difference):
+    """The difference of logits, and of the next-token distributions that they stand for."""
+
+    n_positions: int = 0
+    n_agreeing: int = 0
+    kl_sum: float = 0.0
+
+    def add(self, exact: Tensor, values: Tensor) -> None:
+        """Add the logits [n, V] of n positions."""
+        super().add(exact, values)
+        log_p, log_q = exact.double().log_softmax(-1), values.double().log_softmax(-1)
+        # 0 * inf, where a logit is -inf, counts as 0.
+        self.kl_sum += float((log_p.exp() * (log_p - log_q)).nan_to_num(0.0, 0.0, 0.0).sum())
+        self.n_agreeing += int((exact.argmax(-1) == values.argmax(-1)).sum())
+        self.n_positions += len(exact)
+
+    def add_states(
+        self,
+        exact: Tensor,
+        values: Tensor,
+        exact_head: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Add the logits of last hidden states [n, E], given what makes logits of each."""
+        pairs = zip(exact.split(_POSITIONS_AT_ONCE), values.split(_POSITIONS_AT_ONCE), strict=True)
+        for own, others in pairs:
+            self.add(exact_head(own), head(others))
+
+    @property
+    def kl(self) -> float:
+        """Mean KL from the exact distribution to the other one, in nats."""
+        return self.kl_sum / self.n_positions
+
+    @property
+    def top1_agreement(self) -> float:
+        """Share of the positions at which both have the same most likely token."""
+        return self.n_agreeing / self.n_positions
+
+    def describe(self) -> str:
+        """Return the figures as text."""
+        return f"KL {self.kl:.4f} nats, same most likely token at {self.top1_agreement:.1%} of {self.n_positions:,}"
