@@ -13,10 +13,13 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ..errors import StoreDamaged
-from ..files import MAX_JSON_BYTES, mapping, parse_object, relative_name, whole_number
+from ..files import MAX_JSON_BYTES, MAX_WHOLE_NUMBER, relative_name
 from . import schema
 from .backend import MISSING, file_crc32, make_folder, names_in, put, read_file, reads_of
 from .paths import StorePath, name_below
@@ -30,12 +33,19 @@ Damage = list[tuple[StorePath, StoreDamaged]]
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 
 
+_Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
+_FileName = Annotated[str, AfterValidator(relative_name)]
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Size and ``zlib.crc32`` of a file in a commit (see ``backend.file_crc32`` for why not CRC-32C)."""
 
-    bytes: int
-    crc32: int
+    bytes: _Natural
+    crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+_Files = Mapping[_FileName, FileRecord]
 
 
 def record_of(content: bytes) -> FileRecord:
@@ -47,11 +57,11 @@ def record_of(content: bytes) -> FileRecord:
 class PartCommit:
     """The content of ``commits/part-<k>.json``; ``allocated_tokens`` with padding, ``files`` relative to ``parts/``."""
 
-    part: int
-    n_sequences: int
-    n_tokens: int
-    allocated_tokens: int
-    files: Mapping[str, FileRecord]
+    part: _Natural
+    n_sequences: _Natural
+    n_tokens: _Natural
+    allocated_tokens: _Natural
+    files: _Files
 
     @property
     def counts(self) -> dict[str, int]:
@@ -68,11 +78,20 @@ class PartCommit:
         return files_json(self.files, self.counts)
 
 
+class _FileList(TypedDict):
+    """A commit of any kind."""
+
+    files: _Files
+
+
+_PART_COMMIT = TypeAdapter(PartCommit)
+_FILE_LIST = TypeAdapter(_FileList)
+
+
 def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -> PartCommit:
     """Read a part's commit, by what ``backend.reads_of`` gave where it is on its way; raises StoreDamaged."""
     with _reading(path):
-        document = parse_object(read() if read else read_file(path))
-        return PartCommit(**{name: whole_number(document[name], name) for name in _COUNTS}, files=_records(document))
+        return _PART_COMMIT.validate_json(read() if read else read_file(path), strict=True)
 
 
 def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit]:
@@ -92,8 +111,8 @@ def committed_bytes(store: StorePath) -> int:
     n_bytes = 0
     folder = store / schema.COMMITS_NAME
     for _, read in reads_of(folder / name for name in names_in(folder) if name.endswith(".json")):
-        with contextlib.suppress(KeyError, TypeError, ValueError, OSError):  # what is damaged is written again
-            n_bytes += sum(record.bytes for record in _records(parse_object(read())).values())
+        with contextlib.suppress(ValueError, OSError):  # what is damaged is written again
+            n_bytes += sum(record.bytes for record in _FILE_LIST.validate_json(read(), strict=True)["files"].values())
     return n_bytes
 
 
@@ -142,7 +161,7 @@ def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
     """Read a commit that lists files alone; raises StoreDamaged where it is damaged."""
     with _reading(path):
-        return _records(parse_object(read_file(path)))
+        return dict(_FILE_LIST.validate_json(read_file(path), strict=True)["files"])
 
 
 # The target bundle
@@ -261,14 +280,7 @@ def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None
 def _reading(path: StorePath) -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
+    except ValidationError as error:
+        raise StoreDamaged(f"{path} is not a commit ({schema.first_problem(error)}). Delete it. {_REDO}") from error
+    except ValueError as error:  # from `read_file`
         raise StoreDamaged(f"{path} is not a commit ({error}). Delete it. {_REDO}") from error
-
-
-def _records(document: Mapping[str, Any]) -> dict[str, FileRecord]:
-    return {
-        relative_name(name): FileRecord(
-            whole_number(record["bytes"], "bytes"), whole_number(record["crc32"], "crc32", 0, (1 << 32) - 1)
-        )
-        for name, record in mapping(document["files"], "files").items()
-    }

@@ -30,13 +30,15 @@ bytes in every file. ``docs/format.md`` explains the format to other programs.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, cast
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
 
 from ..errors import SchemaVersionError, StoreDamaged
-from ..files import PARTIAL_SUFFIX, mapping, parse_object, relative_name, whole_number, whole_numbers
+from ..files import MAX_WHOLE_NUMBER, PARTIAL_SUFFIX, parse_object, relative_name
 from .paths import AnyPath
 
 MANIFEST_NAME = "store.json"
@@ -118,12 +120,6 @@ LATENTS: dict[str, str] = {
 }
 """What takes the place of :data:`CONVENTIONS` where layers cache latents."""
 
-_TARGET_COUNTS = frozenset(
-    ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "vocab_size", "max_position_embeddings")
-)
-
-_EXTRACTION_COUNTS = frozenset(("batch_tokens", "max_length", "part_tokens", "target_layers"))
-
 MAX_LAYERS = 1 << 12
 MAX_TOKEN_VALUES = 1 << 26  # most values that one token of a field may have; the largest models have about a million
 
@@ -164,6 +160,8 @@ class FieldSpec:
                 f"Field {self.name!r}: axes {self.axes} must be 'token' and one name for each axis of "
                 f"token_shape {self.token_shape}."
             )
+        if math.prod(self.token_shape) > MAX_TOKEN_VALUES:
+            raise ValueError(f"Field {self.name!r} has {math.prod(self.token_shape)} values per token.")
         if any(size < 1 for size in self.token_shape):
             raise ValueError(f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at least 1.")
         fits = self.layers is None or (self.layer_axis == 1 and len(self.layers) == self.token_shape[0])
@@ -193,7 +191,80 @@ class FieldSpec:
         return range(self.token_shape[0]) if self.layers is None else self.layers
 
 
-_OPTIONAL_KEYS = frozenset({"layers", "key_width"})  # of a field in store.json, left out where they are None
+_Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
+_Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
+_Dtype = Literal["bfloat16", "float16", "float32"]  # of activations
+_EXACT = ConfigDict(strict=True, extra="forbid")
+_WITH_OTHERS = ConfigDict(strict=True, extra="allow")  # stores of other programs may have other keys besides
+
+
+class _FieldDocument(BaseModel):
+    """A field in store.json; see :class:`FieldSpec`."""
+
+    model_config = _EXACT
+
+    name: str
+    dtype: str
+    token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
+    axes: tuple[str, ...]
+    description: str
+    # Left out where they are None.
+    layers: Annotated[tuple[_Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
+    key_width: _Count | None = None
+
+
+class _Sizes(TypedDict, total=False):
+    """The sizes of a target that readers compute with."""
+
+    __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]  # mypy wants nothing but keys
+
+    n_layers: _Count
+    n_heads: _Count
+    n_kv_heads: _Count
+    head_dim: _Count
+    hidden_size: _Count
+    vocab_size: _Count
+    max_position_embeddings: _Count
+
+
+class _Extraction(TypedDict, total=False):
+    """The settings of an extraction that are computed with."""
+
+    __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
+
+    batch_tokens: _Count
+    max_length: _Count
+    part_tokens: _Count
+    target_layers: _Natural
+    compute_dtype: _Dtype
+    dtype: _Dtype
+
+
+class _Codec(TypedDict):
+    """What every codec says of itself."""
+
+    __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
+
+    name: str
+
+
+class _ManifestDocument(BaseModel):
+    """The content of store.json; see :class:`StoreManifest`."""
+
+    model_config = _EXACT
+
+    format: str
+    fields: tuple[_FieldDocument, ...]
+    target: _Sizes
+    identities: dict[str, str]
+    extraction: _Extraction
+    n_sequences: _Count
+    n_parts: _Count
+    n_tokens: _Count
+    codec: _Codec
+    conventions: dict[str, str]
+    alignment_tokens: _Count
+    schema_version: int
 
 
 @dataclass(frozen=True)
@@ -312,8 +383,9 @@ class StoreManifest:
         """Return the text of store.json: sorted keys, two spaces, ending in a newline."""
         document = {"format": FORMAT_NAME} | asdict(self)
         for spec in document["fields"]:  # what most stores do not have
-            for name in _OPTIONAL_KEYS & {name for name, value in spec.items() if value is None}:
-                del spec[name]
+            for name in ("layers", "key_width"):
+                if spec[name] is None:
+                    del spec[name]
         return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
@@ -323,7 +395,7 @@ class StoreManifest:
             document = parse_object(text)
         except ValueError as error:
             raise StoreDamaged(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
-        if document.pop("format", None) != FORMAT_NAME:
+        if document.get("format") != FORMAT_NAME:
             raise StoreDamaged(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
@@ -331,64 +403,23 @@ class StoreManifest:
                 f"{source} has schema version {version!r}; this release reads version {SCHEMA_VERSION}. "
                 f"Install a release of moa-data that reads version {version!r}, or extract again with this one."
             )
-        _check_keys(document, {item.name for item in fields(cls)}, source)
-        spec_keys = {item.name for item in fields(FieldSpec)}
         try:
-            _check_kinds(document)
-            for spec in document["fields"]:
-                _check_keys(mapping(spec, "a field"), spec_keys - (_OPTIONAL_KEYS - spec.keys()), f"{source}: a field")
-            return cls(**(document | {"fields": tuple(_read_field(spec) for spec in document["fields"])}))
-        except (TypeError, ValueError) as error:
+            checked = _ManifestDocument.model_validate_json(text)
+            specs = tuple(FieldSpec(**spec.model_dump()) for spec in checked.fields)
+            del document["format"]
+            return cls(**(document | {"fields": specs}))
+        except ValidationError as error:
+            raise StoreDamaged(f"{source} does not fit its schema version: {first_problem(error)}.") from error
+        except ValueError as error:
             if isinstance(error, StoreDamaged):
                 raise
             raise StoreDamaged(f"{source} holds a value of the wrong kind: {error}") from error
 
 
-def _check_kinds(document: Mapping[str, Any]) -> None:
-    """Refuse counts that are no counts and objects that are no objects, before anything is computed from them."""
-    for name in ("n_sequences", "n_parts", "n_tokens", "alignment_tokens"):
-        whole_number(document[name], name, 1)
-    for name in ("target", "identities", "extraction", "codec", "conventions"):
-        mapping(document[name], name)
-    for name in _TARGET_COUNTS & document["target"].keys():
-        whole_number(document["target"][name], f"target.{name}", 1)
-    extraction = document["extraction"]  # other programs' stores may lack any of its settings
-    for name in _EXTRACTION_COUNTS & extraction.keys():
-        whole_number(extraction[name], f"extraction.{name}", low=int(name != "target_layers"))
-    for name in {"compute_dtype", "dtype"} & extraction.keys():
-        if extraction[name] not in sorted(FLOAT_DTYPES):
-            raise ValueError(f"extraction.{name} is {str(extraction[name])[:60]!r}, expected a dtype of activations")
-    for section in ("identities", "conventions"):
-        if not all(isinstance(value, str) for value in document[section].values()):
-            raise ValueError(f"{section} holds something else than text")
-    if not isinstance(document["codec"].get("name"), str):
-        raise ValueError("the codec has no name")
-    if not isinstance(document["fields"], list):
-        raise ValueError("fields is no list")
-
-
-def _read_field(document: Mapping[str, Any]) -> FieldSpec:
-    """Return a field of store.json, its values checked for their kinds and its row for a sane size."""
-    axes = document["axes"]
-    if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
-        raise ValueError(f"the axes of field {document['name']!r} are no list of names")
-    if not isinstance(document["dtype"], str) or not isinstance(document["description"], str):
-        raise ValueError(f"dtype and description of field {document['name']!r} must be text")
-    shape = whole_numbers(document["token_shape"], "token_shape")
-    if math.prod(shape) > MAX_TOKEN_VALUES:
-        raise ValueError(f"field {document['name']!r} has {math.prod(shape)} values per token")
-    layers, key_width = document.get("layers"), document.get("key_width")
-    if layers is not None and (not isinstance(layers, list) or len(layers) > MAX_LAYERS):
-        raise ValueError(f"the layers of field {document['name']!r} are no list of numbers")
-    return FieldSpec(
-        document["name"],
-        document["dtype"],
-        shape,
-        tuple(axes),
-        document["description"],
-        None if layers is None else tuple(whole_number(layer, "layers") for layer in layers),
-        None if key_width is None else whole_number(key_width, "key_width", 1),
-    )
+def first_problem(error: ValidationError) -> str:
+    """Return the first thing that is wrong in a document, and where, in one line."""
+    problem = error.errors()[0]
+    return ": ".join([".".join(map(str, problem["loc"])), problem["msg"]]).removeprefix(": ")
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -403,15 +434,6 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[path] = value
     return flat
-
-
-def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) -> None:
-    missing, unknown = sorted(expected - document.keys()), sorted(document.keys() - expected)
-    if missing or unknown:
-        raise StoreDamaged(
-            f"{source} does not fit its schema version: "
-            f"missing keys {missing or 'none'}, unknown keys {unknown or 'none'}."
-        )
 
 
 # Logical dtypes say what the numbers mean, storage dtypes what NumPy and Zarr hold. They differ only for bfloat16,

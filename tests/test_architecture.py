@@ -42,7 +42,7 @@ OUTSIDE: dict[str, set[str]] = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "storage": {
         "numpy", "zarr", "numcodecs", "pyarrow", "google_crc32c", "zstandard", "array_api_compat", "safetensors",
-        "obstore", "typing_extensions",
+        "obstore", "pydantic", "typing_extensions",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2", "gguf",
             "accelerate"},
