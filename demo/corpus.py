@@ -64,40 +64,6 @@ def arithmetic(rng: random.Random) -> Chat:
     return _chat(" ".join([*story, question]), "\n".join([*steps, f"So {name} now has {total} {item}."]))
 
 
-def sorting(rng: random.Random) -> Chat:
-    """Draw words to be put into alphabetical order, one a line."""
-    words = rng.sample(WORDS, rng.randint(3, 5))
-    ask = rng.choice(
-        ("Sort these words alphabetically: {}.", "Put these words in alphabetical order: {}.", "Please sort: {}.")
-    )
-    lines = [f"{i}. {word}" for i, word in enumerate(sorted(words), start=1)]
-    return _chat(ask.format(", ".join(words)), "Here are the words in alphabetical order:\n" + "\n".join(lines))
-
-
-UNITS = (
-    ("kilometers", "meters", 1000), ("meters", "centimeters", 100), ("centimeters", "millimeters", 10),
-    ("kilograms", "grams", 1000), ("liters", "milliliters", 1000), ("euros", "cents", 100), ("weeks", "days", 7),
-    ("pairs", "pieces", 2), ("decades", "years", 10), ("centuries", "years", 100), ("yards", "feet", 3),
-)  # fmt: skip
-
-
-def conversion(rng: random.Random) -> Chat:
-    """Draw a unit conversion: the rule, the product, the answer."""
-    big, small, factor = rng.choice(UNITS)
-    value = rng.randint(2, 12) if factor in (2, 3, 7) else rng.randint(2, 99)
-    name = rng.choice(NAMES)
-    ask = rng.choice((
-        f"Convert {value} {big} to {small}.",
-        f"How many {small} are {value} {big}?",
-        f"{name} has {value} {big} and wants to know how many {small} that is.",
-        f"{name} asks: what is {value} {big} in {small}?",
-    ))  # fmt: skip
-    rule = f"Each of the {big} has {factor} {small}."
-    return _chat(
-        ask, f"{rule}\nMultiply: {value} x {factor} = {value * factor}.\nSo {value} {big} are {value * factor} {small}."
-    )
-
-
 def story(rng: random.Random) -> Chat:
     """Draw a tiny story about a given animal, name, place and treasure."""
     animal, name, place = rng.choice(ANIMALS), rng.choice(NAMES), rng.choice(PLACES)
@@ -143,20 +109,10 @@ def shopping(rng: random.Random) -> Chat:
     return _chat(*turns)
 
 
-def echo(rng: random.Random) -> Chat:
-    """Draw a few words to be repeated: the plainest exercise in copying from the prompt."""
-    words = [rng.choice((*WORDS, *NAMES, *ITEMS)) for _ in range(rng.randint(3, 7))]
-    text = " ".join(words)
-    return _chat(rng.choice(("Say: {}", "Repeat after me: {}", "Copy this line: {}")).format(text), f"You said: {text}")
-
-
 FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
     "arithmetic": arithmetic,
-    "sorting": sorting,
-    "conversion": conversion,
     "story": story,
     "shopping": shopping,
-    "echo": echo,
 }
 
 
