@@ -124,7 +124,8 @@ class Config(BaseModel):
     def settings(cls) -> Iterator[Setting]:
         """Yield every setting, in the order of the groups; one that several kinds have comes once for each."""
         for name, field in cls.model_fields.items():
-            groups, is_common = _groups(field), _COMMON in field.metadata
+            groups = _groups(field)
+            is_common = _COMMON in field.metadata
             if not groups:
                 yield Setting(name, name, field, None, is_common)
             if len(groups) > 1:
@@ -238,7 +239,8 @@ def _groups(field: FieldInfo) -> list[type[Config]]:
 
 
 def _read_value(value: Any, field: FieldInfo) -> Any:
-    groups, kinds = _groups(field), plain_types(field.annotation)
+    groups = _groups(field)
+    kinds = plain_types(field.annotation)
     if groups and "kind" in groups[0].model_fields:
         if isinstance(value, str):
             return {"kind": value}
@@ -385,7 +387,9 @@ def _message(
 
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
     """Return the key of a place in pydantic's errors, and the kind that those put between a choice and its setting."""
-    parts, kind, rest = [], None, list(map(str, loc))
+    parts = []
+    kind = None
+    rest = list(map(str, loc))
     group: type[Config] | None = config_class
     while rest and group is not None:
         parts.append(rest.pop(0))

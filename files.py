@@ -213,7 +213,8 @@ class LockHeld(Exception):
 
     def __init__(self, holder: str, note: str = "") -> None:
         super().__init__(holder)
-        self.holder, self.note = holder, note
+        self.holder = holder
+        self.note = note
 
 
 def open_lock(path: Path) -> int:

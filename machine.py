@@ -10,8 +10,10 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
 _HUGE_PAGE = 1 << 21
 _TWO_GIB_LESS_ONE = 2**31 - 1
 
@@ -82,9 +84,15 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
     left = []
     for _, controllers, group in lines:
         if controllers == "":
-            top, limit, usage, cache = root, "memory.max", "memory.current", "file"
+            top = root
+            limit = "memory.max"
+            usage = "memory.current"
+            cache = "file"
         elif "memory" in controllers.split(","):
-            top, limit, usage, cache = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
+            top = root / "memory"
+            limit = "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
+            cache = "total_cache"
         else:
             continue
         folder = top / group.lstrip("/")

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Drafts that the target agreed with are green, its own tokens plain, and what it has not seen yet is dim.
 _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\x1b[2m"}
-_RESET, _ERASE_BELOW = "\x1b[0m", "\x1b[J"
+_RESET = "\x1b[0m"
+_ERASE_BELOW = "\x1b[J"
 _TAB = "    "
 
 
@@ -136,7 +137,8 @@ class _Conversation:
     """The messages so far; answers are added as they end."""
 
     def __init__(self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None") -> None:
-        self.client, self._config = client, config
+        self.client = client
+        self._config = config
         self._messages: list[dict[str, str]] = [dict(message) for message in saved.messages] if saved else []
         if saved is not None and saved.finish:
             self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
@@ -145,7 +147,8 @@ class _Conversation:
         """Answer a prompt; one that cannot be answered leaves no message."""
         from ..moa.decoding.sampling import SamplingConfig
 
-        config, sampling = self._config, SamplingConfig(**self._config.sampling.arguments())
+        config = self._config
+        sampling = SamplingConfig(**self._config.sampling.arguments())
         self._add("user", text)
         try:
             answer = self.client.chat(
@@ -246,13 +249,15 @@ class TerminalAnswer:
     # the beginning of the answer. The cursor moves by differences of these, which scrolling does not change.
 
     def __init__(self) -> None:
-        self._write, self._size = out.write, _terminal_size
+        self._write = out.write
+        self._size = _terminal_size
         self._texts: list[str] = []
         self._kinds: list[str] = []
         self._starts: list[tuple[int, int]] = [(0, 0)]  # row and column of each token, and of the end
         self._mode = "connecting"
         self._stats: Stats | None = None
-        self._status, self._has_status = "", False
+        self._status = ""
+        self._has_status = False
 
     def note(self, event: "Event") -> None:
         """Show an event."""
@@ -302,11 +307,13 @@ class TerminalAnswer:
     def _broken(self, text: str, start: tuple[int, int]) -> tuple[str, tuple[int, int]]:
         """Break a text into lines of the terminal's width; returns it, and where it ends."""
         width, _ = self._size()
-        (row, column), parts = start, list[str]()
+        row, column = start
+        parts = list[str]()
         for character in printable(text).replace("\t", _TAB):
             n_cells = cell_len(character)
             if character == "\n" or column + n_cells >= width:
-                row, column = row + 1, 0
+                row = row + 1
+                column = 0
                 parts.append("\r\n")
                 if character == "\n":
                     continue

@@ -236,13 +236,15 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
     """
 
     def __init__(self, unit: str, scaled: bool = False) -> None:
-        self._own, self._phase = (unit, scaled), ""
+        self._own = (unit, scaled)
+        self._phase = ""
         self._bar: Any = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
         """Show ``done`` of ``total`` units and a message."""
         with contextlib.suppress(OSError):
-            word, bar = message.split(" ", 1)[0].rstrip(":,"), self._bar
+            word = message.split(" ", 1)[0].rstrip(":,")
+            bar = self._bar
             phase = word if word in PHASE_UNITS else ""
             if bar is None or bar.total != total or bar.n > done or phase != self._phase:
                 self.close()
@@ -261,7 +263,8 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
 
     def close(self) -> None:
         """Leave the last state on its line."""
-        bar, self._bar = self._bar, None
+        bar = self._bar
+        self._bar = None
         if bar is not None:
             with contextlib.suppress(OSError):
                 bar.close()

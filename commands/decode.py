@@ -75,7 +75,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     (drafter,) = ready_drafters(target, [config.drafter], config.template_kwargs, config.model).values()
     rows = [prompt_tokens(target.template, [{"role": "user", "content": text}]) for text in texts]
     sampling = SamplingConfig(**config.sampling.arguments())
-    proposer, shape = DrafterProposer(target, drafter, sampling), config.tree_shape()
+    proposer = DrafterProposer(target, drafter, sampling)
+    shape = config.tree_shape()
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
     generate_batch(target, rows, max_new_tokens=4, proposer=proposer, tree=shape or TreeShape(1), sampling=sampling)
     auto = AutoPolicy(sampling.temperature > 0, proposer.max_depth)

@@ -164,7 +164,8 @@ def _option(setting: Setting, hidden: bool) -> click.Option:
 
 
 def _flag(setting: Setting) -> tuple[str, str | None]:
-    name, kind = option_name(setting.name), type_text(setting)
+    name = option_name(setting.name)
+    kind = type_text(setting)
     return (f"{name}/--no-{name[2:]}", None) if kind == "true|false" else (name, kind)
 
 

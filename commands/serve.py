@@ -50,7 +50,8 @@ def serve(config: ServeConfig) -> None:
 
     if config.tls is not None:
         check_tls(*config.tls)  # before a model is loaded
-    tokens, identities = BearerTokens(read_tokens(config.token_file) if config.token_file else ()), None
+    tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
+    identities = None
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     drafters = ready_drafters(target, config.drafter, config.template_kwargs, config.model)
     engine = Engine(target, drafters, config.engine)

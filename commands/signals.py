@@ -148,9 +148,12 @@ def _watch(pipe: int) -> NoReturn:
     if _State.code is not None:
         os._exit(_State.code)
     # A handler that the command has installed by now takes its time; a later one does not know of this signal.
-    is_patient, is_told, began_s = signal.getsignal(signum) is not _raise, False, time.monotonic()
+    is_patient = signal.getsignal(signum) is not _raise
+    is_told = False
+    began_s = time.monotonic()
     while is_patient or time.monotonic() < began_s + CLEANUP_S:
-        again, is_later = _next_signal(pipe, _POLL_S), time.monotonic() > began_s + _REPEAT_S
+        again = _next_signal(pipe, _POLL_S)
+        is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_told:
             _tell("Ending what has begun; a second Ctrl-C ends it at once.")
             is_told = True

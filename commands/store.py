@@ -37,7 +37,8 @@ def inspect(store: "StorePath", sequence: int | None) -> None:
     with ActivationStore(store) as reader:
         if not 0 <= sequence < len(reader):
             raise StageFailure(f"--sequence is {sequence}, the store has {len(reader)} sequences, counted from 0.")
-        tokens, mask = reader.read(sequence, "tokens").tolist(), reader.read(sequence, "response_mask").tolist()
+        tokens = reader.read(sequence, "tokens").tolist()
+        mask = reader.read(sequence, "response_mask").tolist()
         row = {name: reader.sequences[name][sequence].as_py() for name in reader.sequences.column_names}
         out.print(sample_view(row, tokens, mask, _decoder(reader.target_path)))
 

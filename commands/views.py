@@ -96,7 +96,8 @@ def fields_table(summary: "StoreSummary") -> Table:
     for name in ("raw", "stored", "ratio", "bits/\nvalue", "bytes/\ntoken"):
         table.add_column(name, justify="right")
     for item in summary.fields:
-        spec, ratio = item.spec, item.stored_bytes / item.raw_bytes if item.raw_bytes else math.nan
+        spec = item.spec
+        ratio = item.stored_bytes / item.raw_bytes if item.raw_bytes else math.nan
         whole = (spec.name, spec.dtype, "x".join(map(str, spec.token_shape)) or "1")
         rows = [(whole, format_bytes(item.raw_bytes), item.stored_bytes, f"{ratio:.3f}", "")]
         for array, n_bytes in item.arrays.items() if len(item.arrays) > 1 else ():
@@ -185,7 +186,8 @@ def _validation_text(plan: "RunPlan") -> str:
 def train_view(report: "TrainReport") -> RenderableType:
     """Show the figures of a training run, and where its drafter is."""
     speed = "" if report.tokens_per_s is None else f" ({report.tokens_per_s:,.0f}/s)"
-    share, best = report.data_wait_share, report.best_expected_acceptance_length
+    share = report.data_wait_share
+    best = report.best_expected_acceptance_length
     width = ""
     if report.best_half_width is not None:
         width = f" ± {report.best_half_width:.2f} (95 %, {report.n_validation_sequences} sequences)"

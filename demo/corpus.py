@@ -47,9 +47,11 @@ def _join(words: Sequence[str]) -> str:
 
 def arithmetic(rng: random.Random) -> Chat:
     """Draw a running total in steps, each written out."""
-    name, item = rng.choice(NAMES), rng.choice(ITEMS)
+    name = rng.choice(NAMES)
+    item = rng.choice(ITEMS)
     total = rng.randint(5, 20)
-    story, steps = [f"{name} has {total} {item}."], [f"{name} starts with {total} {item}."]
+    story = [f"{name} has {total} {item}."]
+    steps = [f"{name} starts with {total} {item}."]
     for _ in range(rng.randint(2, 3)):
         amount = rng.randint(1, 9)
         if rng.random() < 0.5 and total > amount:
@@ -66,8 +68,12 @@ def arithmetic(rng: random.Random) -> Chat:
 
 def story(rng: random.Random) -> Chat:
     """Draw a tiny story about a given animal, name, place and treasure."""
-    animal, name, place = rng.choice(ANIMALS), rng.choice(NAMES), rng.choice(PLACES)
-    treasure, mood, friend = rng.choice(TREASURES), rng.choice(MOODS), rng.choice(FRIENDS)
+    animal = rng.choice(ANIMALS)
+    name = rng.choice(NAMES)
+    place = rng.choice(PLACES)
+    treasure = rng.choice(TREASURES)
+    mood = rng.choice(MOODS)
+    friend = rng.choice(FRIENDS)
     ask = rng.choice((
         f"Tell me a short story about a {mood} {animal} called {name} who finds a {treasure} in the {place}.",
         f"Write a tiny story. Hero: {name} the {animal}, who is {mood}. Place: the {place}. Thing: a {treasure}.",

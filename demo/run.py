@@ -126,7 +126,8 @@ def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]])
 
 def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
     """Begin a demo's folder, or return its finished phases; anything else is refused and left as it is."""
-    file, settings = folder / STATE_FILE, config.model_dump(mode="json", exclude={"out"})
+    file = folder / STATE_FILE
+    settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
         is_free = not folder.exists() or (folder.is_dir() and not {entry.name for entry in folder.iterdir()} - _OURS)
         if not is_free:
@@ -218,7 +219,8 @@ def _extract(config: DemoConfig, folder: Path, progress: Progress, provenance: d
 def _train(config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]) -> dict[str, Any]:
     from ..trainer.fit import train
 
-    out, every = folder / "drafter", max(1, config.drafter_steps // 4)
+    out = folder / "drafter"
+    every = max(1, config.drafter_steps // 4)
     can_resume = (out / LAST).is_file()  # an interrupted phase has left it
     if out.exists() and not can_resume:
         shutil.rmtree(out)  # stopped before its first checkpoint: nothing to keep

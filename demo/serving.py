@@ -33,7 +33,9 @@ class CutProxy:
     """
 
     def __init__(self, port: int, delay_s: float) -> None:
-        self._upstream, self._delay_s, is_ready = port, delay_s, threading.Event()
+        self._upstream = port
+        self._delay_s = delay_s
+        is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(is_ready)), name="proxy", daemon=True)
         self._thread.start()
         is_ready.wait()
@@ -55,7 +57,9 @@ class CutProxy:
         self._thread.join()
 
     async def _run(self, is_ready: threading.Event) -> None:
-        self._loop, self._is_open, self._has_ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_open = asyncio.Event()
+        self._has_ended = asyncio.Event()
         self._is_open.set()
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -82,14 +86,17 @@ class Timeline:
     """The course of an answer: tokens shown and verified against time, with one cut when ``n_tokens`` are shown."""
 
     def __init__(self, proxy: CutProxy, n_tokens: int) -> None:
-        self._proxy, self._n_tokens, self._began_s = proxy, n_tokens, time.perf_counter()
+        self._proxy = proxy
+        self._n_tokens = n_tokens
+        self._began_s = time.perf_counter()
         self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # seconds, tokens shown, of these verified
         self.cut: list[float] = []  # seconds of the cut and of the return
         self.n_rolled_back = 0
 
     def note(self, event: Event) -> None:
         """Record an event of the client."""
-        now, (_, shown, verified) = time.perf_counter() - self._began_s, self.points[-1]
+        now = time.perf_counter() - self._began_s
+        _, shown, verified = self.points[-1]
         if isinstance(event, Tokens):
             shown = event.start + len(event.tokens)
             # A run of tokens is either unverified as a whole or not at all.
@@ -148,7 +155,8 @@ def answer_through_a_cut(
         CutProxy(port, DELAY_S) as proxy,
         DraftingClient(proxy.address, folder / "drafter", folder / "store") as client,
     ):
-        timeline, began_s = Timeline(proxy, round(CUT_AFTER * len(reference))), time.perf_counter()
+        timeline = Timeline(proxy, round(CUT_AFTER * len(reference)))
+        began_s = time.perf_counter()
         answer = client.chat(messages, max_new_tokens=max_new_tokens, on_event=timeline.note)
         seconds = time.perf_counter() - began_s
     timeline.draw(folder / "serving.png")
@@ -170,7 +178,8 @@ def _served(folder: Path, model: str) -> Iterator[int]:
         "--drafter", str(folder / "drafter"), "--port", "0", "--grpc-port", "0", "--device", "cpu",
         "--set", f"engine.target_ms={TARGET_MS}",
     ]  # fmt: skip
-    log, pipe = folder / "serve.log", subprocess.PIPE
+    log = folder / "serve.log"
+    pipe = subprocess.PIPE
     with (
         log.open("w") as errors,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=errors, text=True) as process,

@@ -27,7 +27,9 @@ from ..trainer.muon import Muon
 from .config import DemoConfig
 
 MARKER = "training.json"  # file that is written last: a folder without it was not finished, and is made again
-BOS, EOT, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"
+BOS = "<|begin_of_text|>"
+EOT = "<|eot_id|>"
+PAD = "<|pad|>"
 SPECIAL_TOKENS = (BOS, "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", EOT, PAD)
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -166,7 +168,8 @@ def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generat
 
 def _fit(model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None) -> tuple[int, float]:
     """Train with a linear warm-up and a cosine down to 2 % of the peak rates; return the tokens seen and the loss."""
-    rng, n_steps = np.random.default_rng(config.seed), config.target_steps
+    rng = np.random.default_rng(config.seed)
+    n_steps = config.target_steps
     # Muon for the matrices of the decoder layers, AdamW for embeddings, norms and head.
     in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
     optimizer = Muon(
@@ -182,7 +185,8 @@ def _fit(model: Any, train: list[_Example], config: DemoConfig, progress: Progre
         return (step + 1) / warmup if step < warmup else 0.02 + 0.49 * (1 + math.cos(math.pi * phase))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    n_tokens, started = 0, time.perf_counter()
+    n_tokens = 0
+    started = time.perf_counter()
     pending: list[np.ndarray] = []
     model.train()
     for step in range(1, n_steps + 1):

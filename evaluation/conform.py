@@ -72,7 +72,8 @@ class Conformance:
 
     def describe(self) -> str:
         """Return the report as text, a line for each finding."""
-        lines, rounds = [], counted(self.n_rounds, "round")
+        lines = []
+        rounds = counted(self.n_rounds, "round")
         if self.partings:
             one = self.partings[0]
             lines += [
@@ -145,7 +146,9 @@ def pieces_of(target: Target) -> dict[str, Any]:
 
 def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
     """Let another Python decode; OptionInvalid with its last line where it fails."""
-    given, written, log = folder / "job.json", folder / "rounds.json", folder / "log"
+    given = folder / "job.json"
+    written = folder / "rounds.json"
+    log = folder / "log"
     given.write_text(json.dumps(job))
     # vLLM in one process, where its scheduler can be watched; the other two are what its build for CPUs wants.
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
@@ -210,7 +213,8 @@ def compare(
 @torch.inference_mode()
 def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
     """Run a text: outputs [n, E] of the embedding, -1, all L layers, and the final norm, L."""
-    cache, n_layers = target.new_cache(), target.sizes["n_layers"]
+    cache = target.new_cache()
+    n_layers = target.sizes["n_layers"]
     cache.watched_layers = tuple(range(n_layers))
     tokens = torch.tensor([text])
     last = target.forward(tokens, cache)
@@ -223,8 +227,11 @@ def _partings(
     reading: Reading, text: list[int], rounds: Sequence[tuple[int, list[int]]], states: Tensor
 ) -> Iterator[tuple[int, int, int, int, float]]:
     """Draft in the rounds of another engine; yields the first draft of each round that differs, without near ties."""
-    drafter, frozen = reading.drafter, reading.frozen
-    state, cache, n_seen = drafter.new_state(1), ContextCache(), 0
+    drafter = reading.drafter
+    frozen = reading.frozen
+    state = drafter.new_state(1)
+    cache = ContextCache()
+    n_seen = 0
     for n, drafts in rounds:
         if (n_known := min(n - 1 + reading.ahead, len(text))) > n_seen:
             drafter.observe(state, states[None, n_seen:n_known], [range(n_known - n_seen)])

@@ -33,7 +33,8 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
     }
     run = next((run for run in (folder, folder.parent) if all((run / name).is_file() for name in _RUN_FILES)), None)
     if run is not None:
-        report, store = _read(run / "report.json"), run / "store.json"
+        report = _read(run / "report.json")
+        store = run / "store.json"
         facts["n_steps"] = report.get("n_steps")
         facts["n_tokens"] = report.get("n_tokens_total") or report.get("n_tokens")
         facts["n_bytes_read"] = report.get("n_bytes_read") or None

@@ -114,7 +114,8 @@ def measure(
         sampling: of the methods.
     """
     first = opening_tokens(target, prompts)[:warmup]
-    result, n_batches = Measurement(), 0
+    result = Measurement()
+    n_batches = 0
     for generate in methods.values():
         for start in range(0, len(first), batch_size):
             batch = first[start : start + batch_size]
@@ -149,7 +150,8 @@ class _Chat:
     """A prompt and the turns of it that were answered."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
-        self.prompt, self.seed = prompt, seed
+        self.prompt = prompt
+        self.seed = seed
         self.history: list[Message] = []
         self.tokens: list[int] = []
         self._ended = False
@@ -179,7 +181,8 @@ def _measure_batch(
     repeats: int,
     sampling: SamplingConfig,
 ) -> list[PromptRow]:
-    prompts, seeds = [chat.tokens for chat in batch], [chat.seed for chat in batch]
+    prompts = [chat.tokens for chat in batch]
+    seeds = [chat.seed for chat in batch]
     generations: dict[str, list[list[Generation]]] = {name: [] for name in methods}
     for _ in range(repeats):
         for name in order:

@@ -33,10 +33,12 @@ def _transformers(job: dict[str, Any]) -> Answers:
     drafter = _load(AutoModel if is_block else AutoModelForCausalLM, job["drafter"], job["dtype"])
     if not is_block:
         own = drafter.generation_config
-        own.num_assistant_tokens, own.num_assistant_tokens_schedule = job["n_drafts"], "constant"
+        own.num_assistant_tokens = job["n_drafts"]
+        own.num_assistant_tokens_schedule = "constant"
         own.assistant_confidence_threshold = 0.0
     generator: Any = made.DFlashTokenCandidateGenerator if is_block else made.AssistedCandidateGenerator
-    plain, rounds = generator.get_candidates, list[tuple[int, list[int]]]()
+    plain = generator.get_candidates
+    rounds = list[tuple[int, list[int]]]()
 
     def get_candidates(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         found = plain(self, input_ids, *args, **kwargs)
@@ -63,7 +65,8 @@ def _vllm(job: dict[str, Any]) -> Answers:
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    plain, rounds = Scheduler.update_draft_token_ids, list[tuple[int, list[int]]]()
+    plain = Scheduler.update_draft_token_ids
+    rounds = list[tuple[int, list[int]]]()
 
     def update(self: Any, drafts: Any) -> None:
         plain(self, drafts)
@@ -125,7 +128,8 @@ def _chains_of_eagle3(model: Any, text: Any, hidden: Any, first: int, n_drafts: 
         hidden[:, :-1], text[:, 1:], document_ids=text.new_zeros(1, n_slots), ttt_steps=n_drafts,
     )  # fmt: skip
     steps = [step[0] if model.d2t is None else step[0] + model.d2t[step[0]] for step in drafted]
-    tokens, rounds = text[0].tolist(), []
+    tokens = text[0].tolist()
+    rounds = []
     for n in range(first, len(tokens)):
         chain = [int(step[n - 2]) for step in steps]
         right = next((k for k, draft in enumerate(chain) if tokens[n + k : n + k + 1] != [draft]), n_drafts)

@@ -20,7 +20,8 @@ from ..moa.targets.chat import Message, Rejection, parse_prompt
 from ..pipeline.dataset import read_jsonl
 from ..text import printable
 
-CHATS, SPEC_BENCH = "chats", "spec-bench"
+CHATS = "chats"
+SPEC_BENCH = "spec-bench"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
     ``n_prompts``: use this many: of chats the first ones, of Spec-Bench questions in turn from each category.
     """
-    path, found = Path(path).expanduser(), list[tuple[str, Prompt]]()
+    path = Path(path).expanduser()
+    found = list[tuple[str, Prompt]]()
     try:
         for number, row in enumerate(read_jsonl(path), start=1):
             where = f"{path} row {number}"
@@ -60,13 +62,16 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
         ) from error
     if not found:
         raise DatasetError(f"{path} holds no prompt; expected one JSON object per line.")
-    kind, prompts = found[0][0], _with_own_ids([prompt for _, prompt in found])
+    kind = found[0][0]
+    prompts = _with_own_ids([prompt for _, prompt in found])
     return PromptFile(kind, len(prompts), tuple(_choose(prompts, kind, n_prompts)))
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
     # Figures are summed by id: one that occurs again gets a number, ``id#2``.
-    given, n_seen, found = {prompt.prompt_id for prompt in prompts}, Counter[str](), []
+    given = {prompt.prompt_id for prompt in prompts}
+    n_seen = Counter[str]()
+    found = []
     for prompt in prompts:
         name = prompt.prompt_id
         n_seen[name] += 1

@@ -25,7 +25,8 @@ KIND = "moa-data evaluation report"
 TITLE = "# Speculative decoding against plain decoding"  # first line of the Markdown file beside it
 SCHEMA_VERSION = 3
 _PROBE_BYTES = 256 << 10  # about what a report and its figures take
-_N_RESAMPLES, _CONFIDENCE = 2000, 0.95
+_N_RESAMPLES = 2000
+_CONFIDENCE = 0.95
 
 Interval = tuple[float, float] | None
 CONVENTIONS = {
@@ -221,7 +222,8 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
     pairs = []
     for method in DRAFTING:
         for drafter in drafters[1:]:
-            one, other = f"{method} {drafter}", f"{method} {drafters[0]}"
+            one = f"{method} {drafter}"
+            other = f"{method} {drafters[0]}"
             if one not in rows[0].runs or other not in rows[0].runs:
                 continue
             pair: dict[str, Any] = {"method": method, "drafter": drafter, "over": drafters[0]}

@@ -42,7 +42,8 @@ def evaluate(
     """
     from .views import markdown_report, write_figures  # matplotlib, which `generate` does not need
 
-    out, alone = check_output(config.out), config.disconnection
+    out = check_output(config.out)
+    alone = config.disconnection
     scorer = None if alone.scorer is None else load_scorer(alone.scorer)
     file = load_prompts(config.prompts, config.n_prompts)
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
@@ -92,7 +93,8 @@ def build_methods(
     """Build the methods of an evaluation by name, the baseline first, and the policies of those named auto."""
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
-    sampling, chain = SamplingConfig(**config.sampling.arguments()), TreeShape(config.draft_length)
+    sampling = SamplingConfig(**config.sampling.arguments())
+    chain = TreeShape(config.draft_length)
     decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=sampling)
 
     def add(name: str, proposer: Proposer | None = None, shape: TreeShape | ShapePolicy | None = None) -> None:

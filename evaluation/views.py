@@ -18,7 +18,9 @@ _WIDTH, _DPI = 6.8, 125  # inches, 850 pixels
 
 def markdown_report(report: EvaluationReport) -> str:
     """Write the report: settings, methods, costs of drafters and rounds, categories, and what followed cuts."""
-    config, environment, prompts = report.config, report.environment, report.prompts
+    config = report.config
+    environment = report.environment
+    prompts = report.prompts
     lines = [
         TITLE,
         "",
@@ -54,7 +56,8 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _settings(report: EvaluationReport) -> str:
-    config, methods = report.config, set(report.config["method"])
+    config = report.config
+    methods = set(report.config["method"])
     usual = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     parts = {
         f"drafts of {config['draft_length']} tokens": {"chain", "prompt-lookup"} & methods,
@@ -97,7 +100,8 @@ def _method_table(report: EvaluationReport) -> list[str]:
 def _drafter_table(report: EvaluationReport) -> list[str]:
     if not report.drafters:
         return []
-    by_name, several = {summary.method: summary for summary in report.methods}, len(report.drafters) > 1
+    by_name = {summary.method: summary for summary in report.methods}
+    several = len(report.drafters) > 1
     methods = [method for method in DRAFTING if method in report.config["method"]]
     titles = ["drafter", "kind", "weights", "steps", "training tokens", "read from the store"]
     titles += [f"{method}: {column}" for method in methods for column in ("acceptance length", "ratio")]

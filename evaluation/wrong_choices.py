@@ -131,7 +131,8 @@ def _sees_anchor(r: Reading) -> None:
 
 def _context_normed_again(r: Reading) -> None:
     for block in r.drafter.blocks if r.drafter.hidden_norm else ():
-        plain, norm = block.self_attn.keys_values, block.input_layernorm
+        plain = block.self_attn.keys_values
+        norm = block.input_layernorm
         block.self_attn.keys_values = lambda x, rotation, plain=plain, norm=norm: plain(norm(x), rotation)
 
 

@@ -92,7 +92,8 @@ def add(
     with interruptible("while planning; nothing was written"):
         plan = plan_addition(config, progress)
     plan.check_disk()
-    timings, fields = Timings(), plan.forward.spec.fields
+    timings = Timings()
+    fields = plan.forward.spec.fields
     added = ", ".join(fields) or "the target's layers"
     with StoreWriter.create_or_resume(plan.store, plan.stored, read_plan(plan.store / PLAN_NAME)) as writer:
         with (
@@ -122,7 +123,9 @@ def _write_fields(
     plan: AddPlan, writer: StoreWriter, reader: ActivationStore, timings: Timings, progress: Progress | None
 ) -> str:
     """Write the bundle and the new fields of all parts, then the manifest; returns how the target agrees."""
-    agreement, forward, n_layers = "", plan.forward, int(plan.manifest.extraction["target_layers"])
+    agreement = ""
+    forward = plan.forward
+    n_layers = int(plan.manifest.extraction["target_layers"])
     fields = forward.spec.fields
     needs_bundle = not writer.has_target or held_layers(writer.target_path) < n_layers
     if fields or needs_bundle:
@@ -172,7 +175,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     """Run a batch and compare hidden/last with the stored one; refuse more than rounding explains."""
     if HIDDEN_LAST not in reader.fields:
         return ""
-    tokens, dtype = [reader.read(row, TOKENS) for row in rows], plan.forward.dtype
+    tokens = [reader.read(row, TOKENS) for row in rows]
+    dtype = plan.forward.dtype
     # Keys and values may change the kernels, and so last bits.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache).fields[HIDDEN_LAST]
@@ -210,8 +214,12 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         StoreMismatch: the store was made with another target, or on another kind of device.
     """
     with ActivationStore(config.store) as reader:
-        path, stored, sequences = reader.path, reader.manifest, reader.sequences
-        commits, codec, lengths = reader.commits.values(), reader.codec, reader.lengths
+        path = reader.path
+        stored = reader.manifest
+        sequences = reader.sequences
+        commits = reader.commits.values()
+        codec = reader.codec
+        lengths = reader.lengths
     settings = _check_settings(path, stored)
     folder, device = _find_same_target(config, path, stored, progress)
     model_config = load_target_config(folder)
@@ -221,7 +229,8 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         layer_sizes(model_config)  # refuses layers that no drafter can use
     old = parse_fields(spec.name for spec in stored.fields).fields
     groups = kv_groups(model_config)
-    wanted, kv_fields = (*map(activation_name, old), *config.activations), tuple(one.field for one in groups)
+    wanted = (*map(activation_name, old), *config.activations)
+    kv_fields = tuple(one.field for one in groups)
     full = parse_activations(wanted, n_layers, sizes["n_layers"], kv_fields)
     new = parse_fields(name for name in full.fields if name not in old)
     specs = field_specs(full, sizes, settings["dtype"], groups)
@@ -271,7 +280,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     if not has_parts(plan.store):
         return
     try:
-        old, new = read_manifest(plan.store), plan.manifest
+        old = read_manifest(plan.store)
+        new = plan.manifest
     except StoreError:
         return  # opening the store for writing repairs it, or names the damage
     n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))

@@ -177,7 +177,8 @@ def _text_rows(stored: ActivationStore, index: int, chats: Mapping[int, Tokenize
                 detail += f"; {len(own)} tokens stored, {len(live)} live"
             else:
                 difference = np.abs(own.astype(np.int64) - live.astype(np.int64))
-                max_error, differing = float(difference.max()), float((difference > 0).mean())
+                max_error = float(difference.max())
+                differing = float((difference > 0).mean())
         rows.append(AuditRow(index, sequence_id, name, max_error, differing, 0.0, detail, is_intact))
     return rows
 

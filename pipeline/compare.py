@@ -33,7 +33,8 @@ from . import plan
 from .config import TEXT_FIELDS
 from .differences import Divergence, LayerDifferences
 
-KEYS, VALUES = "keys", "values"
+KEYS = "keys"
+VALUES = "values"
 _TEACHER_POSITIONS = 2_048  # whose logits are computed for the teacher's figures, over all sequences
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values, [H, T, d] each

@@ -334,7 +334,8 @@ def parse_activations(
     Raises:
         OptionInvalid: unknown name, or a layer that the target does not have.
     """
-    names, layers = tuple(name.strip() for name in names), set[int]()
+    names = tuple(name.strip() for name in names)
+    layers = set[int]()
     for name in names:
         number = re.fullmatch(r"hidden:layer:(-?\d+)", name)
         if not number and name not in ("kv", "hidden:last"):

@@ -164,7 +164,9 @@ class ChatSource:
                 raise DatasetError(f"{dataset} is local. Leave out --dataset-config and --dataset-revision.")
             self._files, self._split, self._n_others = choose_files(path, split)
         else:
-            self._files, self._split, self._n_others = [], split or DEFAULT_SPLIT, 0
+            self._files = []
+            self._split = split or DEFAULT_SPLIT
+            self._n_others = 0
             self._hub = _load_hub(dataset, config_name, self._split, revision)
             self.commit = _commit_of(self._hub)
             if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
@@ -420,7 +422,8 @@ class Columns:
         renamed: dict[str, str] = {}
         for text in [part for item in texts for part in FORMATS.get(item, (item,))]:
             role, equals, names = text.partition("=")
-            role, columns = ROLES.get(role.strip(), role.strip()), tuple(name.strip() for name in names.split("+"))
+            role = ROLES.get(role.strip(), role.strip())
+            columns = tuple(name.strip() for name in names.split("+"))
             if not equals or not all(columns) or role not in ("messages", "tools", *ROLES.values()) or role == "tool":
                 raise OptionInvalid(
                     f"columns has {text!r}, expected ROLE=COLUMN such as user=instruction+input,assistant=output with "

@@ -79,7 +79,8 @@ class Divergence(Difference):
     def add(self, exact: Tensor, values: Tensor) -> None:
         """Add the logits [n, V] of n positions."""
         super().add(exact, values)
-        log_p, log_q = exact.double().log_softmax(-1), values.double().log_softmax(-1)
+        log_p = exact.double().log_softmax(-1)
+        log_q = values.double().log_softmax(-1)
         # 0 * inf, where a logit is -inf, counts as 0.
         self.kl_sum += float((log_p.exp() * (log_p - log_q)).nan_to_num(0.0, 0.0, 0.0).sum())
         self.n_agreeing += int((exact.argmax(-1) == values.argmax(-1)).sum())

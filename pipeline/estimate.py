@@ -50,7 +50,8 @@ from .report import Timings
 
 _N_BATCHES = 3
 # Share of its expected bits that an encoded value takes at the least; the most has alignment, indexes and metadata.
-_LEAST_STORED_SHARE, _MOST_STORED_SHARE = 0.9, 1.06
+_LEAST_STORED_SHARE = 0.9
+_MOST_STORED_SHARE = 1.06
 _TEXT_BYTES, _ROW_BYTES = 5, 200  # of a token in texts.arrow; of a sequence in texts.arrow and plan.parquet
 _RECORD_BYTES = 100_000  # manifests, commits, records of runs, card
 _THREAD_BYTES = 200 << 20  # of threads that encode and write, and of libraries that they load
@@ -117,7 +118,8 @@ class ForwardPlan:
     @property
     def memory_bytes(self) -> tuple[int, int]:
         """An upper estimate of what forwards add to the memory: of the host for all workers, of the device of each."""
-        config, itemsize = self.model_config, getattr(torch, self.compute_dtype).itemsize
+        config = self.model_config
+        itemsize = getattr(torch, self.compute_dtype).itemsize
         sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
@@ -128,7 +130,8 @@ class ForwardPlan:
         forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
         # Weights are loaded in host memory before they move to a device.
-        host_bytes, device_bytes = self.weight_bytes + forward_bytes + waiting_bytes, 0
+        host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
+        device_bytes = 0
         if torch.device(self.device).type == "cuda":
             host_bytes = max(self.weight_bytes, waiting_bytes)
             # With the values of the batch before, until they are copied.
@@ -232,7 +235,8 @@ class WritePlan:
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
         """Least and most bytes of what a store consists of, by what it is; without what it does not have."""
-        config, codec = self.forward.model_config, self.forward.codec
+        config = self.forward.model_config
+        codec = self.forward.codec
         bits = sum(own.expected_bits * math.prod(own.spec.token_shape) for own in codec.fields.values())
         n_bytes = bits / 8 * self.n_tokens
         ranges = {"parts": (int(_LEAST_STORED_SHARE * n_bytes), int(_MOST_STORED_SHARE * n_bytes))}
@@ -282,7 +286,8 @@ class WritePlan:
         progress: Progress | None,
     ) -> None:
         """Let the codec learn from forwards over a sample of sequences; ``tokens_of`` maps a row to its token ids."""
-        forward, model = self.forward, target.model
+        forward = self.forward
+        model = target.model
 
         def read(row: int) -> dict[str, np.ndarray]:
             tokens = tokens_of(row)
@@ -318,7 +323,8 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
 
     The three have the shortest, the median and the longest sequences.
     """
-    forward, batched = plan.forward, batches_of(plan.table, plan.forward.batch_tokens)
+    forward = plan.forward
+    batched = batches_of(plan.table, plan.forward.batch_tokens)
     batched.sort(key=lambda batch: int(numbers(batch, "n_tokens").max()))
     model = _random_target(forward, max(int(numbers(batch, "n_tokens").sum()) for batch in batched) + 1)
     n_layers = int(model.config.num_hidden_layers)
@@ -425,7 +431,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(forward.model_config)
-    config.vocab_size, config.pad_token_id = n_tokens, 0
+    config.vocab_size = n_tokens
+    config.pad_token_id = 0
     if torch.device(forward.device).type == "cpu":
         config.num_hidden_layers = max(1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config)))
     n_layers = config.num_hidden_layers

@@ -97,14 +97,16 @@ def extract(
         if not plan.keeps_texts:  # mapped from the store's own file they take no memory of this process
             with store.publishing(TEXTS_BYTE):
                 plan = replace(plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin))
-        had_target, counter = store.has_target, PartProgress(store, progress)
+        had_target = store.has_target
+        counter = PartProgress(store, progress)
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
         target = None  # of workers, whose memory it would take
         timings, lost = _work(plan, store, forwards, counter, share or (0, 1))
         if timings.n_padded_tokens:
             counter.tell(timings, looks=True)
-        timings.n_before_tokens, timings.wall_s = counter.n_before_tokens, time.perf_counter() - start
+        timings.n_before_tokens = counter.n_before_tokens
+        timings.wall_s = time.perf_counter() - start
         report = _report(plan, store, timings, lost)
         report.restored = "" if had_target else f"{TARGET_NAME}/"
         if share is None:
@@ -131,13 +133,15 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
 
 def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCodec, Target | None]:
     """Let the codec learn from forwards over a sample of the plan, unless an earlier run did; return the target too."""
-    codec, forward = plan.forward.codec, plan.forward
+    codec = plan.forward.codec
+    forward = plan.forward
     if not codec.learned:
         return codec, None
     if (before := learned_before(codec, plan.store, plan.manifest)) is not None:
         return before, None
     target = forward.load_target(progress)
-    ids, lengths = plan.table["sequence_id"].to_pylist(), numbers(plan.table, "n_tokens")
+    ids = plan.table["sequence_id"].to_pylist()
+    lengths = numbers(plan.table, "n_tokens")
     plan.learn(target, lengths, lambda row: plan.sequences.text(ids[row])[0], progress)
     return codec, target
 

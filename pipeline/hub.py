@@ -146,7 +146,8 @@ def _what(path: Path) -> tuple[Path, str, str]:
 def _files(folder: Path, entry: str) -> dict[str, int]:
     found = {}
     for path in sorted(folder.rglob("*")):
-        top, name = path.relative_to(folder).parts[0], path.relative_to(folder).as_posix()
+        top = path.relative_to(folder).parts[0]
+        name = path.relative_to(folder).as_posix()
         is_ours = top in _PUSHED if entry == MANIFEST_NAME else not top.startswith(".")
         if is_ours and path.is_file() and not name.endswith(PARTIAL_SUFFIX):
             found[name] = path.stat().st_size

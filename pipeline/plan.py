@@ -93,7 +93,9 @@ class ExtractPlan(WritePlan):
 
     def describe(self) -> str:
         """Return the plan as text."""
-        storage, target, codec = self.config.storage, self.manifest.target, self.forward.codec
+        storage = self.config.storage
+        target = self.manifest.target
+        codec = self.forward.codec
         n_response = int(numbers(self.table, "n_response_tokens").sum())
         lengths = np.sort(numbers(self.table, "n_tokens"))
         bits = ", ".join(
@@ -161,7 +163,8 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
-    tokenizer, sizes = load_target_tokenizer(folder), families.target_sizes(forward.model_config)
+    tokenizer = load_target_tokenizer(folder)
+    sizes = families.target_sizes(forward.model_config)
     template = ChatTemplate(tokenizer, texts["template_kwargs"], config.model)
     revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
     source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
@@ -216,7 +219,8 @@ def _plan_forwards(
     model_config = families.load_target_config(folder, with_weights)
     if not families.family_of(model_config).keeps_kv:  # of the others it is known
         frozen_weights(families.empty_model(model_config))  # refuses heads that drafters don't know
-    sizes, uses_vllm = families.target_sizes(model_config), config.forward.source == "vllm"
+    sizes = families.target_sizes(model_config)
+    uses_vllm = config.forward.source == "vllm"
     groups = families.kv_groups(model_config)
     kv_fields = tuple(one.field for one in groups)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"], kv_fields)
@@ -270,7 +274,8 @@ def _plan_forwards(
 
 def _choose_compute_dtype(config: ExtractConfig, model_config: Any, device: str, stored: Mapping[str, Any]) -> str:
     """Choose the dtype of forwards that was left open."""
-    kind, dtype = torch.device(device).type, config.storage.dtype
+    kind = torch.device(device).type
+    dtype = config.storage.dtype
     # Another machine that goes on with the store, or joins in, may have another kind of CPU.
     if stored.get("device") == kind and stored.get("compute_dtype") in ("float32", "bfloat16", "float16"):
         return str(stored["compute_dtype"])
@@ -283,7 +288,8 @@ def _choose_compute_dtype(config: ExtractConfig, model_config: Any, device: str,
 
 def _pick_device(config: ExtractConfig) -> str:
     """Return the device of the forward; the GPUs of Ray's workers may be on other machines than this one."""
-    wanted, n_gpus = config.forward.device, config.scale.gpus_per_worker
+    wanted = config.forward.device
+    n_gpus = config.scale.gpus_per_worker
     if config.scale.engine == "ray" and n_gpus is not None:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
             raise OptionInvalid(f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them.")

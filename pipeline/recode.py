@@ -83,7 +83,8 @@ def recode(
         metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
         manifest = dataclasses.replace(source.manifest, identities={**source.manifest.identities, **metric})
         new = _learned_codec(source, codec, target_store, manifest, progress, kv_metrics)
-        manifest, plan = dataclasses.replace(manifest, codec=new.describe()), source.sequences
+        manifest = dataclasses.replace(manifest, codec=new.describe())
+        plan = source.sequences
         with StoreWriter.create_or_resume(target_store, manifest, plan, new.files(), begins_anew=True) as writer:
             rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
             try:
@@ -180,7 +181,8 @@ def write_parts(
         read: row of the plan -> field -> its values, as ``PartWriter.write`` takes them.
         message: name of the phase for progress, which counts tokens.
     """
-    timings, start = Timings(), time.perf_counter()
+    timings = Timings()
+    start = time.perf_counter()
     pending = store.pending_parts()
     n_tokens = numbers(store.plan, "n_tokens")
     n_done = timings.n_before_tokens = int(n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum())

@@ -143,7 +143,8 @@ class Row:
 
     def end(self, reason: str, detail: str = "") -> None:
         """End the chat before the turn that is being asked."""
-        self.reason, self.detail = str(reason), printable(detail)
+        self.reason = str(reason)
+        self.detail = printable(detail)
 
 
 def _as_one_line(messages: Sequence[Message]) -> str:
@@ -204,7 +205,10 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Wo
         most_tokens = n_rows * (config.max_new_tokens + asked.question_tokens)
         return Work(None, n_rows, most_tokens, settings, text)
     source = ChatSource(config.dataset or "", asked.split, asked.dataset_config, asked.dataset_revision)
-    total, n_rows, n_chats, n_answers = source.count_rows(), 0, 0, 0
+    total = source.count_rows()
+    n_rows = 0
+    n_chats = 0
+    n_answers = 0
     for row in _rows(config, source):
         n_rows += 1
         n_chats += bool(row.turns)
@@ -336,7 +340,8 @@ class Answers:
             return
         with parsing(f"{self.record} is not a record of a regeneration", OutputOccupied, "Choose another --out."):
             found = _Record.model_validate_json(self.record.read_bytes())
-        now, begun = self._record.settings, found.settings
+        now = self._record.settings
+        begun = found.settings
         changed = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
         if changed and found.rows.n_rows:  # without a row nothing was answered by those settings
             listed = ", ".join(f"{name} {begun.get(name)} (now {now.get(name)})" for name in changed)
@@ -394,7 +399,8 @@ class Answers:
 
     def describe(self, config: RegenerateConfig) -> str:
         """Return the report as lines, the command that comes next included."""
-        counts, arguments = self.counts, self.settings["template_kwargs"]
+        counts = self.counts
+        arguments = self.settings["template_kwargs"]
         command = (
             f"moa-data extract --model {(not config.server and config.model) or 'MODEL'} --dataset {self.path} "
             f"--max-length {config.questions.max_length}"
@@ -540,7 +546,8 @@ class LocalTarget:
 
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
 _REFUSALS = (400, 408, 413, 422)  # statuses that concern one request
-_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
+_FIRST_WAIT_S = 0.5
+_MAX_WAIT_S = 20.0
 _ADVICE = "Check --server, --model and OPENAI_API_KEY."
 
 
@@ -639,7 +646,8 @@ class Server:
         with parsing(f"{self._url} gives no chat completion", ServingError, _ADVICE):
             document = answer.json()
             choice = document["choices"][0]
-            message, ended = choice["message"], choice["finish_reason"]
+            message = choice["message"]
+            ended = choice["finish_reason"]
             usage = document.get("usage") or {}
             n_tokens, n_prompt = (int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt"))
             text = message.get("content") or ""
@@ -660,7 +668,8 @@ class Server:
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
     ) -> httpx.Response:
         """Send a request, again for `patience_s` while the server is overloaded or out of reach."""
-        wait_s, last_s = _FIRST_WAIT_S, float("inf")
+        wait_s = _FIRST_WAIT_S
+        last_s = float("inf")
         while True:
             try:
                 answer = await client.request(method, self._url + path, json=body)

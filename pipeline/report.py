@@ -53,7 +53,8 @@ class Timings:
 
     def __add__(self, other: "Timings") -> "Timings":
         """Return the sums of two workers; the seconds of ``extract_s`` and ``wall_s`` are those of the longer one."""
-        one, two = asdict(self), asdict(other)
+        one = asdict(self)
+        two = asdict(other)
         longest = {name: max(one[name], two[name]) for name in ("extract_s", "wall_s")}
         return Timings(**({name: one[name] + two[name] for name in one} | longest))
 
@@ -138,7 +139,8 @@ class PartProgress:
     """Tells how much of a store's plan is done: parts by their commits, and tokens of this run."""
 
     def __init__(self, store: StoreWriter, progress: Progress | None) -> None:
-        self._store, self._progress = store, progress
+        self._store = store
+        self._progress = progress
         lengths = numbers(store.plan, "n_tokens").astype(np.int64)
         self._tokens = np.bincount(numbers(store.plan, "part"), lengths, store.n_parts).astype(np.int64)
         self._parts = store.committed_parts()
@@ -156,8 +158,10 @@ class PartProgress:
         if self._progress is None:
             return
         if looks or not self._store.is_shared or time.monotonic() > self._looked_s + _LOOK_EVERY_S:
-            self._parts, self._looked_s = self._store.committed_parts(), time.monotonic()
-        committed, total = int(self._tokens[self._parts].sum()), int(self._tokens.sum())
+            self._parts = self._store.committed_parts()
+            self._looked_s = time.monotonic()
+        committed = int(self._tokens[self._parts].sum())
+        total = int(self._tokens.sum())
         self._n_done = max(self._n_done, committed, min(self.n_before_tokens + timings.n_computed_tokens, total))
         self._n_parts = max(self._n_parts, len(self._parts), self._n_before_parts + timings.n_parts)
         self._progress(self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}")

@@ -46,7 +46,8 @@ Tokenised = tuple[TokenizedChat | Rejection, bool]
 Tokenise = Callable[[Any], Tokenised]
 _REPORT_ROWS = 64
 _COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
-_COUNTS_KEY, _ORIGIN_KEY = b"counts", b"origin"
+_COUNTS_KEY = b"counts"
+_ORIGIN_KEY = b"origin"
 _ORIGIN_VERSION = 3  # part of the origin; raise it when a change of the code makes equal chats give other tokens
 
 
@@ -110,7 +111,8 @@ class Sequences:
 
     def table(self) -> pa.Table:
         """Return the table for the storage plan: sequence_id, source_row, n_tokens, n_response_tokens."""
-        mask, offsets = np.frombuffer(self._mask, np.uint8), np.frombuffer(self.offsets, np.int64)
+        mask = np.frombuffer(self._mask, np.uint8)
+        offsets = np.frombuffer(self.offsets, np.int64)
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))  # response tokens before each token
         return pa.table(
             {
@@ -137,7 +139,8 @@ class Sequences:
     def from_arrow(cls, table: pa.Table) -> "Sequences":
         """Undo :meth:`to_arrow`; tokens and masks are views of the table, whose columns have one chunk each."""
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
-        tokens, mask = table["tokens"].chunk(0), table["response_mask"].chunk(0)
+        tokens = table["tokens"].chunk(0)
+        mask = table["response_mask"].chunk(0)
         if not tokens.offsets.equals(mask.offsets):
             raise ValueError("tokens and masks differ in length")
         return cls(
@@ -168,7 +171,8 @@ def read_sequences(
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()
-    max_length, columns = config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)
+    max_length = config.data.max_length or DEFAULT_MAX_LENGTH
+    columns = Columns.parse(config.data.columns)
 
     def tokenise(content: Any) -> Tokenised:
         return tokenize_row(template, content, max_length, columns), template.asked_the_time
@@ -293,7 +297,8 @@ def tokenize_row(
 
 
 def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:
-    n_positions, largest = sizes["max_position_embeddings"], int(chat.tokens.max())
+    n_positions = sizes["max_position_embeddings"]
+    largest = int(chat.tokens.max())
     if len(chat.tokens) > n_positions:
         raise DatasetError(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "

@@ -33,7 +33,9 @@ from ..text import counted, first_line
 from .config import ExtractConfig, ScaleSettings, core_share, resolve_encode_threads
 from .report import PartProgress, Timings
 
-SETTINGS_NAME, TIMINGS_NAME, LOG_NAME = "settings.yaml", "timings.json", "log.txt"
+SETTINGS_NAME = "settings.yaml"
+TIMINGS_NAME = "timings.json"
+LOG_NAME = "log.txt"
 _LOOK_EVERY_S = 1.0  # seconds between two looks at the commits of other workers
 _PATIENCE_S = 600.0  # seconds without any commit after which a part that another worker has begun is done here too
 _POLL_EVERY_S = 0.5  # seconds between two looks at the workers

@@ -93,8 +93,10 @@ class Rate:
     """A token bucket: so many events a second, and some at once after a rest."""
 
     def __init__(self, per_second: float, at_once: float) -> None:
-        self._per_second, self._at_once = per_second, at_once
-        self._left, self._since = at_once, time.monotonic()
+        self._per_second = per_second
+        self._at_once = at_once
+        self._left = at_once
+        self._since = time.monotonic()
 
     def take(self) -> float:
         """Count one; returns the seconds to wait before it may be served."""
@@ -114,7 +116,10 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, names: frozenset[str], checks_hosts: bool, checks_pages: bool) -> None:
-        self._app, self._names, self._checks_hosts, self._checks_pages = app, names, checks_hosts, checks_pages
+        self._app = app
+        self._names = names
+        self._checks_hosts = checks_hosts
+        self._checks_pages = checks_pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it and close its connection."""
@@ -174,7 +179,9 @@ class Connection(H11Protocol):
 
     def __init__(self, pool: "Connections", sock: socket.socket, address: str, **options: Any) -> None:
         super().__init__(**options)
-        self.pool, self.address, self._socket = pool, address, sock
+        self.pool = pool
+        self.address = address
+        self._socket = sock
         self._routes, self.app = self.app, self._answer
         self.is_working = False  # whether a request has arrived completely and is not answered
         self.is_surplus = False  # whether there were too many when it came, all of them working
@@ -228,7 +235,9 @@ class Connection(H11Protocol):
 
     def wait(self) -> None:
         """Wait for the head of a request."""
-        self.is_working, self.ends_s, self.since = False, float("inf"), time.monotonic()
+        self.is_working = False
+        self.ends_s = float("inf")
+        self.since = time.monotonic()
         self._set_deadline(self.pool.limits.head_s)
 
     async def _write(self, writing: Any) -> None:

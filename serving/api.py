@@ -29,7 +29,8 @@ from .post import call_in
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _HOLD_AT, _RELEASE_AT = 64, 8  # commits that wait for a reader when its sequence is held, and when it is released
-_MAX_STOPS, _MAX_STOP_CHARS = 4, 256
+_MAX_STOPS = 4
+_MAX_STOP_CHARS = 256
 
 # Settings of OpenAI's API and of vLLM's that this server lacks -> values, besides null, at which they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
@@ -289,12 +290,16 @@ class AnswerText:
     """One text of a request on its way from the engine's thread to a reader in the event loop."""
 
     def __init__(self, engine: Engine, request: Request, index: int, stops: Sequence[str], news: asyncio.Event) -> None:
-        self.index, self._engine, loop = index, engine, asyncio.get_running_loop()
+        self.index = index
+        self._engine = engine
+        loop = asyncio.get_running_loop()
         self._commits: deque[Commit] = deque()
-        self._has_come, self._is_held = news, False
+        self._has_come = news
+        self._is_held = False
         # The tokenizer's own: what transformers does besides costs the event loop as much again.
         decode = partial(engine.target.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-        self._text, self._stops = Detokenizer(decode), StopStrings(stops, request.min_new_tokens)
+        self._text = Detokenizer(decode)
+        self._stops = StopStrings(stops, request.min_new_tokens)
         self._began = time.perf_counter()
         self.n_tokens, self.finish_reason = 0, ""  # the latter stop or length when the answer has ended
         self.first_s: float | None = None  # seconds from the request to its first token
@@ -351,7 +356,8 @@ class Answers:
     """The texts of one request, which end at ``ends_s`` of time.monotonic(), the loop's clock, complete or not."""
 
     def __init__(self, engine: Engine, requests: Sequence[Request], stops: Sequence[str], ends_s: float) -> None:
-        self._has_come, self._is_late = asyncio.Event(), False
+        self._has_come = asyncio.Event()
+        self._is_late = False
         self.texts: list[AnswerText] = []
         try:
             for index, request in enumerate(requests):
@@ -411,7 +417,9 @@ class AnswerForm:
     """Writes the answer to a request as JSON, whole or as server-sent events."""
 
     def __init__(self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any) -> None:
-        self._is_chat, self._n_prompt, self._decode = isinstance(asked, ChatRequest), n_prompt, tokenizer.decode
+        self._is_chat = isinstance(asked, ChatRequest)
+        self._n_prompt = n_prompt
+        self._decode = tokenizer.decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._offsets: Counter[int] = Counter()  # of each text with log-probabilities: characters of the tokens shown
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # of each text: its events before and after what they add
@@ -485,7 +493,8 @@ class AnswerForm:
         tokens = [self._decode([token]) for token, _ in answer.scored]
         offsets = [*accumulate(map(len, tokens), initial=self._offsets[answer.index])]
         self._offsets[answer.index] = offsets.pop()
-        values, tops = [], []
+        values = []
+        tops = []
         for text, (_, (own, likeliest)) in zip(tokens, answer.scored, strict=True):
             values.append(max(own, _MIN_LOGPROB))
             # Parts of characters are shown alike: the likeliest of them, or the text's own.
@@ -499,7 +508,8 @@ class AnswerForm:
         }  # fmt: skip
 
     def _usage(self, answers: Answers) -> dict[str, int]:
-        n_prompt, n_new = self._n_prompt, answers.n_tokens
+        n_prompt = self._n_prompt
+        n_new = answers.n_tokens
         return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
 
 

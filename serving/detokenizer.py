@@ -46,19 +46,23 @@ class StopStrings:
     """Cuts a text that comes in pieces at the first of some stop strings that ends after so many pieces."""
 
     def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:
-        self._stops, self._held, self._n_before = tuple(stops), "", n_before
+        self._stops = tuple(stops)
+        self._held = ""
+        self._n_before = n_before
         self.is_found = False  # nothing is passed on from then on
 
     def push(self, text: str) -> str:
         """Take the next piece; returns what can be passed on, without an end that may begin a stop string."""
         if self.is_found or not self._stops:
             return "" if self.is_found else text
-        n_held, text = len(self._held), self._held + text
+        n_held = len(self._held)
+        text = self._held + text
         ends = ((text.find(stop, max(0, n_held + 1 - len(stop))), len(stop)) for stop in self._stops)
         found = [(at + n, at) for at, n in ends if at >= 0]
         self._n_before -= 1
         if found and self._n_before < 0:  # the one that is complete first; of those that end together the longest
-            self.is_found, self._held = True, ""
+            self.is_found = True
+            self._held = ""
             return text[: min(found)[1]]
         n_free = min(_possible_start(text, stop) for stop in self._stops)
         self._held = text[n_free:]

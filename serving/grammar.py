@@ -16,12 +16,15 @@ class Grammar:
     """Tells which tokens may follow those of one answer: [V] bool."""
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
-        self._matcher, self._n_vocab = matcher, n_vocab
+        self._matcher = matcher
+        self._n_vocab = n_vocab
         self._taken: list[int] = []  # tokens that the matcher has
 
     def __call__(self, answer: Sequence[int]) -> np.ndarray:
         """Move to an answer, whose tokens were allowed each at its place, from wherever this is."""
-        matcher, taken, answer = self._matcher, self._taken, list(answer)
+        matcher = self._matcher
+        taken = self._taken
+        answer = list(answer)
         n_same = min(len(taken), len(answer))
         while answer[:n_same] != taken[:n_same]:
             n_same -= 1
@@ -51,8 +54,10 @@ class Grammars:
                 f"{error.name} is not installed where the server runs, and a form of answers needs it: "
                 "pip install 'moa-data[structured]'."
             ) from error
-        self._n_vocab, self._matcher = target.sizes["vocab_size"], LLMatcher
-        ends, n_tokens = sorted(target.eos_token_ids) or None, max(self._n_vocab, len(target.tokenizer))
+        self._n_vocab = target.sizes["vocab_size"]
+        self._matcher = LLMatcher
+        ends = sorted(target.eos_token_ids) or None
+        n_tokens = max(self._n_vocab, len(target.tokenizer))
         self._tokenizer = from_tokenizer(target.tokenizer, n_tokens, ends)
 
     def make(self, kind: str, form: Any, n: int) -> list[Grammar]:

@@ -93,16 +93,21 @@ class DraftingServer:
     """Serves streams, and keeps the sessions."""
 
     def __init__(self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens) -> None:
-        self.port, self.counts = 0, DraftingCounts()
-        self._engine, self._identities, self._tokens = engine, identities, tokens
-        self._settings, self._limits = config.drafting, config.limits
+        self.port = 0
+        self.counts = DraftingCounts()
+        self._engine = engine
+        self._identities = identities
+        self._tokens = tokens
+        self._settings = config.drafting
+        self._limits = config.limits
         self._sessions: dict[str, DraftingSession] = {}
         self._streams: set[Stream] = set()
         self._is_draining = False
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, credentials: Any = None) -> None:
         """Serve in the running event loop from now on; port 0 is any free one, ``credentials`` are for TLS."""
-        settings, keepalive_ms = self._settings, round(self._settings.keepalive_s * 1000)
+        settings = self._settings
+        keepalive_ms = round(self._settings.keepalive_s * 1000)
         self._server = server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_body_bytes),
@@ -232,7 +237,8 @@ class DraftingServer:
         if message.sequence <= stream.last_sequence:
             return  # sent again
         stream.last_sequence = message.sequence
-        kind, session = message.WhichOneof("body"), stream.session
+        kind = message.WhichOneof("body")
+        session = stream.session
         self.counts.n_messages[kind or "unknown"] += 1
         if kind == "ping":
             stream.put(pb.ServerMessage(pong=pb.Pong(id=message.ping.id)))
@@ -275,7 +281,8 @@ class DraftingServer:
 
     def _request(self, body: pb.Open) -> Request:
         self._identities.check(body)
-        drafter, wants_context = next(iter(self._identities.drafters), None), False
+        drafter = next(iter(self._identities.drafters), None)
+        wants_context = False
         if body.codec:
             check_codec(body.codec)
             drafter = self._identities.drafter(body.identities.drafter)
@@ -290,7 +297,8 @@ class DraftingServer:
     def _answer_open(
         self, stream: Stream, session: DraftingSession, body: pb.Open, request: Request, was_rebuilt: bool
     ) -> None:
-        engine, own = self._engine, self._identities
+        engine = self._engine
+        own = self._identities
         width = engine.drafters[request.drafter].context_width if request.drafter and request.wants_context else 0
         drafter = own.drafters.get(request.drafter or "", "")
         opened = pb.Opened(
@@ -298,7 +306,8 @@ class DraftingServer:
             max_drafts=engine.max_drafts, max_positions=engine.target.max_positions,
             identities=pb.Identities(target=own.target, tokenizer=own.tokenizer, drafter=drafter),
         )  # fmt: skip
-        stream.session, session.used_s = session, time.monotonic()
+        stream.session = session
+        session.used_s = time.monotonic()
         stream.put(pb.ServerMessage(opened=opened))
         session.attach(stream, len(body.tokens))
         if width and request.n_context >= session.contexts.first:

@@ -64,8 +64,12 @@ class Service:
     """The routes, and what they work with. Requests that name no drafter use the engine's first one."""
 
     def __init__(self, engine: Engine, config: ServeConfig, tokens: BearerTokens) -> None:
-        self.engine, self.target, self.config, self.tokens = engine, engine.target, config, tokens
-        self.model_name, self.limits = config.name or Path(config.model).name, config.limits
+        self.engine = engine
+        self.target = engine.target
+        self.config = config
+        self.tokens = tokens
+        self.model_name = config.name or Path(config.model).name
+        self.limits = config.limits
         weights = target_identity(self.target.identity)
         self._fingerprint = f"fp_{weights[:12]}" if weights else None  # stands for the weights in answers
         self.is_draining, self._created = False, int(time.time())  # draining: the server ends, requests are refused
@@ -172,12 +176,14 @@ class Service:
         self._admit(request)
         if self.is_draining:
             raise ApiError(503, "the server is about to end; ask another, or later.", None, "draining", 5)
-        limits, most = self.limits, self.limits.max_body_bytes
+        limits = self.limits
+        most = self.limits.max_body_bytes
         too_large = ApiError(413, f"the body has more than {most} bytes; send less.", None, "request_too_large")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
             raise too_large
-        parts, n_bytes = [], 0
+        parts = []
+        n_bytes = 0
         try:
             async with asyncio.timeout(limits.body_s):
                 async for part in request.stream():
@@ -218,7 +224,8 @@ class Service:
         """Complete prompts; the log's middleware closes the answers in any case."""
         answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
-        facts.answer, facts.n_prompt = answers, sum(map(len, prompts))
+        facts.answer = answers
+        facts.n_prompt = sum(map(len, prompts))
         form = AnswerForm(asked, self._fingerprint, facts.n_prompt, self.target.tokenizer)
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -233,7 +240,8 @@ class Service:
         if (form := asked.form) is not None:
             make = self._tokenizers[-1].run(lambda _: self._grammars().make(*form, len(requests)))
             requests = [replace(one, allowed=each) for one, each in zip(requests, await make, strict=True)]
-        now, has_room = time.monotonic(), False
+        now = time.monotonic()
+        has_room = False
         ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
         while True:
             try:
@@ -248,7 +256,8 @@ class Service:
                 return answers
 
     def _request(self, asked: AnswerRequest, tokens: list[int], seed: int) -> Request:
-        engine, drafter = self.engine, next(iter(self.engine.drafters), None)
+        engine = self.engine
+        drafter = next(iter(self.engine.drafters), None)
         if asked.drafter is not None:
             drafter = None if asked.drafter == "none" else asked.drafter
         if drafter is not None and drafter not in engine.drafters:
@@ -265,7 +274,8 @@ class Service:
             frequency_penalty=asked.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(asked),
         )
-        most, least = self._max_new_tokens(asked, len(tokens)), asked.min_tokens or 0
+        most = self._max_new_tokens(asked, len(tokens))
+        least = asked.min_tokens or 0
         if least > most:
             raise ApiError(400, f"min_tokens is {least}, above the most tokens, {most}.", "min_tokens", "invalid_value")
         return Request(
@@ -274,7 +284,8 @@ class Service:
         )  # fmt: skip
 
     def _logit_bias(self, asked: AnswerRequest) -> tuple[tuple[int, float], ...]:
-        found, n_vocab = asked.logit_bias or {}, self.target.sizes["vocab_size"]
+        found = asked.logit_bias or {}
+        n_vocab = self.target.sizes["vocab_size"]
         for name, value in found.items():
             is_token = name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < n_vocab
             if not is_token or type(value) not in (int, float) or not -100 <= value <= 100:
@@ -283,7 +294,9 @@ class Service:
         return tuple((int(name), value) for name, value in found.items())
 
     def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
-        context, most, limit = self.engine.max_positions, asked.max_tokens, self.limits.max_new_tokens
+        context = self.engine.max_positions
+        most = asked.max_tokens
+        limit = self.limits.max_new_tokens
         if n_prompt >= context:
             message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
             raise ApiError(400, message, None, "context_length_exceeded")
@@ -305,7 +318,9 @@ class _Tokenizer:
     """A tokenizer in a thread of its own: it is not safe to use from several threads."""
 
     def __init__(self, template: ChatTemplate, max_waiting: int) -> None:
-        self._template, self._max_waiting, self._n_waiting = copy.deepcopy(template), max_waiting, 0
+        self._template = copy.deepcopy(template)
+        self._max_waiting = max_waiting
+        self._n_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def run(self, encode: Callable[[ChatTemplate], _T]) -> _T:

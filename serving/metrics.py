@@ -76,11 +76,13 @@ class RequestLog:
     """Middleware of all routes: logs and counts each request, and frees its answer."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+        self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request and log it."""
-        facts, began = Facts(), time.perf_counter()
+        facts = Facts()
+        began = time.perf_counter()
         scope["moa_data.facts"] = facts
 
         async def send_and_note(message: Message) -> None:
@@ -147,7 +149,8 @@ def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.L
         began, n_records = windows.get(kind, (now, 0))
         if now >= began + window_s:
             record.left_out = n_records - most
-            began, n_records = now, 0
+            began = now
+            n_records = 0
         windows[kind] = began, n_records + 1
         return n_records < most
 

@@ -44,11 +44,14 @@ class ServerRun:
     """
 
     def __init__(self, service: Service, on_ready: OnReady, identities: Identities | None = None) -> None:
-        self._service, self._config = service, service.config
-        self._on_ready, self._identities = on_ready, identities
+        self._service = service
+        self._config = service.config
+        self._on_ready = on_ready
+        self._identities = identities
         self.signum: int | None = None  # the signal that ended it; None where :meth:`end` was called without one
         self.drafting: DraftingServer | None = None  # that of gRPC
-        self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
+        self._ending = asyncio.Event()
+        self._breaking_off = asyncio.Event()
 
     def end(self, signum: int | None = None) -> None:
         """Drain, or, when called again, break off; to be called in the event loop."""
@@ -83,7 +86,8 @@ class ServerRun:
                 engine.stop()
 
     def _http(self, listener: socket.socket) -> HttpServer:
-        config, service = self._config, self._service
+        config = self._config
+        service = self._service
         names = frozenset(name.lower() for name in config.allowed_host)
         app = service.app(names, checks_hosts=ip_address(listener.getsockname()[0]).is_loopback)
         cert, key = config.tls or (None, None)
@@ -95,7 +99,8 @@ class ServerRun:
         return HttpServer(settings, service.limits)
 
     async def _start_drafting(self) -> None:
-        config, service = self._config, self._service
+        config = self._config
+        service = self._service
         if self._identities is None or config.grpc_port is None:
             return
         credentials = None

@@ -49,15 +49,20 @@ class DraftingSession:
     def __init__(
         self, opener: "Stream", engine: Engine, request: Request, on_lost: Callable[["DraftingSession"], None]
     ) -> None:
-        self.id, self.owner, self.counted_by = secrets.token_urlsafe(), opener.owner, opener.counted_by
+        self.id = secrets.token_urlsafe()
+        self.owner = opener.owner
+        self.counted_by = opener.counted_by
         self.used_s = 0.0  # time.monotonic() of the last message from or to its client; kept by the streams
         self.stream: Stream | None = None
         self.resuming = asyncio.Lock()  # of the stream that attaches itself
-        self._engine, self._loop, self._on_lost = engine, asyncio.get_running_loop(), on_lost
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._on_lost = on_lost
         # Of the Verify that is with the engine: its number, the tokens that the client knows, and drafts that were
         # committed before it came.
         self._asked = (0, 0, 0)
-        self._state, self._tag = _State.IDLE, 0
+        self._state = _State.IDLE
+        self._tag = 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify]] = deque()
         self._is_held = self._ends_when_idle = False
         self.stopped = asyncio.Event()  # set while the engine does nothing for it
@@ -68,7 +73,9 @@ class DraftingSession:
     def begin(self, request: Request) -> None:
         """Give the text to the engine, which does nothing with it yet."""
         self._sequence_id: int | None = self._engine.add(request, self._hand_commit)
-        self.request, self.tokens, self.finish = request, list(request.tokens), ""
+        self.request = request
+        self.tokens = list(request.tokens)
+        self.finish = ""
         self.contexts = ContextLog(request.n_context)
 
     def restart(self, request: Request) -> None:
@@ -83,7 +90,8 @@ class DraftingSession:
     def check_text(self, request: Request) -> None:
         """Refuse another text with RequestInvalid."""
         # A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
-        own, n_both = self.request, min(len(self.tokens), len(request.tokens))
+        own = self.request
+        n_both = min(len(self.tokens), len(request.tokens))
         settings, asked = ((r.n_prompt, r.max_new_tokens, r.sampling, r.seed) for r in (own, request))
         if settings != asked or n_both < own.n_prompt or list(request.tokens[:n_both]) != self.tokens[:n_both]:
             raise RequestInvalid("the session has another prompt, other settings or other tokens; open a new one.")
@@ -101,7 +109,9 @@ class DraftingSession:
 
     def attach(self, stream: "Stream", n_known: int) -> None:
         """Answer to this stream from now on, first with the tokens that its client, who knows n, lacks."""
-        self.stream, self._n_sent, self._ends_when_idle = stream, n_known, False
+        self.stream = stream
+        self._n_sent = n_known
+        self._ends_when_idle = False
         if n_known < len(self.tokens) or self.finish:
             self._send_tokens()
 
@@ -163,7 +173,8 @@ class DraftingSession:
             self.stream.close()
 
     def _verify(self, sequence: int, body: pb.Verify) -> None:
-        drafts, known = body.tokens, self.tokens[body.start :]
+        drafts = body.tokens
+        known = self.tokens[body.start :]
         n_agreed = n_common(drafts, known)
         if n_agreed < len(known) or self.finish:
             self._send_tokens(body.start, n_agreed, sequence)
@@ -312,14 +323,19 @@ class Stream:
         self.failure: pb.Failure | None = None  # that ended it
         self._answers: deque[pb.ServerMessage] = deque()
         self._contexts: ContextLog | None = None
-        self._codec, self._n_context, self._chunk = "", 0, 1
+        self._codec = ""
+        self._n_context = 0
+        self._chunk = 1
         self._is_closed = False
-        self._changed, self.has_room = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self.has_room = asyncio.Event()
         self.has_room.set()
 
     def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
         """Send the contexts of a text from a position on, as they come."""
-        self._contexts, self._codec, self._n_context = contexts, codec, n_context
+        self._contexts = contexts
+        self._codec = codec
+        self._n_context = n_context
         self._chunk = max(1, _CHUNK_BYTES // bytes_per_position(codec, width))
         self.wake()
 

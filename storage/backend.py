@@ -176,7 +176,8 @@ def blocks_of(path: StorePath, block_bytes: int = REQUEST_BYTES) -> Iterator[byt
             while block := file.read(block_bytes):
                 yield block
         return
-    n_bytes, key = path.stat().st_size, path.key
+    n_bytes = path.stat().st_size
+    key = path.key
     blocks = [(key, at, min(at + block_bytes, n_bytes)) for at in range(0, n_bytes, block_bytes)]
     for first in range(0, len(blocks), _BLOCKS_AHEAD):
         yield from path.backend.read_ranges(blocks[first : first + _BLOCKS_AHEAD])
@@ -284,7 +285,8 @@ class LocalFile:
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
         """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
-        n_read, file = 0, self._open()
+        n_read = 0
+        file = self._open()
         while n_read < len(buffer) and (got := os.preadv(file.fd, [buffer[n_read:].data], offset + n_read)):
             n_read += got
         return n_read

@@ -78,7 +78,8 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     n_bytes = len(buffer) - CRC_BYTES
     # After a big decompression Python is out of the caches, so few steps: no slice, one checksum of the whole.
     if crc32c(buffer) != _CRC_OF_CHECKED:
-        got, (expected,) = crc32c(buffer[:n_bytes]), _CRC.unpack_from(buffer.data, n_bytes)
+        got = crc32c(buffer[:n_bytes])
+        (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
         raise StoreDamaged(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
     n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:  # blosc believes its header
@@ -97,7 +98,8 @@ _SHUFFLED_ZSTD = 0x81
 _UNSPLIT_ZSTD = 0x90
 _MIN_PLANE_BYTES = 128  # blosc splits a block only where each plane has at least 128 bytes
 _WORD_BYTES = 8
-_N_SAMPLE_COLUMNS, _N_SAMPLE_ROWS = 4, 64
+_N_SAMPLE_COLUMNS = 4
+_N_SAMPLE_ROWS = 64
 # Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0 repeats is below this.
 _REPEATED_SHARE = 1 / 12
 
@@ -136,7 +138,8 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     n = len(words)
     # Fresh arrays of this size would come from the kernel page by page, at more than the cost of coding them.
     scratch = scratch_bytes("planes", 2 * n)
-    low, high = scratch[:n], scratch[n:]
+    low = scratch[:n]
+    high = scratch[n:]
     np.copyto(low, words, casting="unsafe")
     # Words read from the second byte on have the high bytes below: half the time of shifting all of them.
     shifted = words.view(np.uint8)[1:-1].view("<u2")

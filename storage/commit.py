@@ -231,7 +231,8 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
             return [(commit, StoreDamaged(f"{commit} lists {others[0]}, which no store has. {_RESTORE}"))]
         damage = []
         for name, record in records.items():
-            path, advice = store / name, _WRITE_ANEW if is_metadata(name) else _RESTORE
+            path = store / name
+            advice = _WRITE_ANEW if is_metadata(name) else _RESTORE
             if (metadata or not is_metadata(name)) and record_of(content_of(path, MAX_PLAN_BYTES) or b"") != record:
                 message = f"{path} is not the file that was written: its checksum differs from its commit's. {advice}"
                 damage.append((path, StoreDamaged(message)))

@@ -165,7 +165,8 @@ def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, b
 
 def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid:
     """Read the grid of an array that all parts share; StoreDamaged where it is not for so many parts and tokens."""
-    path, unit = parts / array.name / ZARR_NAME, array.axes[0]
+    path = parts / array.name / ZARR_NAME
+    unit = array.axes[0]
     try:
         text = read_file(path)
     except MISSING as error:
@@ -230,7 +231,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
     """Whether only axis 0 and the layers are cut, evenly, into chunks and shards of sizes that can be allocated."""
-    shape, chunk, shard = grid.shape, grid.chunk_shape, grid.shard_shape
+    shape = grid.shape
+    chunk = grid.chunk_shape
+    shard = grid.shard_shape
     return (
         len(shape) == len(chunk) == len(shard)
         and shard[1:] == shape[1:]

@@ -42,7 +42,8 @@ NOTICE_S = 5.0  # time without an answer after which a process logs, once, that 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
 _TIMEOUT_S = 180.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 
 _log = logging.getLogger(__name__)
@@ -265,7 +266,8 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
     for i in sorted(range(len(ranges)), key=lambda i: ranges[i]):
         name, start, stop = ranges[i]
         if group:
-            first, last = ranges[group[0]], ranges[group[-1]]
+            first = ranges[group[0]]
+            last = ranges[group[-1]]
             fits = name == first[0] and start - last[2] <= GAP_BYTES and stop - first[1] <= REQUEST_BYTES
             if not fits:
                 yield group

@@ -68,7 +68,8 @@ class RemotePath:
     """A file or folder in an object store, named in the way of ``Path``; the store itself has an empty key."""
 
     def __init__(self, backend: Backend, key: str = "") -> None:
-        self.backend, self.key = backend, key
+        self.backend = backend
+        self.key = key
 
     def __truediv__(self, name: str | PurePosixPath) -> "RemotePath":
         return RemotePath(self.backend, f"{self.key}/{name}".strip("/"))

@@ -88,10 +88,12 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
     lengths = numbers(table, "n_tokens").astype(np.int64)
     padded = -(-lengths // alignment_tokens) * alignment_tokens
     part_of = np.empty(len(lengths), np.int32)
-    part, filled = 0, 0
+    part = 0
+    filled = 0
     for row, n_tokens in enumerate(padded.tolist()):
         if filled and filled + n_tokens > part_tokens:
-            part, filled = part + 1, 0
+            part = part + 1
+            filled = 0
         part_of[row] = part
         filled += n_tokens
     # The longest first: neighbours of equal length make batches with little padding.
@@ -132,7 +134,8 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
 
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
     """Return what the commit of each part must say: part, n_sequences, n_tokens and allocated_tokens (with padding)."""
-    part, ends = numbers(plan, "part"), numbers(plan, "first_token") + numbers(plan, "n_tokens")
+    part = numbers(plan, "part")
+    ends = numbers(plan, "first_token") + numbers(plan, "n_tokens")
     lengths = np.zeros(int(part.max()) + 1, np.int64)
     np.maximum.at(lengths, part, -(-ends // alignment_tokens) * alignment_tokens)
     n_sequences = np.bincount(part, minlength=len(lengths))
@@ -149,7 +152,8 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
             f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got {plan.schema.names}."
         )
     _check_sequences(plan)
-    part, first = numbers(plan, "part").astype(np.int64), numbers(plan, "first_token")
+    part = numbers(plan, "part").astype(np.int64)
+    first = numbers(plan, "first_token")
     if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
         raise StoreDamaged(f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts.")
     ends = first + numbers(plan, "n_tokens")

@@ -26,7 +26,8 @@ from .backend import crc32c
 from .commit import FileRecord
 from .paths import REQUEST_BYTES, RemotePath, requests
 
-FOLDER_VARIABLE, SIZE_VARIABLE = "MOA_DATA_CACHE_DIR", "MOA_DATA_CACHE_GB"
+FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
+SIZE_VARIABLE = "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
 BLOCK_BYTES = 1 << 20  # a reader of a whole sequence asks for many times as much; smaller blocks only make more files
 _CRC = struct.Struct("<I")
@@ -44,7 +45,9 @@ class RemoteFile:
     max_read_bytes = REQUEST_BYTES
 
     def __init__(self, path: RemotePath, record: FileRecord, cache: "ReadCache | None" = None) -> None:
-        self.path, self.n_bytes, self.cache = path, record.bytes, cache
+        self.path = path
+        self.n_bytes = record.bytes
+        self.cache = cache
         identity = f"{path} {record.bytes} {record.crc32:08x} {record.bytes}"
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
@@ -78,7 +81,8 @@ class ReadCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
-        self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
+        self.folder = Path(folder).expanduser().absolute()
+        self.max_bytes = max_bytes
         self._counting = threading.Lock()
         self._n_used, self._n_written = 0, max_bytes  # as if a count were due
 
@@ -106,7 +110,8 @@ class ReadCache:
         start, stop = _span(file, block)
         try:
             content = path.read_bytes()
-            data, crc = content[: -_CRC.size], content[-_CRC.size :]
+            data = content[: -_CRC.size]
+            crc = content[-_CRC.size :]
             if len(data) != stop - start or _CRC.pack(crc32c(data)) != crc:
                 return None
             os.utime(path)  # what was used last goes last
@@ -137,7 +142,8 @@ class ReadCache:
         share = self.max_bytes // _FREED_SHARE
         if self._n_written > share or self._n_used + n_bytes > self.max_bytes:
             found = sorted(self._found())
-            self._n_used, self._n_written = sum(size for _, size, _ in found), 0
+            self._n_used = sum(size for _, size, _ in found)
+            self._n_written = 0
             allowed = self.max_bytes - n_bytes
             if self._n_used > allowed:
                 allowed -= share
@@ -189,6 +195,7 @@ def _span(file: RemoteFile, block: int) -> tuple[int, int]:
 
 def _cut(blocks: Sequence[bytes], start: int, stop: int) -> memoryview:
     """Cut what was asked for from its blocks, of which the last may be shorter than it should be."""
-    skipped, n_bytes = start % BLOCK_BYTES, max(0, stop - start)
+    skipped = start % BLOCK_BYTES
+    n_bytes = max(0, stop - start)
     whole = blocks[0] if len(blocks) == 1 else b"".join(blocks)
     return memoryview(whole)[skipped : skipped + n_bytes]

@@ -129,7 +129,8 @@ TOKENS = "tokens"  # the field of the token ids, of which some codecs need rows 
 KV = "kv"  # the field of the keys and values of all layers; where layers are not alike, those of some are below it
 HIDDEN_LAST = "hidden/last"  # the field of the states after the final norm
 
-TOKEN_AXIS, LAYER_AXIS = "token", "layer"
+TOKEN_AXIS = "token"
+LAYER_AXIS = "layer"
 BLOCK_AXIS = "block"  # name of axis 0 of a stored array that has one row for several tokens
 PIECE_AXIS = "piece"  # name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own
 KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")  # axes of one token's keys and values
@@ -331,7 +332,8 @@ def kv_group_field(
         equal = kv_field(len(layers), n_kv_heads, key_width, dtype)
         return replace(equal, name=name, layers=tuple(layers), description=meaning)
     meaning = f"{of_layers}: {key_width} numbers as the key of each head, then {value_width} as its value"
-    shape, axes = (len(layers), n_kv_heads, key_width + value_width), (TOKEN_AXIS, *UNEQUAL_KV_AXES)
+    shape = (len(layers), n_kv_heads, key_width + value_width)
+    axes = (TOKEN_AXIS, *UNEQUAL_KV_AXES)
     return FieldSpec(name, dtype, shape, axes, meaning, tuple(layers), key_width)
 
 

@@ -91,7 +91,9 @@ class ShowSteps(L.Callback):
     """Reports optimizer steps to a progress callback, and micro-batches and validations between them."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
-        self.progress, self.max_steps, self._figures = progress, max_steps, "train"
+        self.progress = progress
+        self.max_steps = max_steps
+        self._figures = "train"
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -130,7 +132,8 @@ class MicroBatches(L.Callback):
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
         # The choice is noted in a file: a resumed run takes it again where it fits, and then adds up in the same order.
-        self.data, self.file = data, file
+        self.data = data
+        self.file = file
         self._has_chosen = False
 
     @override
@@ -150,7 +153,8 @@ class MicroBatches(L.Callback):
         # Lightning counts micro-batches, and a step where their number divides; the stream begins at the first one of a
         # step. After a checkpoint from the middle of a step, or of an invocation with other micro-batches, each step
         # would mix two batches: so its counts are set to those at the end of the checkpoint's step.
-        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+        step = checkpoint["global_step"]
+        loops = checkpoint["loops"]["fit_loop"]
         n_batches = step * trainer.accumulate_grad_batches
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
@@ -160,7 +164,8 @@ class MicroBatches(L.Callback):
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
     def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
-        device, n_devices = trainer.strategy.root_device, trainer.world_size
+        device = trainer.strategy.root_device
+        n_devices = trainer.world_size
         given = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
         noted: dict[str, Any] = {}
@@ -193,7 +198,8 @@ class Saves(L.Callback):
     """
 
     def __init__(self, out: Path, every_n_steps: int, max_steps: int) -> None:
-        self.out, self.every_n_steps = out, every_n_steps
+        self.out = out
+        self.every_n_steps = every_n_steps
         self.max_steps = max_steps  # of the run; an invocation that is to end earlier does not validate where it ends
         self.best = float("-inf")  # expected acceptance length
         self.best_half_width = float("nan")  # of its 95 % interval
@@ -237,7 +243,8 @@ class Saves(L.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.validated_step = state_dict["best"], state_dict["validated_step"]
+        self.best = state_dict["best"]
+        self.validated_step = state_dict["validated_step"]
         self.best_half_width = state_dict.get("best_half_width", float("nan"))  # earlier runs have none
 
     @override
@@ -299,7 +306,8 @@ class StopGuard(L.Callback):
         if self.signum and signum == signal.SIGINT and now > self._noted_s + REPEAT_S:
             raise StoppedAtOnce
         if not self.signum:
-            self.signum, self._noted_s = signum, now
+            self.signum = signum
+            self._noted_s = now
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -491,7 +491,8 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         found = read_config_file(file)
     except OptionInvalid:
         return "", {}
-    schedule, now = dict(found.get("schedule", {})), given.get("schedule", {})
+    schedule = dict(found.get("schedule", {}))
+    now = given.get("schedule", {})
     # An early stop is not repeated; of the two settings of a run's length, the one that is given counts.
     replaced = {"stop_after_steps"} | ({"max_steps", "epochs"} if {"max_steps", "epochs"} & set(now) else set())
     found["schedule"] = {name: value for name, value in schedule.items() if name not in replaced}

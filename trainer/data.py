@@ -150,7 +150,8 @@ def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
     """Start copying a batch from pinned memory to a stream's device; call :func:`await_copy` before using it."""
     # torch gives pinned memory to others only once the copies from it are done.
     with torch.cuda.stream(stream):
-        moved, done = batch.to(stream.device, non_blocking=True), torch.cuda.Event()
+        moved = batch.to(stream.device, non_blocking=True)
+        done = torch.cuda.Event()
         done.record(stream)
     return replace(moved, copied=done)
 
@@ -178,7 +179,8 @@ def target_identity(store: ActivationStore) -> dict[str, str]:
 
 def has_own_answers(store: ActivationStore) -> bool:
     """Return whether an extraction of the store recorded that its target wrote the answers itself."""
-    weights, runs = target_identity(store).get("weights_sha256"), store.path / RUNS_NAME
+    weights = target_identity(store).get("weights_sha256")
+    runs = store.path / RUNS_NAME
     for name in names_in(runs):
         with contextlib.suppress(OSError, ValueError):
             if weights and parse_object(read_file(runs / name)).get(ANSWERS_BY) == weights:
@@ -193,8 +195,10 @@ def read_fields(reads: Reads) -> dict[str, str]:
 
 
 def _reads(store: ActivationStore, drafter: Any) -> Reads:
-    kind, n_layers = drafter_class(drafter.kind), int(store.manifest.target["n_layers"])
-    reads, n_with_kv = kind.reads(n_layers, drafter), len(_kv_layers(store))
+    kind = drafter_class(drafter.kind)
+    n_layers = int(store.manifest.target["n_layers"])
+    reads = kind.reads(n_layers, drafter)
+    n_with_kv = len(_kv_layers(store))
     if reads.kv and n_with_kv not in (0, n_layers):  # those with KV of their own are counted among each other
         return replace(reads, kv_layers=kind.reads(n_with_kv, drafter).kv_layers)
     return reads
@@ -208,7 +212,8 @@ def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
 
 def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, int]]]:
     """Map fields of keys and values that are read to (place among all layers that are read, index) of each layer."""
-    every, found = _kv_layers(store), dict[str, list[tuple[int, int]]]()
+    every = _kv_layers(store)
+    found = dict[str, list[tuple[int, int]]]()
     chosen = every if reads.kv_layers is None or not every else [every[layer] for layer in reads.kv_layers]
     for place, (_, name, index) in enumerate(chosen if reads.kv else []):
         found.setdefault(name, []).append((place, index))
@@ -217,7 +222,8 @@ def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, 
 
 def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
     """Map as :func:`read_fields` does for the drafter of a run, or refuse a store that lacks one of the fields."""
-    n_layers, n_last = int(store.manifest.target["n_layers"]), config.target_layer_inference
+    n_layers = int(store.manifest.target["n_layers"])
+    n_last = config.target_layer_inference
     if n_last >= n_layers:
         raise TrainingError(
             f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
@@ -225,7 +231,8 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     if n_last:
         layer_sizes(load_target_config(store.target_path))  # else what is missing would be named
     reads = _reads(store, config.drafter)
-    needed, kv = read_fields(reads), _kv_read(store, reads)
+    needed = read_fields(reads)
+    kv = _kv_read(store, reads)
     if kv:  # which is of several fields where layers are not alike
         is_one = len({name for _, name, _ in _kv_layers(store)}) == 1
         own = {KV if is_one else f"{KV}.{index}": name for index, name in enumerate(kv)}
@@ -257,7 +264,8 @@ class BatchReader:
     """Reads given sequences of a store into right-padded batches for a device that trains."""
 
     def __init__(self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1) -> None:
-        self.store, self.config = store, config
+        self.store = store
+        self.config = config
         n_own = len(os.sched_getaffinity(0)) // n_ranks  # of the cores, which the processes of this machine share
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_own))
         # On the CPU the thread that reads also decodes; another device decodes for itself, so that only codes travel.
@@ -277,10 +285,12 @@ class BatchReader:
 
         ``response``: bool [B, at least T], their response masks; None to read them too.
         """
-        n_rows, n_tokens = len(sequences), int(lengths.max())
+        n_rows = len(sequences)
+        n_tokens = int(lengths.max())
         codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]
         plain = {codec.spec.name for codec, _ in codecs if codec.is_identity}
-        buffers, out = {}, {}
+        buffers = {}
+        out = {}
         for array, indices in shared_arrays(codecs).items():
             dtype = _TORCH_DTYPES[array.logical_dtype] if array.name in plain else getattr(torch, array.dtype)
             shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
@@ -300,7 +310,8 @@ class BatchReader:
         )
         encoded: dict[str, Any] = {}
         for attribute, name in self._fields.items():
-            codec, layers = self.store.codec.fields[name], self._layers[name]
+            codec = self.store.codec.fields[name]
+            layers = self._layers[name]
             if not codec.is_identity:
                 rows = {array.name: buffers[array.name] for array in codec.arrays_read(layers)}
                 dtype = _TORCH_DTYPES[codec.spec.dtype]
@@ -510,8 +521,12 @@ class TrainingStream:
         micro_batch: int | None = None,
     ) -> None:
         config = reader.config
-        self._reader, self._sequences, self._lengths = reader, sequences, lengths
-        self._max_steps, self._rank, self._n_ranks = max_steps, rank, n_ranks
+        self._reader = reader
+        self._sequences = sequences
+        self._lengths = lengths
+        self._max_steps = max_steps
+        self._rank = rank
+        self._n_ranks = n_ranks
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
         self._epoch_order: tuple[int, np.ndarray] | None = None
         self._steps_per_epoch = len(sequences) // known(config.data.batch_size)
@@ -554,13 +569,16 @@ class TrainingStream:
 
     def _read(self, plan: _Step, index: int) -> Batch:
         """Read one micro-batch; the one thread that reads ahead calls this."""
-        part, n_bytes_before = plan.parts[index], self._reader.store.n_bytes_read
+        part = plan.parts[index]
+        n_bytes_before = self._reader.store.n_bytes_read
         if plan.response is None:
             plan.response = self._reader.response_masks(self._sequences[plan.rows])
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
             # Lightning averages over micro-batches, and over devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
-        rows, at_once, response = plan.rows[part], self._micro * self._n_ranks, plan.response[part]
+        rows = plan.rows[part]
+        at_once = self._micro * self._n_ranks
+        response = plan.response[part]
         batch = self._reader.batch(
             self._sequences[rows],
             self._lengths[rows],
@@ -586,7 +604,10 @@ class ValidationBatches:
         rank: int = 0,
         n_ranks: int = 1,
     ) -> None:
-        self._reader, self._sequences, self._lengths, self._size = reader, sequences, lengths, size
+        self._reader = reader
+        self._sequences = sequences
+        self._lengths = lengths
+        self._size = size
         n_batches = -(-len(sequences) // size)
         # Those of a single device, dealt in turn, so that the metrics do not depend on the number of devices. Each gets
         # equally many, as all synchronise between two batches: the last one goes to several, under its one index.
@@ -604,7 +625,8 @@ class ValidationBatches:
         return slice(number * self._size, (number + 1) * self._size)
 
     def _read(self, number: int) -> Batch:
-        rows, n_steps = self._rows(number), self._reader.config.validation.draft_length + 1
+        rows = self._rows(number)
+        n_steps = self._reader.config.validation.draft_length + 1
         phase = torch.arange(len(self._sequences))[rows] % n_steps  # fixed: the same rounds in each validation
         draws = Draws(torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase)
         return self._reader.batch(self._sequences[rows], self._lengths[rows], draws, index=number)
@@ -642,7 +664,8 @@ class StoreDataModule(L.LightningDataModule):
         config, chosen = choose_settings(config, facts)
         self.chosen = [*chosen, split] if is_split_open else chosen
         batch_size = known(config.data.batch_size)
-        self.store, self.config = store, config
+        self.store = store
+        self.config = config
         # Sequences per forward on one device; the whole batch until trials have chosen it.
         self.micro_batch = config.data.micro_batch_size or batch_size
         if len(train) < batch_size:
@@ -657,7 +680,8 @@ class StoreDataModule(L.LightningDataModule):
     def train_dataloader(self) -> TrainingStream:
         """Make the stream from the trainer's current step on."""
         trainer, reader = self._reader()
-        lengths, ranks = self.lengths[self.train_sequences], (trainer.global_rank, trainer.world_size)
+        lengths = self.lengths[self.train_sequences]
+        ranks = (trainer.global_rank, trainer.world_size)
         stream = TrainingStream(reader, self.train_sequences, lengths, self.max_steps, *ranks, self.micro_batch)
         stream.start_step = trainer.global_step
         return stream

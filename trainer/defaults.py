@@ -105,7 +105,8 @@ def choose_settings(config: TrainConfig, facts: RunFacts) -> tuple[TrainConfig, 
 
 def _choose_rates(choose: Any, is_paper: bool) -> None:
     """Choose the optimizer and its rates."""
-    long, short = "as published, for long runs of large targets", "learns more in runs of this length"
+    long = "as published, for long runs of large targets"
+    short = "learns more in runs of this length"
     optimizer = choose("optimizer", "adamw" if is_paper else "muon", long if is_paper else short)
     if optimizer == "adamw" and is_paper:
         choose("learning_rate", 3e-5, long)
@@ -130,7 +131,8 @@ def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSett
 def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
     """Say where warm-up, decay or the number of steps do not fit each other, a line each."""
     schedule = config.schedule
-    n_steps, warmup = schedule.n_steps(steps_per_epoch), known(schedule.warmup_steps)
+    n_steps = schedule.n_steps(steps_per_epoch)
+    warmup = known(schedule.warmup_steps)
     decay_end = schedule.decay_end_step(steps_per_epoch)
     decays = schedule.peak_multiplier != 1
     found = []

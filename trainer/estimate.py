@@ -43,7 +43,8 @@ def disk_range(module: DrafterModule) -> tuple[int, int]:
 
 def estimate_run(data: StoreDataModule, module: DrafterModule, precision: str, n_steps: int) -> RunCost:
     """Train on some micro-batches, which takes seconds, and put the weights back; ``n_steps`` are still to be taken."""
-    config, lengths = data.config, data.lengths
+    config = data.config
+    lengths = data.lengths
     token_s, peak_bytes = _measure(data, module, precision)
     n_tokens = n_steps * known(config.data.batch_size) * lengths[data.train_sequences].mean()
     n_validations = n_steps // known(config.validation.validate_every) + 1
@@ -58,7 +59,8 @@ def estimate_run(data: StoreDataModule, module: DrafterModule, precision: str, n
 
 def _measure(data: StoreDataModule, module: DrafterModule, precision: str) -> tuple[list[float], int]:
     """Return the seconds of a token in micro-batches of several lengths, and the peak of the memory."""
-    machine, lengths = data.config.machine, data.lengths[data.train_sequences]
+    machine = data.config.machine
+    lengths = data.lengths[data.train_sequences]
     fabric = L.Fabric(accelerator=machine.accelerator, devices=1, precision=precision)  # type: ignore[arg-type]
     trial = Trial(module, data.longest_sequence(), fabric.device, fabric.autocast)
     sizes = data.micro_batch_sizes(device_share(data.config, count_devices(machine)))
@@ -70,7 +72,8 @@ def _measure(data: StoreDataModule, module: DrafterModule, precision: str) -> tu
     weights = list(module.drafter.parameters())
     before = [weight.detach().clone() for weight in weights]
     optimizer = module.build_optimizer(precision)
-    by_length, token_s = np.argsort(lengths, kind="stable"), []
+    by_length = np.argsort(lengths, kind="stable")
+    token_s = []
     stops = [max(size, round(quantile * len(by_length))) for quantile in _LENGTH_QUANTILES]
     # The first micro-batch, of one sequence, warms up.
     for rows in [by_length[:1], *(by_length[stop - size : stop] for stop in stops)]:

@@ -57,7 +57,8 @@ class DrafterExportReport:
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal."""
     layout = LAYOUTS[config.format]
-    source, folder = Path(config.drafter).expanduser(), Path(config.out).expanduser()
+    source = Path(config.drafter).expanduser()
+    folder = Path(config.out).expanduser()
     drafter = load_drafter(source)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputOccupied(f"{folder} is not an empty folder. Choose another --out.")
@@ -78,7 +79,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    n_bytes, notes = (folder / "model.safetensors").stat().st_size, tuple(layout.notes(drafter.config))
+    n_bytes = (folder / "model.safetensors").stat().st_size
+    notes = tuple(layout.notes(drafter.config))
     if n_drafted := len(drafter.config.draft_tokens):
         notes += (f"{layout.reader} drafts all tokens, by the target's LM head; here {n_drafted:,} are drafted",)
     return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes)
@@ -95,12 +97,16 @@ def find_target(model: str | None, drafter: Path, needs: Sequence[str]) -> tuple
         if _is_store(place):
             # Whatever its parts are like; of a store in a bucket, files of the target last until it is closed.
             store = opened.enter_context(ActivationStore(place, parts=()))
-            folder, identity = store.target_path, target_identity(store)
-            files, prefix = [folder / FROZEN_FILE], ""
+            folder = store.target_path
+            identity = target_identity(store)
+            files = [folder / FROZEN_FILE]
+            prefix = ""
         else:
             folder = resolve_model_folder(place)
             load_target_config(folder)  # refuses what is no target before it is hashed
-            files, prefix, identity = weight_files(folder), "model.", hash_target(folder)
+            files = weight_files(folder)
+            prefix = "model."
+            identity = hash_target(folder)
         # A target without an LM head of its own has that of its embeddings.
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
         tensors = {name: _read_tensor(files, names[name], folder) for name in needs if name in names}

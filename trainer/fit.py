@@ -224,7 +224,8 @@ def _fit(
 ) -> TrainReport:
     """Run the steps and write the results; the process of the first device writes for all."""
     out = Path(config.out)
-    guard, throughput = callbacks.StopGuard(out / LAST), callbacks.Throughput()
+    guard = callbacks.StopGuard(out / LAST)
+    throughput = callbacks.Throughput()
     saves = callbacks.Saves(out, config.record.checkpoint_every, data.max_steps)
     extra: list[L.Callback] = [guard, callbacks.MicroBatches(data, out / MEMORY_FILE), throughput]
     if progress:
@@ -332,7 +333,9 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
 
 
 def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
-    out, machine, has_validation = Path(config.out), config.machine, len(data.validation_sequences) > 0
+    out = Path(config.out)
+    machine = config.machine
+    has_validation = len(data.validation_sequences) > 0
     devices: Any = machine.devices if machine.devices == "auto" else int(machine.devices)
     try:
         trainer = L.Trainer(
@@ -372,7 +375,9 @@ def _build_trainer(config: TrainConfig, data: StoreDataModule, extra: list[L.Cal
 
 def _loggers(config: TrainConfig) -> list[Logger]:
     """Make the loggers of a run; accounts and servers of a tracker are its own environment variables."""
-    out, name, project = Path(config.out), config.record.logger, config.record.project
+    out = Path(config.out)
+    name = config.record.logger
+    project = config.record.project
     loggers: list[Logger] = [CSVLogger(out, "", version=""), TensorBoardLogger(out, "tensorboard", version="")]
     if name is None:
         return loggers
@@ -459,7 +464,8 @@ def _precision(machine: MachineSettings) -> Any:
 
 def _check_folder(config: TrainConfig, out: Path) -> None:
     """Refuse an output folder in which two runs would mix."""
-    record, last = out / RUN_FILE, out / LAST
+    record = out / RUN_FILE
+    last = out / LAST
     if config.resume:
         if not last.exists():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
@@ -481,7 +487,8 @@ def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
     """Take what was not given as the run that is resumed has it."""
     if not (out / RUN_FILE).is_file():
         return config
-    now, recorded = config.named(), _recorded_config(out).named()
+    now = config.named()
+    recorded = _recorded_config(out).named()
     has_length = now["max_steps"] is not None or now["epochs"] is not None
     names = {name for name in CHOOSABLE if is_open(now[name])} - ({"max_steps", "epochs"} if has_length else set())
     return config.replaced(**{name: recorded[name] for name in names})
@@ -578,7 +585,8 @@ def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
                     continue
                 # A plot must not end a training: what is no number is left out.
                 with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-                    step, value = int(float(row["step"])), float(cell)
+                    step = int(float(row["step"]))
+                    value = float(cell)
                     series.setdefault(name, {})[step] = value
     return {name: sorted(points.items()) for name, points in series.items()}
 

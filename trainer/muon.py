@@ -103,6 +103,8 @@ class Muon(torch.optim.Optimizer):
                 self.state[p] = {"step": torch.zeros(()), **zeros}
         gradients = [p.grad for p in parameters if p.grad is not None]
         means, squares, steps = ([self.state[p][n] for p in parameters] for n in ("exp_avg", "exp_avg_sq", "step"))
-        (beta1, beta2), lr, weight_decay = group["betas"], group["lr"], group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        weight_decay = group["weight_decay"]
         rates: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay, "eps": 1e-8}
         adamw(parameters, gradients, means, squares, [], steps, amsgrad=False, maximize=False, **rates)

@@ -77,7 +77,8 @@ class DrafterMetrics:
             sequences: indices of sequences with responses that draft rounds fit into.
         """
         drafter = self.drafter
-        reads, n_last = check_measurable(drafter, store), drafter.config.target_layer_inference
+        reads = check_measurable(drafter, store)
+        n_last = drafter.config.target_layer_inference
         frozen = FrozenTarget.load(store.target_path, n_last, sizes=store.manifest.target)
         generator = torch.Generator().manual_seed(0)
         n_steps = 1 + min(DRAFT_LENGTH, drafter.config.max_depth or DRAFT_LENGTH)

@@ -245,7 +245,8 @@ class DrafterModule(L.LightningModule):
         """Build the optimizer with the zero-peak-constant schedule."""
         schedule = self.config.schedule
         optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
-        warmup, peak = known(schedule.warmup_steps), known(schedule.peak_multiplier)
+        warmup = known(schedule.warmup_steps)
+        peak = known(schedule.peak_multiplier)
 
         def factor(step: int) -> float:
             return zero_peak_constant(step, warmup, peak, self._decay_end_step)
@@ -280,7 +281,8 @@ class Trial:
             free_bytes: of a CPU; None where that is unknown: everything fits then.
             held_copies: what a step holds beside weights, gradients and activations, in copies of the weights.
         """
-        module, on_cpu = self.module, self.device.type == "cpu"
+        module = self.module
+        on_cpu = self.device.type == "cpu"
         weights = sum(weight.nbytes for weight in module.drafter.parameters())
         if self.device.type == "cuda":
             module.drafter.to(self.device)
@@ -353,20 +355,28 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
     agreements, drafted positions, tokens that the rounds would commit (bonus included) greedily and by sampling at
     temperature 1, rounds; then of each sequence's greedy tokens c and rounds r: c * c, c * r, r * r, and sequences.
     """
-    inputs, draws = batch.inputs, batch.draws
+    inputs = batch.inputs
+    draws = batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
     outputs = drafter.drafted_features(frozen, inputs, draws)
-    queries, valid = outputs.queries, outputs.valid
+    queries = outputs.queries
+    valid = outputs.valid
     hidden = at_queries(inputs.hidden, queries)[valid].to(outputs.features.dtype)
-    chunk, kl, agree, shared = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0])), [], [], []
+    chunk = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0]))
+    kl = []
+    agree = []
+    shared = []
     for part, goal in zip(outputs.features[valid].split(chunk), hidden.split(chunk), strict=True):
-        draft, target = drafter.draft_logits(frozen, part).float(), frozen.logits(goal).float()
-        log_target, log_draft = target.log_softmax(dim=-1), draft.log_softmax(dim=-1)
+        draft = drafter.draft_logits(frozen, part).float()
+        target = frozen.logits(goal).float()
+        log_target = target.log_softmax(dim=-1)
+        log_draft = draft.log_softmax(dim=-1)
         # 0 * inf, where a logit is -inf, counts as 0.
         kl.append((log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
         agree.append(draft.argmax(dim=-1) == target.argmax(dim=-1))
         shared.append(torch.minimum(log_target, log_draft).exp().sum(dim=-1))
-    accepted, kls = drafted.new_zeros(2, *drafted.shape, dtype=torch.float64), torch.cat(kl)
+    accepted = drafted.new_zeros(2, *drafted.shape, dtype=torch.float64)
+    kls = torch.cat(kl)
     rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
     accepted[:, rows[valid], queries[valid]] = torch.stack([torch.cat(agree).double(), torch.cat(shared).double()])
     # A round commits 1 + the leading drafts at which drafter and target have the same argmax; of samples each is
@@ -401,7 +411,8 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
 
 def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
     """Reduce the number of each batch and its sums, of a batch once or several times; NaN where nothing was counted."""
-    batches, totals = {int(number): sums for number, *sums in rows}, [0.0] * 10
+    batches = {int(number): sums for number, *sums in rows}
+    totals = [0.0] * 10
     for number in sorted(batches):  # each once and in this order, so that the sum does not depend on the devices
         totals = [total + value for total, value in zip(totals, batches[number], strict=True)]
     kl, agreements, positions, committed, sampled, rounds, *products, n_sequences = totals

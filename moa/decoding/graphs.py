@@ -41,7 +41,9 @@ class ChainGraphs:
     ) -> Tensor | None:
         """Draft chains [B, depth] int64; None for a round that no graph is made for, such as the first of a text."""
         # One more than a chain and its bonus: the slots of some drafters end before the root.
-        n_new, n_slots, buffers = shape.depth + 2, cache.capacity, _buffers(state)
+        n_new = shape.depth + 2
+        n_slots = cache.capacity
+        buffers = _buffers(state)
         lacking = max(len(tokens) - n for tokens, n in zip(committed, state.n_true, strict=True))
         is_long = max(map(len, committed)) + n_new + shape.depth > n_slots
         if lacking > n_new or is_long or not all(buffer.capacity for buffer in buffers):

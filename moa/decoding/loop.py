@@ -120,7 +120,8 @@ def generate_batch(
     if on_tokens is not None and len(prompts) > 1:
         raise DrafterError("on_tokens serves a single prompt.")
     if proposer is None:
-        proposer, tree = PLAIN, None
+        proposer = PLAIN
+        tree = None
     elif tree is None:
         raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
     if not prompts:
@@ -162,13 +163,16 @@ def _decode(
     active = rows
     began = mark_moment(target.device)
     while active := _drop_finished(active, cache, proposer):
-        shape, n_before = policy.next_shape(), n_recorded()
+        shape = policy.next_shape()
+        n_before = n_recorded()
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
         verified_at = mark_moment(target.device)  # right after what waits for it, so that reading the clock does not
-        draft_s, verify_s = seconds_between(began, drafted_at), seconds_between(drafted_at, verified_at)
-        began, kept = verified_at, [[0, *(node + 1 for node in nodes)] for nodes in accepted]
+        draft_s = seconds_between(began, drafted_at)
+        verify_s = seconds_between(drafted_at, verified_at)
+        began = verified_at
+        kept = [[0, *(node + 1 for node in nodes)] for nodes in accepted]
         cache.commit(kept)
         proposer.observe(hidden, kept)
         if n_recorded() == n_before:  # else the round took longer than it ever will again
@@ -281,7 +285,8 @@ class _Row:
         self._on_tokens = on_tokens
         self._limit = min(max_new_tokens, target.max_positions - len(prompt_tokens))
         self.generator = torch.Generator().manual_seed(seed)
-        self.committed, self.n_prompt = list(prompt_tokens), len(prompt_tokens)
+        self.committed = list(prompt_tokens)
+        self.n_prompt = len(prompt_tokens)
         self.tokens: list[int] = []
         self.stats = DecodeStats()
         self.finished = False

@@ -72,11 +72,14 @@ class AutoPolicy(ShapePolicy):
         super().__init__(shape if max_depth is None else shape.cut(max_depth))
         self._plain_s: deque[float] = deque(maxlen=3)
         self._n_since_plain = 0
-        self._savings, self._lost, self._has_drafted = PATIENCE, 0.0, False
+        self._savings = PATIENCE
+        self._lost = 0.0
+        self._has_drafted = False
 
     @override
     def begin(self) -> None:
-        self._lost, self._has_drafted = 0.0, False
+        self._lost = 0.0
+        self._has_drafted = False
 
     @override
     def next_shape(self) -> TreeShape | None:
@@ -89,7 +92,8 @@ class AutoPolicy(ShapePolicy):
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
         if not n_drafts:
             self._plain_s.append(round_s)
-            self._n_since_plain, gain = 0, 1 / MEASURE_EVERY
+            self._n_since_plain = 0
+            gain = 1 / MEASURE_EVERY
         else:
             self._n_since_plain += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
@@ -105,5 +109,6 @@ class AutoPolicy(ShapePolicy):
 
     def describe(self, runs: Sequence[Any]) -> str:
         """Say how many target calls of generations, which count them as ``DecodeStats``, verified its drafts."""
-        n_drafted, n_calls = sum(run.n_drafted_calls for run in runs), sum(run.n_target_calls for run in runs)
+        n_drafted = sum(run.n_drafted_calls for run in runs)
+        n_calls = sum(run.n_target_calls for run in runs)
         return f"chains {self._shape} in {n_drafted:,} of {n_calls:,} target calls, else plain steps"

@@ -60,7 +60,10 @@ class Chain:
         self, drafter: Drafter, frozen: FrozenTarget, state: object, cache: KVSource, features: Tensor
     ) -> None:
         # The features are the root's, [B, 1, E], from ``Drafter.draft_root``.
-        self._drafter, self._frozen, self._state, self._cache = drafter, frozen, state, cache
+        self._drafter = drafter
+        self._frozen = frozen
+        self._state = state
+        self._cache = cache
         self._path = [(0, features)]  # of the root and each level: its place among what was fed, and its features
         self._n_fed = 1
 
@@ -116,16 +119,21 @@ class DrafterProposer(Proposer):
             raise DrafterError(
                 f"the drafter is {drafter.dtype}, its target weights are {weight.dtype}; load both in one dtype."
             )
-        self.frozen, self.drafter, self._device, self._sampling = frozen, drafter, weight.device, sampling
+        self.frozen = frozen
+        self.drafter = drafter
+        self._device = weight.device
+        self._sampling = sampling
         self.max_depth = drafter.config.max_depth
         self._generators: list[torch.Generator] = []
         self._choose: Choose | None = None
-        self._graphs, self._uses_graphs = ChainGraphs(), False
+        self._graphs = ChainGraphs()
+        self._uses_graphs = False
 
     @override
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         self.cache: KVSource = cache
-        self._live, self._generators = cache, list(generators)
+        self._live = cache
+        self._generators = list(generators)
         cache.watched_layers = self.drafter.observed_layers  # whose outputs the target's calls then keep
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
@@ -134,7 +142,10 @@ class DrafterProposer(Proposer):
 
     def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
         """Continue with caches, and a choice of the tokens of chains, that the caller keeps in step."""
-        self.cache, self.state, self._choose, self._uses_graphs = cache, state, choose, False
+        self.cache = cache
+        self.state = state
+        self._choose = choose
+        self._uses_graphs = False
 
     @override
     @torch.inference_mode()
@@ -209,12 +220,16 @@ class DrafterProposer(Proposer):
         )
 
     def _tree(self, state: Any, features: Tensor, shape: TreeShape) -> DraftTree:
-        n_rows, b = features.shape[0], min(shape.breadth, self.frozen.lm_head_weight.shape[0])
+        n_rows = features.shape[0]
+        b = min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
         # Tokens, parents and scores are the candidates of all levels. The beam is the b nodes of the last level that
         # are extended: their places among the candidates, cumulative scores, and which fed tokens they see.
-        tokens, parents, scores = [], [], []
-        beam_at, beam_score = root - 1, features.new_zeros(n_rows, 1)
+        tokens = []
+        parents = []
+        scores = []
+        beam_at = root - 1
+        beam_score = features.new_zeros(n_rows, 1)
         beam_seen = torch.ones(n_rows, 1, 1, dtype=torch.bool, device=self._device)
         n_candidates = 0
         for level in range(1, shape.depth + 1):
@@ -259,7 +274,8 @@ class PromptLookupProposer(Proposer):
     """
 
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
-        self._device, self._max_ngram = device, max_ngram
+        self._device = device
+        self._max_ngram = max_ngram
 
     @override
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:

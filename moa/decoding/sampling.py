@@ -184,12 +184,14 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
     if tokens[-1] < _N_PER_MOVE * len(tokens):
         bits = generator.random_raw(int(tokens[-1]) + 1)[tokens]
     else:
-        bits, n_drawn = np.empty(len(tokens), np.uint64), 0
+        bits = np.empty(len(tokens), np.uint64)
+        n_drawn = 0
         for index, token in enumerate(tokens.tolist()):
             block, place = divmod(token, 4)  # a step of the generator gives four numbers
             if block >= n_drawn:
                 generator.advance(block - n_drawn)
-                numbers, n_drawn = generator.random_raw(4), block + 1
+                numbers = generator.random_raw(4)
+                n_drawn = block + 1
             bits[index] = numbers[place]
     # 52 bits and a half: neither 0 nor 1 can come out, whose noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -335,7 +337,8 @@ def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
     """Verify rounds of several texts by the target's own choices, level by level; see :func:`accept_argmax`."""
     texts = [replace(one.text, tokens=list(one.text.tokens)) for one in rounds]
     accepted: list[list[int]] = [[] for _ in rounds]
-    bonus, open_ = [0] * len(rounds), list(range(len(rounds)))
+    bonus = [0] * len(rounds)
+    open_ = list(range(len(rounds)))
     while open_:
         at = [accepted[row][-1] if accepted[row] else -1 for row in open_]
         logits = [rounds[row].logits[node + 1] for row, node in zip(open_, at, strict=True)]
@@ -395,7 +398,8 @@ class _Judge:
     def after(self, at: int) -> Tensor:
         """Compute the distribution after a node, -1 for the root: [V] float64."""
         if at not in self._after:
-            above, path = at, list[int]()
+            above = at
+            path = list[int]()
             while above >= 0:
                 path.append(self.tokens[above])
                 above = self._parents[above]
@@ -418,7 +422,8 @@ def _try(judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generat
 
     Any number of them were picked, or one was drawn from a proposal [V].
     """
-    probability, left = judge.after(at), 1.0
+    probability = judge.after(at)
+    left = 1.0
     for node in drafts:
         of_target, *of_drafter = judge.chance(node)
         if of_drafter:

@@ -117,7 +117,8 @@ class DraftTree:
 
     def on_host_with(self, numbers: Tensor) -> list[list[int]]:
         """Copy tokens and parents, for :attr:`on_host`, together with other numbers [B, M] int64; returns those."""
-        n, rows = self.n_nodes, torch.cat((self.tokens, self.parents, numbers), dim=1).tolist()
+        n = self.n_nodes
+        rows = torch.cat((self.tokens, self.parents, numbers), dim=1).tolist()
         self.on_host = [row[:n] for row in rows], [row[n : 2 * n] for row in rows]
         return [row[2 * n :] for row in rows]
 
@@ -139,7 +140,8 @@ def ancestors(parents: Tensor) -> Tensor:
     n_rows, n_nodes = parents.shape
     own = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
     up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)  # [B, 1 + N]; the root is its own parent
-    seen, reach = own, 1
+    seen = own
+    reach = 1
     while reach <= n_nodes:
         # Pointer doubling: what a token sees within 2r steps is what it and its r-th ancestor see within r.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))

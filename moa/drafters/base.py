@@ -262,7 +262,8 @@ class Drafter(nn.Module, ABC):
         A round begins at a token whose predecessors all have contexts; known tokens after it are fed as levels of a
         chain.
         """
-        width, next_one = self.context_width, cache.lengths[0]
+        width = self.context_width
+        next_one = cache.lengths[0]
         if context.ndim != 2 or context.shape[1] != width or start != next_one:
             raise DrafterError(
                 f"contexts {list(context.shape)} from position {start} on do not fit: the next ones are [n, {width}] "

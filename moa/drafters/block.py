@@ -76,7 +76,9 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        own, n_kv_heads, n_seen = self.self_attention_kv_heads, self.kv_width // (2 * self.head_dim), self.n_seen_layers
+        own = self.self_attention_kv_heads
+        n_kv_heads = self.kv_width // (2 * self.head_dim)
+        n_seen = self.n_seen_layers
         if self.context == "memory":
             yield from self.encoder_problems()
         if self.context == "kv" and own != n_kv_heads:
@@ -113,7 +115,8 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     @classmethod
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        facts, context = target_sizes(config), given.get("context", cls.context)
+        facts = target_sizes(config)
+        context = given.get("context", cls.context)
         found = super().defaults(config, given) | {"mask_token": facts["vocab_size"] - 1}
         if context == "kv":
             check_rotation(config)
@@ -150,7 +153,8 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
 
 def check_context(settings: Any, n_layers: int) -> None:
     """Refuse an unknown context, and layers that do not suit it or that a target of ``n_layers`` lacks."""
-    context, layers = settings.context, tuple(settings.fused_layers or ())
+    context = settings.context
+    layers = tuple(settings.fused_layers or ())
     if context not in CONTEXTS:
         raise DrafterError(f"context is {context!r}, expected one of {', '.join(CONTEXTS)}.")
     if context == "memory":
@@ -326,7 +330,8 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def text_hidden(self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor) -> Tensor:
         """Run blocks over texts, at anchors [B, N] of which some are valid: hidden states of drafts [B, N, K, E]."""
-        size, n_tokens = self.config.block_size, inputs.tokens.shape[1]
+        size = self.config.block_size
+        n_tokens = inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
         appends = [partial(concatenated, seen) for seen in self._text_context(frozen, inputs, x.dtype)]
         mask = training.block_mask(anchors, valid, size, n_tokens)
@@ -357,7 +362,8 @@ class BlockDrafter(KVEncoder, Drafter):
 
         The confidence head learns the share of its drafts that sampling would accept.
         """
-        inputs, weights = step.inputs, step.weights
+        inputs = step.inputs
+        weights = step.weights
         chosen = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
         draws = replace(step.draws, blocks=chosen)
         anchors, valid = training.draw_anchors(inputs.response_mask, draws)
@@ -365,7 +371,8 @@ class BlockDrafter(KVEncoder, Drafter):
         at = training.places(shares > 0)
         hidden = self.text_hidden(frozen, inputs, anchors, valid)
         features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]  # [P, F]
-        rows, share = at[0], shares[at]
+        rows = at[0]
+        share = shares[at]
         positions = training.draft_positions(anchors, self.config.n_drafts)[at]
         own_hidden, markov = self.split_features(features)
         head = self.markov_head
@@ -434,7 +441,8 @@ class BlockDrafter(KVEncoder, Drafter):
     def draft_root(
         self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        device, size = frozen.lm_head_weight.device, self.config.block_size
+        device = frozen.lm_head_weight.device
+        size = self.config.block_size
         before = [len(tokens) - 1 for tokens in committed]
         state.forget_drafts()
         appends: list[AppendKV]
@@ -466,7 +474,8 @@ class BlockDrafter(KVEncoder, Drafter):
         counts = [len(row) - 1 - before for row, before in zip(committed, state.n_true, strict=True)]
         if not any(counts):
             return
-        device, starts = frozen.lm_head_weight.device, state.n_true
+        device = frozen.lm_head_weight.device
+        starts = state.n_true
         encodes = self.config.context == "memory"
         made = self.encode_cached(cache, starts, counts) if encodes else state.take_fresh(counts)
         tokens = padded([row[start:-1] for row, start in zip(committed, starts, strict=True)], device)  # [B, n]
@@ -497,7 +506,8 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     def _take_context(self, state: BlockState, cache: ContextCache, context: Tensor) -> None:
         state.forget_drafts()
-        layers, n_heads = None, self.config.self_attention_kv_heads
+        layers = None
+        n_heads = self.config.self_attention_kv_heads
         if self.config.context == "kv":
             layers = context.unflatten(1, (len(self.config.fused_layers), self.config.kv_width))
         elif self.config.context == "memory":

@@ -107,7 +107,8 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
     """Append keys and values [B, H, S, d], of as many heads or fewer, to others, in their own dtype."""
     if keys.shape[1] < (n_heads := first[0].shape[1]):
-        keys, values = expand_heads(keys, n_heads), expand_heads(values, n_heads)
+        keys = expand_heads(keys, n_heads)
+        values = expand_heads(values, n_heads)
     return torch.cat((first[0].to(keys.dtype), keys), dim=2), torch.cat((first[1].to(values.dtype), values), dim=2)
 
 
@@ -119,7 +120,8 @@ def write_after(view: KeysValues, before: Sequence[int], n_fed: int, keys: Tenso
     """
     n_new = keys.shape[2]
     # Calls of longer rows, or over the whole cache, later read these slots under a mask, which stops no NaN.
-    keys, values = keys.nan_to_num(), values.nan_to_num()
+    keys = keys.nan_to_num()
+    values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
     return view
 
@@ -204,7 +206,9 @@ class LayerState(RowState):
         Returns:
             Features of the root [B, 1, E], and where it stands.
         """
-        device, before, n_new = x.device, self.n_true, max(counts)
+        device = x.device
+        before = self.n_true
+        n_new = max(counts)
         rotation = rotary(positions_from(before, n_new, device), x.dtype)
         self.n_true = added(before, counts)
         self.n_fed = 1
@@ -236,7 +240,8 @@ class LayerState(RowState):
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
         """Count the nodes of one level as fed; the caller appends their keys and values."""
-        n_nodes, before = level.tokens.shape[1], added(self.n_true, -1)
+        n_nodes = level.tokens.shape[1]
+        before = added(self.n_true, -1)
         self.n_fed += n_nodes
         # All nodes of a level stand at one position.
         positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(-1, n_nodes)

@@ -55,7 +55,8 @@ class FeatureState(LayerState):
                 self.n_true[row] -= 1
                 parts = (last,)
             fresh.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        self.fresh, self.last = [()] * len(fresh), [states[-1:] for states in fresh]
+        self.fresh = [()] * len(fresh)
+        self.last = [states[-1:] for states in fresh]
         texts = zip(committed, self.n_true, fresh, strict=True)
         return [row[start + 1 : start + 1 + len(states)] for row, start, states in texts], stacked(fresh)
 
@@ -91,8 +92,10 @@ class FeatureDrafter(Drafter):
         step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
         embeddings = frozen.embed(inputs.tokens[:, 1:])
         joined = self.join(embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype)))
-        true_keys_values, features = [], joined
-        rotation, causal = self.rotary(slots[None, :]), (slots[None, :] <= slots[:, None])[None]
+        true_keys_values = []
+        features = joined
+        rotation = self.rotary(slots[None, :])
+        causal = (slots[None, :] <= slots[:, None])[None]
         for block in self.blocks:
             true_keys_values.append(block.keys_values(features, rotation))
             features = block(features, rotation, *true_keys_values[-1], causal)
@@ -213,7 +216,8 @@ class EagleDrafter(FeatureDrafter):
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch (EAGLE section 3.2 with the weights of the MoA paper)."""
-        inputs, weights = step.inputs, step.weights
+        inputs = step.inputs
+        weights = step.weights
         embeddings = frozen.embed(inputs.tokens)[:, 1:]
         hidden = inputs.hidden.to(embeddings.dtype)
         noise = _draw_noise(step.draws, inputs.hidden)

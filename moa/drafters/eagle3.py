@@ -133,7 +133,8 @@ class Eagle3Drafter(FeatureDrafter):
 
     def __init__(self, config: Eagle3Sizes) -> None:
         super().__init__(config)
-        self.observed_layers, width = config.fused_layers, config.hidden_size
+        self.observed_layers = config.fused_layers
+        width = config.hidden_size
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(len(config.fused_layers) * width, eps=config.norm_eps)
@@ -185,7 +186,8 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def check_weights(self) -> None:
-        ids, marked = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device), self.t2d
+        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        marked = self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
             raise DrafterError(
                 f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 to {len(marked) - 1}; "
@@ -235,7 +237,8 @@ class Eagle3Drafter(FeatureDrafter):
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
-        at, n_steps = places(valid), features.shape[0]
+        at = places(valid)
+        n_steps = features.shape[0]
         n_positions = len(at[0])
         own = self.normed(features.transpose(0, 1).transpose(1, 2)[at])  # [P, J, E]
         if step.weights.d_pace is None:
@@ -287,7 +290,8 @@ class Eagle3Drafter(FeatureDrafter):
         """
         embeddings = frozen.embed(inputs.tokens[:, 1:])  # of slot t, [B, S, E]
         hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
-        block, slots = self.midlayer, torch.arange(embeddings.shape[1], device=queries.device)
+        block = self.midlayer
+        slots = torch.arange(embeddings.shape[1], device=queries.device)
         first = (queries - 1).clamp(min=0)  # the slot that each round begins at
         joined = self.join(embeddings, hidden)
         keys, values = block.keys_values(joined, self.rotary(slots[None, :]))
@@ -339,7 +343,8 @@ def attend_with_own_steps(
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
-    n_kv_heads, n_slots = keys.shape[1], keys.shape[2]
+    n_kv_heads = keys.shape[1]
+    n_slots = keys.shape[2]
     rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5  # [B, H_kv, group, Q, d]
     shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, group, Q, S]
     scores = [shared.masked_fill(~seen[:, None, None], -torch.inf)]

@@ -60,7 +60,8 @@ class GlideSizes(LayerSizes):
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         check_kv(config)
-        facts, own = target_sizes(config), dict[str, Any]()
+        facts = target_sizes(config)
+        own = dict[str, Any]()
         if not rotates_as_llama(config):
             last = max(kv_groups(config), key=lambda group: group.layers[-1])
             own["target_kv"] = (last.layers[-1], *last.shape)
@@ -116,7 +117,8 @@ class GlideDrafter(Drafter):
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the forward KL; the feature loss is only reported."""
-        inputs, draws = step.inputs, step.draws
+        inputs = step.inputs
+        draws = step.draws
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
         at = training.places(valid)
@@ -189,7 +191,8 @@ class GlideDrafter(Drafter):
 
     @override
     def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        fed, x = state.begin_level(self.rotary, level), frozen.embed(level.tokens)
+        fed = state.begin_level(self.rotary, level)
+        x = frozen.embed(level.tokens)
         own = state.slots[0].append(*self.self_attention.keys_values(x, fed.rotation))
         return self._decoding_layer(fed.before, cache)(x, fed.rotation, *own, fed.mask)
 

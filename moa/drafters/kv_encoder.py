@@ -63,9 +63,12 @@ class KVEncoderSizes(DrafterSizes):
 
     def encoder_problems(self) -> Iterator[str]:
         """Yield what does not fit of a drafter with a KV encoder, see :meth:`problems`."""
-        heads, kv_heads = self.layer_attention_heads, self.layer_attention_kv_heads
-        head_dim, mlp_width = self.layer_attention_head_dim, self.layer_attention_mlp_width
-        n_layers, n_groups = self.n_kv_layers, len(self.kv_group_widths)
+        heads = self.layer_attention_heads
+        kv_heads = self.layer_attention_kv_heads
+        head_dim = self.layer_attention_head_dim
+        mlp_width = self.layer_attention_mlp_width
+        n_layers = self.n_kv_layers
+        n_groups = len(self.kv_group_widths)
         n_encoded = len(strided_layers(n_layers, self.layer_stride))
         if min(self.kv_width, heads, kv_heads, head_dim, mlp_width) < 1:
             yield "kv_width and the sizes of layer_attention must be at least 1"
@@ -83,7 +86,8 @@ class KVEncoderSizes(DrafterSizes):
     @staticmethod
     def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose sizes in the proportions of the official Llama-3-8B drafter."""
-        facts, grouped = target_sizes(config), {}
+        facts = target_sizes(config)
+        grouped = {}
         kv_width = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
         if "kv_width" in facts:
             groups = kv_groups(config)

@@ -111,7 +111,8 @@ class MedusaDrafter(Drafter):
         # Each head's sum is divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
-        features, shares = [], []
+        features = []
+        shares = []
         reached = [self.loss_positions(inputs.response_mask, step.draws)]  # of each head [B, T]
         for _ in self.heads[1:]:
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))  # the position before is reached too

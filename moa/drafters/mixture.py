@@ -74,7 +74,8 @@ class MoASizes(KVEncoderSizes):
     def problems(self) -> Iterator[str]:
         yield from self.kv_head_problems("self_attention_kv_heads", "cross_attention_kv_heads")
         yield from self.encoder_problems()
-        n_last, n_layers = self.target_layer_inference, self.n_layers
+        n_last = self.target_layer_inference
+        n_layers = self.n_layers
         if n_last > n_layers:
             yield f"target_layer_inference ({n_last}) must be between 0 and the target's {n_layers} layers"
 
@@ -122,7 +123,8 @@ class MoADrafter(KVEncoder, Drafter):
         super().__init__(config)
         own = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, config.qkv_bias)
         cross = config.block(config.cross_attention_kv_heads, config.cross_attention_mlp_width, qkv_bias=False)
-        self.self_attention, self.cross_attention = DecoderBlock(own), DecoderBlock(cross)
+        self.self_attention = DecoderBlock(own)
+        self.cross_attention = DecoderBlock(cross)
         self.rotary = config.rotary()
         self.build_encoder()
         self.context_width = self.sent_width + config.target_layer_inference * config.kv_width
@@ -144,7 +146,8 @@ class MoADrafter(KVEncoder, Drafter):
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275)."""
-        inputs, rounds = step.inputs, Rounds.packed(step.draws, step.inputs.response_mask.bool())
+        inputs = step.inputs
+        rounds = Rounds.packed(step.draws, step.inputs.response_mask.bool())
         return self.losses(frozen, step, rounds, *self(frozen, inputs.tokens, inputs.required_kv(), rounds))
 
     def forward(self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds) -> tuple[Tensor, Tensor]:
@@ -154,7 +157,8 @@ class MoADrafter(KVEncoder, Drafter):
         """
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
-        queries, context = rounds.queries, rounds.context
+        queries = rounds.queries
+        context = rounds.context
 
         encoded = self.encode_kv(kv, positions)  # [B, T, E]
 
@@ -185,7 +189,8 @@ class MoADrafter(KVEncoder, Drafter):
         self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, entering: Tensor, features: Tensor
     ) -> LossTerms:
         """Compare what :meth:`forward` gives with the target's states at the loss positions of some rounds."""
-        inputs, n_layers = step.inputs, self.config.target_layer_inference
+        inputs = step.inputs
+        n_layers = self.config.target_layer_inference
         at = places(rounds.weights > 0)
         weights = rounds.weights[at]  # [P]
         scale = step.scale(weights.sum())
@@ -200,7 +205,8 @@ class MoADrafter(KVEncoder, Drafter):
             # Both passes learn from the same distribution wherever they draft for the same position.
             teachers = at[0] * inputs.tokens.shape[1] + rounds.queries[at]
         kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence, weights, teachers)
-        before, feature_term = None, feature
+        before = None
+        feature_term = feature
         if n_layers:
             assert inputs.entering_hidden is not None  # ``reads`` names it
             goal = at_queries(inputs.entering_hidden, rounds.queries)[at]
@@ -234,7 +240,8 @@ class MoADrafter(KVEncoder, Drafter):
 
     @override
     def draft_level(self, state: MoADraftState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        fed, x = state.begin_level(self.rotary, level), frozen.embed(level.tokens)
+        fed = state.begin_level(self.rotary, level)
+        x = frozen.embed(level.tokens)
         x = self.self_attention.attend_cached(x, fed.rotation, state.slots[0].append, fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
@@ -254,7 +261,8 @@ class MoADrafter(KVEncoder, Drafter):
     @override
     def _take_context(self, state: MoADraftState, cache: ContextCache, context: Tensor) -> None:
         state.forget_drafts()
-        kv_width, n_layers = self.config.kv_width, self.config.target_layer_inference
+        kv_width = self.config.kv_width
+        n_layers = self.config.target_layer_inference
         layers = context[:, context.shape[1] - n_layers * kv_width :]
         self.append_encoded(state, self.encoded_of(context[None, :, : self.sent_width]))
         n_kv_heads = kv_width // (2 * self.config.head_dim)
@@ -287,7 +295,8 @@ class MoADrafter(KVEncoder, Drafter):
             window: fed.mask if window is None else masks.tree_mask(fed.before, fed.seen, window)
             for window in set(frozen.windows)
         }
-        n_slots, rotation = max(fed.before) + state.n_fed, frozen.rotary(fed.positions)
+        n_slots = max(fed.before) + state.n_fed
+        rotation = frozen.rotary(fed.positions)
         layers = range(self.config.n_layers)[-n_layers:]
         for layer, block, window in zip(layers, frozen.blocks, frozen.windows, strict=True):
             append = partial(write_after, cache.layer_view(layer, n_slots), fed.before, state.n_fed)
@@ -300,7 +309,8 @@ def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Round
 
     Query i sees the target's own KV [B, T, >= N, D] up to s(i), and after it that of the drafted features of its round.
     """
-    queries, context = rounds.queries, rounds.context
+    queries = rounds.queries
+    context = rounds.context
     by_window = {
         window: masks.round_mask(queries, context, rounds.pass_index, kv.shape[1], window)
         for window in set(frozen.windows)

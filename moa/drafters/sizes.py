@@ -205,7 +205,8 @@ def check_target_fits(config: DrafterSizes, sizes: Mapping[str, Any], identity: 
             f"the drafter was trained for another target: {wrong[0]}. Pass the target that its store was extracted "
             "from."
         )
-    expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
+    expected = config.target.get("weights_sha256")
+    got = identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetError(
             f"the drafter was trained for a target with weights {expected[:12]}, this one has {got[:12]}. "

@@ -60,8 +60,10 @@ def _is_block(names: set[str]) -> bool:
 
 def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     """Read the sizes that DFlash and DSpark share, from config.json and the shapes."""
-    own, facts = dict(config) | layout.nested(config, "dflash_config"), layout.drafter_facts(config)
-    block, mask = own.get("block_size"), own.get("mask_token_id")
+    own = dict(config) | layout.nested(config, "dflash_config")
+    facts = layout.drafter_facts(config)
+    block = own.get("block_size")
+    mask = own.get("mask_token_id")
     if own.get("causal") or own.get("is_causal"):  # of ModelOpt and vLLM
         raise DrafterError("config.json: causal is true, and the slots of these drafters see each other.")
     if type(block) is not int or type(mask) is not int:
@@ -123,7 +125,8 @@ HF_DFLASH = replace(
 
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
     """Add the heads to the backbone's config, on the top level as DeepSpec and vLLM read them."""
-    config, has_markov = _config(sizes), sizes.markov_head != "none"
+    config = _config(sizes)
+    has_markov = sizes.markov_head != "none"
     config["dflash_config"]["projector_type"] = "dspark"
     own = {
         "architectures": ["Qwen3DSparkModel"],

@@ -212,7 +212,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
 
 
 def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
-    facts, key = layout.drafter_facts(config), "eagle_aux_hidden_state_layer_ids"
+    facts = layout.drafter_facts(config)
+    key = "eagle_aux_hidden_state_layer_ids"
     own = layout.nested(config, "eagle_config")
     # What changes the computation, and is not here; the values leave it as it is.
     for name, plain in {

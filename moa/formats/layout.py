@@ -18,7 +18,8 @@ from ...files import parsing
 from ..drafters.sizes import DrafterSizes
 from ..targets.families import norm_eps, rope_parameters
 
-EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 Weights = dict[str, Tensor]  # tensors by name, of a file or of a drafter's state dict
 ForeignConfig = Mapping[str, Any]  # the content of a config.json that somebody else wrote
 NO_CONFIG: ForeignConfig = MappingProxyType({})
@@ -141,8 +142,10 @@ def layer_facts(weights: Weights, head_dim: int, layer: str, config: ForeignConf
 
     Refuses other sizes in the drafter's config.json.
     """
-    keys, gate = f"{layer}.self_attn.k_proj.weight", f"{layer}.mlp.gate_proj.weight"
-    n_kv_heads, mlp_width = rows(weights, keys) // head_dim, rows(weights, gate)
+    keys = f"{layer}.self_attn.k_proj.weight"
+    gate = f"{layer}.mlp.gate_proj.weight"
+    n_kv_heads = rows(weights, keys) // head_dim
+    mlp_width = rows(weights, gate)
     check_size(config, "num_key_value_heads", n_kv_heads, weights, keys)
     check_size(config, "intermediate_size", mlp_width, weights, gate)
     return {"self_attention_kv_heads": n_kv_heads, "self_attention_mlp_width": mlp_width}

@@ -35,7 +35,8 @@ def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
 def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
     # Layer self-attention has the target's query heads, and the head dim that its q_proj implies also where the heads
     # do not divide the KV width: the official code rounds down.
-    n_heads, head_dim = facts["n_heads"], facts["head_dim"]
+    n_heads = facts["n_heads"]
+    head_dim = facts["head_dim"]
     layer_head_dim = max(1, layout.rows(weights, _KEY) // n_heads)
     values = facts | {"layer_attention_heads": n_heads, "layer_attention_head_dim": layer_head_dim}
     for block, own in _BLOCKS.items():
@@ -65,7 +66,9 @@ def _unlike_all(sizes: MoASizes) -> Iterator[str]:
 
 def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
     yield from _unlike_all(sizes)
-    heads, head_dim, n_heads = sizes.layer_attention_heads, sizes.layer_attention_head_dim, sizes.n_heads
+    heads = sizes.layer_attention_heads
+    head_dim = sizes.layer_attention_head_dim
+    n_heads = sizes.n_heads
     if (heads, head_dim) != (n_heads, sizes.kv_width // n_heads):
         yield (
             f"layer self-attention has {heads} heads of {head_dim}, and theirs the target's {n_heads} of "
@@ -109,8 +112,10 @@ MOA = Layout(
 
 def _vllm_unfit(sizes: MoASizes) -> Iterator[str]:
     yield from _unlike_all(sizes)
-    heads, n_heads = sizes.layer_attention_heads, sizes.n_heads
-    own, cross = sizes.self_attention_kv_heads, sizes.cross_attention_kv_heads
+    heads = sizes.layer_attention_heads
+    n_heads = sizes.n_heads
+    own = sizes.self_attention_kv_heads
+    cross = sizes.cross_attention_kv_heads
     if own != cross:
         yield f"self- and cross-attention have {own} and {cross} KV heads, and the fork one cache for both"
     if heads != n_heads or sizes.kv_width % n_heads:

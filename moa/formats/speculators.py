@@ -24,7 +24,8 @@ from .block import DFLASH, DSPARK
 from .eagle import EAGLE3, EAGLE3_FLAGS
 from .layout import ForeignConfig, Weights
 
-_TYPE, _LAYERS = "speculators_model_type", "transformer_layer_config"
+_TYPE = "speculators_model_type"
+_LAYERS = "transformer_layer_config"
 _EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _BLOCK_KEYS = ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sample_from_anchor")
 _DFLASH = dict.fromkeys(_BLOCK_KEYS) | {"sample_from_anchor": False}
@@ -91,7 +92,8 @@ def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
 
 def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     """List the keys of a config.json, those of the layers too; refuses any that would change the computation."""
-    kind, given = config[_TYPE], {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
+    kind = config[_TYPE]
+    given = {"model_type": "qwen3"} | layout.nested(config, _LAYERS)
     if kind not in _OWN:
         raise DrafterError(f"{_TYPE} is {str(kind)[:60]!r}, expected {', '.join(_OWN)}.")
     with parsing(f"{_LAYERS} cannot be used", DrafterError, "Restore the checkpoint's own."):
@@ -130,7 +132,8 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     weights = layout.with_draft_vocabulary(weights, sizes.vocab_size)
     own = {name: value for name, value in weights.items() if name != "d2t"}
     if "d2t" in weights:
-        offsets, head = weights["d2t"], "markov_head.markov_w2.weight"
+        offsets = weights["d2t"]
+        head = "markov_head.markov_w2.weight"
         tokens = offsets + torch.arange(len(offsets))
         if not torch.equal(tokens, own["t2d"].nonzero()[:, 0]):
             raise DrafterError("d2t and t2d name other tokens.")

@@ -37,7 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
 
     ``mask``: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
     """
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
         return attend_many_short(q, k, v)
     if isinstance(mask, Mask):
@@ -46,7 +47,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
         mask = mask.dense
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and needs_equal_heads(q.device, q.dtype, mask is not None):
-        k, v, is_grouped = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]), False
+        k = expand_heads(k, q.shape[1])
+        v = expand_heads(v, q.shape[1])
+        is_grouped = False
     seen = None if mask is None else mask.unsqueeze(1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=is_grouped)
 
@@ -84,7 +87,8 @@ def expand_heads(x: Tensor, n_heads: int) -> Tensor:
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend within many short sequences, as layer self-attention does; equals the fused kernel without a mask."""
     # On CPU the fused kernel costs time per sequence and head; here the heads of a group are rows of one product.
-    n_kv_heads, head_dim = k.shape[1], k.shape[3]
+    n_kv_heads = k.shape[1]
+    head_dim = k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
     scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
     attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))

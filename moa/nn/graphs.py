@@ -21,7 +21,9 @@ def recorded(call: Callable[[], Result], device: torch.device) -> tuple[torch.cu
     """
     global _n_recorded
     _n_recorded += 1
-    graph, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream(device)
+    here = torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
         call()  # libraries begin in a first run

@@ -86,13 +86,15 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
     o, down = (one.packed for one in products)
     layers = [*itertools.chain(*joined, products)]
     weights = [one.weight for one in (*layers, *norms)] + [one.bias for one in layers if one.bias is not None]
-    states, held = [state_of(weight) for weight in weights], [weight.detach() for weight in weights]
+    states = [state_of(weight) for weight in weights]
+    held = [weight.detach() for weight in weights]
     return Joined((before, gates, o, down), (first, second), weights, states, held, layer.self_attn, n_kv_heads)
 
 
 def prepared_norm(norm: Any) -> Norm:
     """What :func:`normed` takes of a norm; it divides by the root of the squares' sum in place of their mean."""
-    width, epsilon = norm.weight.numel(), norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    width = norm.weight.numel()
+    epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     return torch.tensor((width * epsilon) ** 0.5), norm.weight.detach() * width**0.5
 
 
@@ -118,7 +120,8 @@ def before_attention(
     if norm is not None:
         x = normed(x, norm)
     heads = product(x, joined).unflatten(-1, (-1, head_dim))
-    rotated, v = heads[:, :, :-n_kv_heads], heads[:, :, -n_kv_heads:].transpose(1, 2)
+    rotated = heads[:, :, :-n_kv_heads]
+    v = heads[:, :, -n_kv_heads:].transpose(1, 2)
     rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(1, 2)
     return rotated[:, :-n_kv_heads], rotated[:, -n_kv_heads:], v
 

@@ -67,7 +67,8 @@ class KVBuffer:
 
     def __init__(self, n_rows: int = 1, n_slots: int = 256, n_layers: int = 1) -> None:
         self.lengths = [0] * n_rows
-        self._n_layers, self._initial_slots = n_layers, n_slots
+        self._n_layers = n_layers
+        self._initial_slots = n_slots
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
         # Views of it, [B, H_kv, S, d] of each layer: made once, since a draft step costs as much as its tensor calls.
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -147,7 +148,8 @@ class KVBuffer:
         full = next((side._buffer for side in sides if side._buffer is not None), None)
         if full is not None:
             heads, _, head_dim = full.shape[3:]
-            n_slots, parts = max(side.capacity for side in sides), []
+            n_slots = max(side.capacity for side in sides)
+            parts = []
             for side in sides:
                 own = side._buffer
                 if own is None:  # a side without keys yet gets zeros of the other's form
@@ -175,7 +177,9 @@ class KVBuffer:
 
     def clear(self) -> None:
         """Forget all tokens and free the buffer."""
-        self.lengths, self._buffer, self._layers = [0] * len(self.lengths), None, []
+        self.lengths = [0] * len(self.lengths)
+        self._buffer = None
+        self._layers = []
 
     # Caches that CUDA graphs write to override these two: such buffers must stay where they are.
 

@@ -89,9 +89,11 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
         """Compute cos and signed sin [..., d] of integer positions [...], in float32 and then cast."""
         angles = positions[..., None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         if self.scaling != 1.0:
-            cos, sin = cos * self.scaling, sin * self.scaling
+            cos = cos * self.scaling
+            sin = sin * self.scaling
         return cos.to(dtype), sin.to(dtype)
 
     def inverse(self, positions: Tensor) -> Rotation:
@@ -109,7 +111,8 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate x [B, heads, T, d] by cos and signed sin [B or 1, T, d], computed in x's dtype as transformers does."""
     cos, sin = rotation
-    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    cos = cos.to(x.dtype).unsqueeze(1)
+    sin = sin.to(x.dtype).unsqueeze(1)
     if torch.is_grad_enabled():
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]  # torch's apply has no types
         return rotated
@@ -192,10 +195,12 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
-        query_width, key_width = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+        query_width = sizes.n_heads * sizes.head_dim
+        key_width = sizes.n_kv_heads * sizes.head_dim
         input_width = sizes.input_width or sizes.width
         self.head_dim = sizes.head_dim
-        self.n_heads, self.n_kv_heads = sizes.n_heads, sizes.n_kv_heads
+        self.n_heads = sizes.n_heads
+        self.n_kv_heads = sizes.n_kv_heads
         self.q_proj = nn.Linear(input_width, query_width, bias=sizes.qkv_bias)
         self.k_proj = nn.Linear(input_width, key_width, bias=sizes.qkv_bias)
         self.v_proj = nn.Linear(input_width, key_width, bias=sizes.qkv_bias)
@@ -333,7 +338,8 @@ class DecoderBlock(nn.Module):
         n_last: int = 0,  # tokens whose output is wanted; 0 for all
     ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
-        given, (cosines, sines) = self.normed(x) if has_own_norms else x, rotation
+        given = self.normed(x) if has_own_norms else x
+        cosines, sines = rotation
         queries, keys, values = joined.project(given, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms)
         attended = attend(queries[:, :, -n_last:], *append(keys, values), mask).transpose(1, 2).flatten(2)
         return joined.finish(attended, self.residual(x[:, -n_last:]), n_groups)
@@ -363,11 +369,13 @@ class DecoderBlock(nn.Module):
         return out
 
     def _self_attention(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
-        norm, scale = self.input_layernorm, None
+        norm = self.input_layernorm
+        scale = None
         reads_data = torch.is_grad_enabled() and not x.requires_grad and type(self).normed is DecoderBlock.normed
         if isinstance(norm, RMSNorm) and reads_data:
             # Stored activations: with the norm's weight folded into the projections, no gradient of x is needed.
-            normed, scale = F.rms_norm(x, norm.normalized_shape, eps=norm.eps), norm.weight
+            normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
+            scale = norm.weight
         else:
             normed = self.normed(x)
         keys, values = self.self_attn.keys_values(normed, rotation, scale)

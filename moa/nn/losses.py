@@ -106,7 +106,8 @@ def _log_draft(
     features: Tensor, head: Tensor, cap: float | None, code: Tensor | None, correction: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log probabilities, and the derivative of what is capped in what is not; None without a cap."""
-    logits, slope = logits_of(features, head).float(), None
+    logits = logits_of(features, head).float()
+    slope = None
     if cap is not None:
         logits = capped(logits, cap)
         slope = 1 - (logits / cap).square()
@@ -133,7 +134,8 @@ def _terms_and_error(
     if own is None and divergence.kind == "kl":
         return kl[..., None], (draft if mass is None else draft.mul_(mass)).sub_(probability), weights
     difference = draft - probability
-    l1, sign = difference.abs().sum(dim=-1), difference.sign_()
+    l1 = difference.abs().sum(dim=-1)
+    sign = difference.sign_()
     # d|p - q| through the softmax: p (sign - its mean under p).
     of_l1 = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
     whole: Tensor | float = 1.0 if mass is None else mass
@@ -144,7 +146,8 @@ def _terms_and_error(
     if own is not None:
         factor = None
         of_divergence, of_own, of_label = weights.split(1, dim=-1)
-        of_kl, of_distance = of_divergence * of_kl, of_own + of_divergence * of_distance
+        of_kl = of_divergence * of_kl
+        of_distance = of_own + of_divergence * of_distance
         terms = torch.cat((terms, l1[..., None], own), dim=-1)
     error = draft.mul_(of_kl * whole + of_label)
     error.addcmul_(probability, of_kl, value=-1).addcmul_(of_l1, of_distance)
@@ -162,7 +165,8 @@ class _ChunkedLosses(torch.autograd.Function):
         labels: Any, code: Any, correction: Any, divergence: Divergence, cap: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         draft_head = head if own_head is None else own_head
-        dtype, terms = features.dtype, torch.empty_like(weights, dtype=torch.float32)
+        dtype = features.dtype
+        terms = torch.empty_like(weights, dtype=torch.float32)
         grads: Any = torch.empty_like(features), None if code is None else torch.empty_like(code)
         # Sums over all chunks, as large as a head: of its own, and of the correction.
         sums: Any = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in (own_head, correction)]
@@ -213,7 +217,8 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         features, code = (None if grad is None else grad * grad_outputs[0].to(grad.dtype) for grad in ctx.saved_tensors)
         # As large as a head, so they are scaled in place and not kept.
-        (own_head, correction), ctx.sums = ctx.sums, None
+        own_head, correction = ctx.sums
+        ctx.sums = None
         for grad in (own_head, correction):
             if grad is not None:
                 grad.mul_(grad_outputs[0])

@@ -160,7 +160,8 @@ def round_mask(
         return seen if window is None else seen & _reaches(position, key, window)
 
     def drafted(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        position, other = queries[row, query], queries[row, key]
+        position = queries[row, query]
+        other = queries[row, key]
         seen = (context[row, query] == context[row, key]) & (other <= position) & (other > context[row, key])
         if pass_index is not None:
             seen = seen & (pass_index[query] == pass_index[key])
@@ -187,7 +188,8 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
     Returns:
         [B, Q, max(lengths) + P] bool.
     """
-    n_pending, device = seen.shape[2], seen.device
+    n_pending = seen.shape[2]
+    device = seen.device
     n_slots = max(lengths) + n_pending
     if not are_alike(lengths):
         return tree_mask_after(to_device(lengths, device)[:, None], seen, n_slots, window)

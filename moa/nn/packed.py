@@ -27,7 +27,8 @@ _ROWS = 8  # that oneDNN's layout is for; with fewer and with more it is nearly 
 _SMALLEST_NORMAL = 2.0**-14  # of float16, which below it has ever fewer digits
 # Of the size of a weight's largest row, by which float16 may miss a row in what is smaller than that: what float32
 # rounds in a product of some thousand values. Drafts may be rounded to float16's eleven digits.
-_MAX_ERROR, _MAX_DRAFT_ERROR = 2.0**-19, 2.0**-9
+_MAX_ERROR = 2.0**-19
+_MAX_DRAFT_ERROR = 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
 try:
     _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
@@ -64,7 +65,8 @@ class PackedLinear(nn.Linear):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        weight, packed = self.weight, vars(self).get("packed")
+        weight = self.weight
+        packed = vars(self).get("packed")
         if packed is None or torch.is_grad_enabled() or x.ndim < 2 or not x.numel():
             return F.linear(x, weight, self.bias)
         # With one row PyTorch's own product is as fast as oneDNN's.
@@ -89,7 +91,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
     """
     found = (one for one in module.modules() if isinstance(one, nn.Linear))
     layers = [one for one in found if type(one) in (nn.Linear, PackedLinear) and _takes(one)]
-    n_free, n_bytes = free_memory(), 2 * sum(layer.weight.nbytes for layer in layers)
+    n_free = free_memory()
+    n_bytes = 2 * sum(layer.weight.nbytes for layer in layers)
     if n_free is not None and n_bytes > n_free:
         _LOG.warning(
             "decoding is slower than it could be: copies of the weights for this CPU take %s, and %s are free",

@@ -74,8 +74,10 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
     families.load_target_config(folder)  # refuses what is no target
     if folder.parent == cache_folder("gguf"):
         return {"weights_sha256": folder.name}  # what transformers writes may differ between its releases
-    weights, digest = weight_files(folder), hashlib.sha256()
-    n_bytes, n_done = sum(file.stat().st_size for file in weights), 0
+    weights = weight_files(folder)
+    digest = hashlib.sha256()
+    n_bytes = sum(file.stat().st_size for file in weights)
+    n_done = 0
     for number, file in enumerate(weights, start=1):
         read_header(file, TargetError)  # refuses a damaged file
         digest.update(file.name.encode() + bytes.fromhex(file_sha256(file)))
@@ -149,7 +151,8 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
     """Make the tensors of a bundle's file that a frozen target with the last N layers needs, on the meta device."""
     n_total = config.num_hidden_layers
     with torch.device("meta"):
-        norm, embeddings = torch.empty(config.hidden_size), torch.empty(config.vocab_size, config.hidden_size)
+        norm = torch.empty(config.hidden_size)
+        embeddings = torch.empty(config.vocab_size, config.hidden_size)
         layer = DecoderBlock(families.layer_sizes(config)).state_dict() if n_layers else {}
     tensors = {"embed_tokens.weight": embeddings, "norm.weight": norm, "lm_head.weight": embeddings}
     for index in range(n_total - n_layers, n_total):
@@ -201,13 +204,15 @@ def _norm_factors(body: nn.Module, config: Any) -> Tensor:
 
 def scaled_head(model: PreTrainedModel) -> Tensor:
     """The LM head with the scale of its outputs, [V, E]."""
-    head, config = cast(Any, model).get_output_embeddings(), families.text_model(model).config
+    head = cast(Any, model).get_output_embeddings()
+    config = families.text_model(model).config
     if head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
             f"the LM head of {config.model_type} is no plain matrix, or has a bias, which drafters don't know. Choose "
             "another target."
         )
-    weight, scale = cast(Tensor, head.weight), families.logit_scale(config)
+    weight = cast(Tensor, head.weight)
+    scale = families.logit_scale(config)
     return weight if scale == 1 else weight * scale
 
 
@@ -258,7 +263,8 @@ class FrozenTarget(nn.Module):
                 f"{path} has no {FROZEN_FILE}, the target's frozen weights. Run extract again: it restores target/."
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
-        config, advice = families.load_target_config(path), "Run `moa-data verify`, and `moa-data repair` with --model."
+        config = families.load_target_config(path)
+        advice = "Run `moa-data verify`, and `moa-data repair` with --model."
         own = families.target_sizes(config)
         if wrong := [
             f"{key} {own.get(key)} and not {size}" for key, size in (sizes or {}).items() if own.get(key, size) != size

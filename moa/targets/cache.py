@@ -58,7 +58,8 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
         first: the first one to pack, of those that have KV.
     """
     layers = sorted((layer, group.shape) for group in groups for layer in group.layers)
-    made, widest = [], max(shape.width for _, shape in layers)
+    made = []
+    widest = max(shape.width for _, shape in layers)
     for layer, shape in layers[first:]:
         keys, values = take(layer)[..., : shape.n_heads, :, :].unbind(-2)
         both = torch.cat((keys[..., : shape.key_width], values[..., : shape.value_width]), dim=-1)
@@ -86,7 +87,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         # ``shapes`` are of layers that are not alike, None of those that carry a state in place of KV; ``groups`` of
         # those that have KV of their own.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
-        self._free, self.stays_in_place = buffers, buffers is not None
+        self._free = buffers
+        self.stays_in_place = buffers is not None
         self._whole: Tensor | None = None  # the allocated buffer, of which `buffer` is the rows that are left
         self.n_pending = 0  # tokens per row written by the last call, all its chunks, and not yet committed
         self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
@@ -142,11 +144,15 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         self._n_before = self.n_pending if goes_on else 0
         self._layer_outputs = self._layer_outputs if goes_on else []
         self.n_pending = self._n_before + n_tokens
-        self._slots, self._is_static = slots_after(added(self.lengths, self._n_before), n_tokens, device), False
+        self._slots = slots_after(added(self.lengths, self._n_before), n_tokens, device)
+        self._is_static = False
 
     def begin_static_call(self, n_tokens: int, lengths: Tensor) -> None:
         """Reserve slots as :meth:`begin_call`, after a prompt, for a graph that serves rows of any lengths [B, 1]."""
-        self._n_before, self.n_pending, self._layer_outputs, self._is_static = 0, n_tokens, [], True
+        self._n_before = 0
+        self.n_pending = n_tokens
+        self._layer_outputs = []
+        self._is_static = True
         self._slots = lengths
         self.reserve(self.n_slots, self.buffer[0, 0])
 
@@ -158,7 +164,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         """Hand over the outputs of the :attr:`watched_layers` for all tokens of the last call, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError("the target's last call kept no layer outputs; begin with the proposer before the call.")
-        outputs, self._layer_outputs = torch.cat(self._layer_outputs, dim=1), []
+        outputs = torch.cat(self._layer_outputs, dim=1)
+        self._layer_outputs = []
         return outputs[:, self._n_again :]
 
     @override
@@ -201,7 +208,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]  # both have a `crop`;
         """Give the buffer back; the cache must not be used afterwards."""
         if self._whole is not None and self._free is not None:
             self._free.setdefault(tuple(self._whole.shape), []).append(self._whole)
-        self._whole, self._buffer, self._layers = None, None, []
+        self._whole = None
+        self._buffer = None
+        self._layers = []
 
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
@@ -250,7 +259,8 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: TargetCache, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of transformers
-        self._cache, self._layer = cache, layer
+        self._cache = cache
+        self._layer = layer
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

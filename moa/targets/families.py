@@ -129,12 +129,14 @@ def parse_target_config(
     _check_counts(own if isinstance(own, dict) else values, source)  # before transformers makes lists of that length
     with parsing(f"cannot read {source}", TargetError):
         config = transformers_config(values, folder)
-        dtype, config = config.dtype, config.get_text_config(decoder=True)
+        dtype = config.dtype
+        config = config.get_text_config(decoder=True)
         config.dtype = config.dtype or dtype
     name = config.model_type
     with parsing(f"{source}: the config of {name} is not understood", TargetError, "Choose another target."):
         _check_config(config, source)
-        sizes, _ = target_sizes(config), kv_groups(config)
+        sizes = target_sizes(config)
+        _ = kv_groups(config)
         try:
             Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
         except DrafterError as error:
@@ -191,7 +193,8 @@ def family_of(config: Any) -> Family:
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
     """Refuse what transformers loads as no causal LM, nor as one that also sees."""
-    model_type, text = values.get("model_type"), values.get("text_config")
+    model_type = values.get("model_type")
+    text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     loads_text = isinstance(text, dict) and text.get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (sees and loads_text):
@@ -222,11 +225,14 @@ def _check_config(config: Any, source: object) -> None:
         )
     for own in getattr(config, "per_layer_config", None) or [config]:
         _check_counts({name: getattr(own, name, None) for name in _LARGEST}, source)
-    known, family = target_sizes(config), family_of(config)
+    known = target_sizes(config)
+    family = family_of(config)
     kinds = set(getattr(config, "layer_types", None) or ()) if family.mixes_layers else set()
     known_kinds = {"full_attention", "sliding_attention", "chunked_attention"}
     known_kinds |= {"linear_attention"} if family.carries_state else set()
-    n_heads, n_kv_heads, epsilon = known["n_heads"], known["n_kv_heads"], norm_eps(config)
+    n_heads = known["n_heads"]
+    n_kv_heads = known["n_kv_heads"]
+    epsilon = norm_eps(config)
     if family.keeps_kv and n_heads % n_kv_heads:
         trouble = f"{n_kv_heads} KV heads do not divide {n_heads} heads"
     elif type(epsilon) not in (int, float) or not 0 <= epsilon <= 1:
@@ -376,14 +382,16 @@ def layer_kinds(config: Any) -> list[str]:
 
 def layer_windows(config: Any) -> list[int | None]:
     """The attention window of each decoder layer in tokens, the query included; None for full attention."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
     windows = {"sliding_attention": window, "chunked_attention": None if chunk is None else Chunk(chunk)}
     return [windows.get(kind) for kind in layer_kinds(config)]
 
 
 def kv_shapes(config: Any) -> list[KVShape | None]:
     """What each layer caches of keys and values; None for a layer that carries a state in their place."""
-    kinds, found = layer_kinds(config), list[KVShape | None]()
+    kinds = layer_kinds(config)
+    found = list[KVShape | None]()
     for kind, own in zip(kinds, getattr(config, "per_layer_config", None) or [config] * len(kinds), strict=True):
         if kind == "linear_attention" or (n_heads := getattr(own, "num_attention_heads", None)) is None:
             found.append(None)
@@ -404,7 +412,8 @@ def kv_groups(config: Any) -> list[KVGroup]:
     for layer, (kind, shape, mode) in enumerate(zip(layer_kinds(config), shapes, shared, strict=True)):
         if shape is not None and mode != "reuse":  # the cache of an earlier layer
             found.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
-    kinds, n_layers = {shape for _, shape in found}, sum(map(len, found.values()))
+    kinds = {shape for _, shape in found}
+    n_layers = sum(map(len, found.values()))
     is_rotated = family_of(config).rotates_all
     if n_layers == len(shapes) and len(kinds) == 1 and all(one.key_width == one.value_width for one in kinds):
         return [KVGroup("kv", tuple(range(n_layers)), kinds.pop(), is_rotated)]
@@ -454,7 +463,8 @@ def layer_sizes(config: Any) -> BlockSizes:
         )
     if config.hidden_act != "silu":
         raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
-    sizes, has_bias = target_sizes(config), bool(getattr(config, "attention_bias", False))
+    sizes = target_sizes(config)
+    has_bias = bool(getattr(config, "attention_bias", False))
     return BlockSizes(
         width=sizes["hidden_size"],
         n_heads=sizes["n_heads"],

@@ -82,7 +82,9 @@ class FusedBody:
 
     def __init__(self, model: Any) -> None:
         body: Any = text_model(model)
-        self._embed, self._rotary, self._norm = body.get_input_embeddings(), body.rotary_emb, body.norm
+        self._embed = body.get_input_embeddings()
+        self._rotary = body.rotary_emb
+        self._norm = body.norm
         self._layers: list[Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
         own = {(one.n_kv_heads, one.attention.head_dim, one.attention.scaling) for one in self._layers}
         is_alike = len({one.attention.o_proj.weight.shape for one in self._layers}) == 1  # in query heads too
@@ -120,11 +122,13 @@ class FusedBody:
                 watched one.
             run_layers: computes all layers in place of the attention function; see :data:`RunLayers`.
         """
-        x, outputs = self._embed(tokens), {}
+        x = self._embed(tokens)
+        outputs = {}
         rotation = _rotation(*self._rotary(x, position_ids=positions))
         if run_layers is not None:
             every = run_layers(x, *rotation, self._weights)
-            x, outputs = every[-1], {index: every[index] for index in watched_layers}
+            x = every[-1]
+            outputs = {index: every[index] for index in watched_layers}
         for index, joined in enumerate(self._layers if run_layers is None else ()):
             x = _forward(joined, x, rotation, wanted=wanted if index == len(self._layers) - 1 else None, **kwargs)
             if index in watched_layers:
@@ -134,7 +138,8 @@ class FusedBody:
 
 @torch.inference_mode()
 def _is_right(layer: Any, joined: Joined) -> bool:
-    width, head_dim = layer.self_attn.q_proj.in_features, layer.self_attn.head_dim
+    width = layer.self_attn.q_proj.in_features
+    head_dim = layer.self_attn.head_dim
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 3, width, generator=generator)
     angles = torch.randn(1, 3, head_dim, generator=generator)
@@ -174,5 +179,6 @@ def _forward(
     attended, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
     attended = attended.reshape(*x.shape[:-1], -1)
     if wanted is not None:
-        attended, x = attended.index_select(1, wanted), x.index_select(1, wanted)
+        attended = attended.index_select(1, wanted)
+        x = x.index_select(1, wanted)
     return joined.finish(attended, x)

@@ -225,8 +225,10 @@ class Target:
         """
         # A causal run never builds a mask of all tokens by all tokens: a full-attention prefill needs none, any other
         # run is computed in chunks.
-        n_given, tokens = tokens.shape[1], cache.take_up(tokens)
-        n_tokens, device = tokens.shape[1], tokens.device
+        n_given = tokens.shape[1]
+        tokens = cache.take_up(tokens)
+        n_tokens = tokens.shape[1]
+        device = tokens.device
         # A static call is short, and comes after a prompt.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             return self._static.forward(self, tokens, seen, cache)
@@ -367,7 +369,8 @@ class StaticCalls:
 
     def forward(self, target: Target, tokens: Tensor, seen: Tensor | None, cache: TargetCache) -> Tensor:
         """Run tokens as :meth:`Target.forward` does."""
-        n_tokens, device = tokens.shape[1], tokens.device
+        n_tokens = tokens.shape[1]
+        device = tokens.device
         padding = next(size for size in STATIC_SIZES if size >= n_tokens) - n_tokens
         numbers = to_device([[length, n_tokens] for length in cache.lengths], device)
         tokens = nn.functional.pad(tokens, (0, padding))

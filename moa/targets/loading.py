@@ -71,7 +71,8 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 def check_weights(folder: Path) -> None:
     """Refuse a target that can't be loaded, as far as its config.json and the headers of its weights tell."""
     config = families.load_target_config(folder)
-    n_held, n_needed = _count_values(_read_headers(folder, config)), families.count_weights(config)
+    n_held = _count_values(_read_headers(folder, config))
+    n_needed = families.count_weights(config)
     if n_held < n_needed:
         raise _too_few(folder, n_held, n_needed)
 

@@ -134,7 +134,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin = end
+        end = end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -151,7 +152,8 @@ def check_finite(weights: Mapping[str, Tensor], source: object, error_class: typ
     for name, values in weights.items():
         # The extremes are NaN if any value is, and take a twentieth of the time of ``isfinite`` of all values.
         if values.is_floating_point() and values.numel() and not torch.stack(values.aminmax()).isfinite().all():
-            n_bad, dtype = int((~values.isfinite()).sum()), str(values.dtype).removeprefix("torch.")
+            n_bad = int((~values.isfinite()).sum())
+            dtype = str(values.dtype).removeprefix("torch.")
             is_narrow = values.dtype == torch.float16  # it ends at 65,504
             advice = "Choose --dtype bfloat16 or float32, which hold larger numbers, or r" if is_narrow else "R"
             raise error_class(
@@ -167,7 +169,8 @@ def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], ex
     for name, wanted in expected.items():
         if name not in weights:
             continue
-        shape, dtype = tuple(weights[name].shape), weights[name].dtype
+        shape = tuple(weights[name].shape)
+        dtype = weights[name].dtype
         dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)  # any precision will do
         if shape != wanted.shape:
             problems.append(f"{name} has shape {list(shape)}, expected {list(wanted.shape)}")

@@ -64,7 +64,8 @@ def prove_logits(target: Target) -> None:
 @torch.inference_mode()
 def prove_norm(target: Target) -> nn.Module:
     """Return the model's own final norm; raises TargetError where it alone doesn't follow the last layer."""
-    norm, outputs = final_norm(target.body), list[Any]()
+    norm = final_norm(target.body)
+    outputs = list[Any]()
     if target.is_llama:
         return norm
     last_layer: Any = families.decoder_layers(target.model)[-1]
@@ -86,7 +87,9 @@ def prove_norm(target: Target) -> nn.Module:
 @torch.inference_mode()
 def decoding_problem(target: Target) -> str:
     """Say why drafts can't be verified; empty where calls over cached tokens give what one call over all gives."""
-    half, is_right, why = _N_TOKENS // 2, True, "calls over its cache give other values"
+    half = _N_TOKENS // 2
+    is_right = True
+    why = "calls over its cache give other values"
     try:
         tokens, hidden = _sample(target)
         cache = target.make_cache()
@@ -111,10 +114,12 @@ def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]],
     ``call``: takes the next tokens, and the parent of each draft among them; gives their hidden states [n, E]. Drafts
     are forgotten.
     """
-    half, why = _N_TOKENS // 2, "calls of the engine give other values"
+    half = _N_TOKENS // 2
+    why = "calls of the engine give other values"
     try:
         tokens, hidden = _sample(target)
-        text, (known,) = tokens[0].tolist(), hidden
+        text = tokens[0].tolist()
+        (known,) = hidden
         is_right = _agrees(call(text[:half], ()), known[:half])
         branches = call([text[half], text[0], text[half + 1]], (-1, -1))  # a wrong draft, and the right one
         is_right = _agrees(branches[[0, 2]], known[half : half + 2]) and is_right

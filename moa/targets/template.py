@@ -311,7 +311,8 @@ class ChatTemplate:
 
     def find_unusable_text(self, messages: Sequence[Message], tools: Tools = None) -> tuple[RejectReason, str] | None:
         """Find control tokens, halves of surrogate pairs and too many characters: why, and what was found where."""
-        control, n_chars = self.control_tokens, 0
+        control = self.control_tokens
+        n_chars = 0
         # (where, values, pattern that their texts may not match): text within a frame of the template may not close it.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):

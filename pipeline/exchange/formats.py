@@ -41,7 +41,8 @@ from ...storage.schema import HIDDEN_LAST, layer_field
 
 ROWS_PER_FOLDER = 2000  # files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it
 # Hidden states hardly shrink in gzip: a file that grows by more is made to fill the memory.
-_MAX_GROWTH, _MIN_LIMIT_BYTES = 32, 64 << 20
+_MAX_GROWTH = 32
+_MIN_LIMIT_BYTES = 64 << 20
 _ROWS_PER_BATCH = 256
 _STATE = "state.json"
 
@@ -147,8 +148,10 @@ class SpecForgeFormat(EagleFormat):
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         record = _load_checkpoint(path)
-        last, layers = _matrix(record, "hidden_state", path), _matrix(record, "aux_hidden_state", path)
-        width, count = last.shape[1], len(self.fields) - 1
+        last = _matrix(record, "hidden_state", path)
+        layers = _matrix(record, "aux_hidden_state", path)
+        width = last.shape[1]
+        count = len(self.fields) - 1
         if layers.shape[1] != count * width:
             raise DatasetError(
                 f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of {width}. "
@@ -196,7 +199,8 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def read_mask(self, path: Path) -> np.ndarray:
-        rows, number = self._dataset(path), path.stem.removeprefix("hs_")
+        rows = self._dataset(path)
+        number = path.stem.removeprefix("hs_")
         row = int(number) if number.isdecimal() else len(rows)
         if row >= len(rows):
             raise DatasetError(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {number}.")
@@ -328,7 +332,8 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
 
 def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     """Return a tensor [S, width] or [1, S, width] as [S, width]."""
-    value, n_tokens = _tensor(record, key, path), _tensor(record, "input_ids", path).numel()
+    value = _tensor(record, key, path)
+    n_tokens = _tensor(record, "input_ids", path).numel()
     if value.dim() == 3 and len(value) == 1:
         value = value[0]
     if value.dim() != 2 or len(value) != n_tokens:

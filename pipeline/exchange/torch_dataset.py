@@ -126,7 +126,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         own, n = (
             (group.get_rank(), group.get_world_size()) if group.is_available() and group.is_initialized() else (0, 1)
         )
-        self.rank, self.world_size = own if rank is None else rank, n if world_size is None else world_size
+        self.rank = own if rank is None else rank
+        self.world_size = n if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise OptionInvalid(f"rank is {self.rank}, expected 0 to {self.world_size - 1} (world_size).")
         if batch_size < 1 or bucket_batches < 0:
@@ -134,8 +135,10 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
                 f"batch_size is {batch_size}, expected at least 1; bucket_batches is {bucket_batches}, expected 0 "
                 "or more."
             )
-        self.shuffle, self.seed = shuffle, seed
-        self.batch_size, self.bucket_batches = batch_size, bucket_batches
+        self.shuffle = shuffle
+        self.seed = seed
+        self.batch_size = batch_size
+        self.bucket_batches = bucket_batches
         # In shared memory, so that persistent workers see the next epoch.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 

@@ -69,11 +69,13 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         check_fields(store, file_format.fields, file_format.name)
         _claim(folder, file_format, store, n)
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
-        sizes, pending = list[int](), deque[Future[None]]()
+        sizes = list[int]()
+        pending = deque[Future[None]]()
         # In threads, as a disk syncs many small files at once in the time of one.
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(0 if config.rows_only else n):
-                path, tokens = file_format.file(folder, i), store.read(i, "tokens")
+                path = file_format.file(folder, i)
+                tokens = store.read(i, "tokens")
                 if not path.exists():
                     data = file_format.encode(tokens, store.read(i, "response_mask"), dataset[i])
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +225,8 @@ def import_folder(
             f"import from {file_format.name}",
             progress,
         )
-        licences, command = (config.target_license, config.dataset_license), f"moa-data import --format {config.format}"
+        licences = (config.target_license, config.dataset_license)
+        command = f"moa-data import --format {config.format}"
         write_card(store.path, config.model, config.folder, licences, command)
         report = WriteReport.of(store, timings)
         n_left_out = counted(len(paths) - texts.num_rows, "duplicate")
@@ -237,7 +240,8 @@ def _read_texts(file_format: FileFormat, paths: Sequence[Path], vocab_size: int,
     """Read tokens and masks of all files, and return a table for ``plan_parts`` with each text once."""
     rows: dict[str, tuple[int, int, int]] = {}
     for row, path in enumerate(paths):
-        tokens, mask = file_format.read_tokens(path), file_format.read_mask(path)
+        tokens = file_format.read_tokens(path)
+        mask = file_format.read_mask(path)
         if not len(tokens) or len(tokens) != len(mask):
             raise DatasetError(
                 f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again."
@@ -319,7 +323,9 @@ def _read_sequence(
     specs: tuple[schema.FieldSpec, ...],
     norm: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, np.ndarray]:
-    tokens, mask, hidden = file_format.read_tokens(path), file_format.read_mask(path), file_format.read_hidden(path)
+    tokens = file_format.read_tokens(path)
+    mask = file_format.read_mask(path)
+    hidden = file_format.read_hidden(path)
     if norm is not None:
         # The files hold the last state before the final norm only (speculators): computed in float32, rounded once.
         last = hidden[file_format.fields[-1]]

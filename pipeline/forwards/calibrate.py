@@ -115,7 +115,8 @@ def calibrate(
         offered: dict[str, list[np.ndarray]] = {}
         used = {name for names in codec.sources.values() for name in names}
         for name in (name for name in codec.in_order if name in observations):
-            observation, learned = observations[name], codec.learned[name]
+            observation = observations[name]
+            learned = codec.learned[name]
             if name in joint and not bits:
                 bits = _joint_bits(codec, joint, observations, offered, learning)
             if name == HIDDEN_LAST:
@@ -143,7 +144,8 @@ def _joint_bits(
 ) -> dict[str, float]:
     """Split the bits of joint hidden states, given the lowest first: field -> bits per token."""
     learning.progress(0, 1, "learn: bits of joint hidden states")
-    variances, below = list[np.ndarray](), list[np.ndarray]()
+    variances = list[np.ndarray]()
+    below = list[np.ndarray]()
     for name in joint:
         values = observations[name].values()
         others = [np.concatenate(offered[source]) for source in codec.sources.get(name, ()) if source not in joint]
@@ -157,7 +159,8 @@ def _joint_bits(
 
 def target_rope(model_config: Any) -> Rope:
     """Return the rotation that a target applies to its keys, of each layer where kinds of layers differ."""
-    kinds, parameters = layer_kinds(model_config), model_config.rope_parameters
+    kinds = layer_kinds(model_config)
+    parameters = model_config.rope_parameters
     if not parameters.keys() & set(kinds):
         return Rope(*_rotation(model_config, parameters))
     own = {kind: _rotation(model_config, parameters[kind]) for kind in set(kinds)}

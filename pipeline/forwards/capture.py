@@ -69,7 +69,8 @@ class HostSlot:
 
     def place(self, source: Tensor) -> Tensor:
         """Return the host memory that a tensor will be copied to, of its shape and dtype."""
-        index, n_bytes = len(self._copies), source.numel() * source.element_size()
+        index = len(self._copies)
+        n_bytes = source.numel() * source.element_size()
         if index == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
         if self._buffers[index].numel() < n_bytes:

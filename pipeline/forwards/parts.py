@@ -81,8 +81,10 @@ def run_parts(
         tell: called with the timings before the first batch, after each, and at the end.
     """
     keep_freed_memory()
-    start, device = time.perf_counter(), forwards.target.device
-    pool, writer = EncodePool(forwards.n_encode_threads), BackgroundWriter()
+    start = time.perf_counter()
+    device = forwards.target.device
+    pool = EncodePool(forwards.n_encode_threads)
+    writer = BackgroundWriter()
     slots = HostSlots(device, N_HOST_SLOTS) if device.type == "cuda" else None
     open_parts: list[PartWriter] = []
 
@@ -114,7 +116,8 @@ def run_parts(
         raise
     finally:
         pool.close()
-        timings.writer_s, timings.encode_s = writer.busy_s, pool.busy_s
+        timings.writer_s = writer.busy_s
+        timings.encode_s = pool.busy_s
         timings.extract_s = time.perf_counter() - start
 
 

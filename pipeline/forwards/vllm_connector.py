@@ -62,7 +62,8 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed
 
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse settings under which the cache does not hold what a store holds."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) != 1:
             raise ValueError(
@@ -139,7 +140,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        saves, self._waiting = self._waiting, []
+        saves = self._waiting
+        self._waiting = []
         return Saves(saves)
 
     # In the worker
@@ -197,7 +199,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def _begin(self, save: Save) -> None:
         """Gather a prompt's values on a stream of its own, and let a thread write them once they are on the host."""
         if self._layers[0][1].device.type != "cuda":
-            values, event = self._gather(save), None
+            values = self._gather(save)
+            event = None
         else:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())  # what the forward wrote
@@ -241,7 +244,8 @@ def kv_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
 def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
     """Gather as :func:`kv_of` does from a cache in the order of vLLM's kernels for CPUs."""
-    block_size, head_dim = cache.shape[2], cache.shape[3] // 2
+    block_size = cache.shape[2]
+    head_dim = cache.shape[3] // 2
     keys, values = cache[list(blocks)].flatten(2).chunk(2, dim=2)  # [n_blocks, H_kv, block_size * d] each
     both = keys.unflatten(2, (head_dim, block_size)).transpose(2, 3), values.unflatten(2, (block_size, head_dim))
     return kv_of(torch.cat(both, dim=3), tuple(range(len(blocks))), n_tokens)

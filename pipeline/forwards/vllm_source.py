@@ -33,9 +33,11 @@ from .capture import Capture, finite_rows
 VLLM_VERSIONS = ("0.33.0", "0.32.0")
 """The releases whose experimental connector interface this is written for; the second is tested on CPUs."""
 
-_CONNECTOR, _MODULE = "MoaDataConnector", "moa_data.pipeline.forwards.vllm_connector"
+_CONNECTOR = "MoaDataConnector"
+_MODULE = "moa_data.pipeline.forwards.vllm_connector"
 _FILE_PARAMETER = "moa_data_file"  # as in the connector, which cannot be imported without vLLM
-_STARTED_WITHIN_S, _WRITTEN_WITHIN_S = 1800.0, 300.0
+_STARTED_WITHIN_S = 1800.0
+_WRITTEN_WITHIN_S = 300.0
 _PROCESSES = ("EngineCore", "VLLM")  # how the names of vLLM's processes begin
 _MEMORY_FOLDER = Path("/dev/shm")
 
@@ -82,8 +84,12 @@ class VllmSource:
     """
 
     def __init__(self, folder: Path, target: Target, spec: ActivationSpec, dtype: torch.dtype, max_length: int) -> None:
-        self._folder, self._target, self._spec, self._dtype = folder, target, spec, dtype
-        self._max_length, self._n_read = max_length, 0
+        self._folder = folder
+        self._target = target
+        self._spec = spec
+        self._dtype = dtype
+        self._max_length = max_length
+        self._n_read = 0
         self._n_layers = int(target.sizes["n_layers"])
         self._norm = prove_norm(target) if spec.last else nn.Identity()
         # vLLM counts what enters layer i, so that i + 1 is the output of layer i, and n_layers what the norm reads.
@@ -205,11 +211,13 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    n_before, last_s = n_done(), time.monotonic() + within_s
+    n_before = n_done()
+    last_s = time.monotonic() + within_s
     while thread.is_alive():
         thread.join(0.2)
         if (n_now := n_done()) != n_before:
-            n_before, last_s = n_now, time.monotonic() + within_s
+            n_before = n_now
+            last_s = time.monotonic() + within_s
         if time.monotonic() > last_s:
             raise TimeoutError(f"it has done nothing for {within_s:g} s")
     ((value, error),) = found

@@ -154,9 +154,13 @@ class DraftingClient:
                 f"max_offline is {max_offline}, offline_below {offline_below}; give 0 or more, below 1."
             )
         check_codec(codec)
-        self.mode, self.session_file, self.timeouts = mode, session_file, timeouts or Timeouts()
+        self.mode = mode
+        self.session_file = session_file
+        self.timeouts = timeouts or Timeouts()
         self.model = drafter if isinstance(drafter, DraftingModel) else DraftingModel.load(drafter, bundle)
-        self._codec, self._max_offline, self._offline_below = codec, max_offline, offline_below
+        self._codec = codec
+        self._max_offline = max_offline
+        self._offline_below = offline_below
         self.drafter = TextDrafter(self.model)
         self._identities = pb.Identities(
             target=target_identity(self.model.drafter.config.target),
@@ -249,9 +253,13 @@ class _Turn:
     """One answer: moves messages between link and session, drafts where that helps, and measures."""
 
     def __init__(self, client: DraftingClient, session: Session, saved: SavedAnswer, on_event: OnEvent | None) -> None:
-        self._drafter, self._link, self._timeouts = client.drafter, client.link, client.timeouts
-        self._session, self._on_event = session, on_event or (lambda event: None)
-        self._saved, self._file = saved, client.session_file
+        self._drafter = client.drafter
+        self._link = client.link
+        self._timeouts = client.timeouts
+        self._session = session
+        self._on_event = on_event or (lambda event: None)
+        self._saved = saved
+        self._file = client.session_file
         self._bytes_before = (self._link.bytes_up, self._link.bytes_down)
         self._stream = 0  # number of the link's stream, 0 for none
         self._pings: dict[int, float] = {}
@@ -286,7 +294,8 @@ class _Turn:
     def stats(self) -> Stats:
         """Sum up what was measured so far."""
         session = self._session
-        n_tokens, rate = len(session.tokens) - session.n_prompt, 0.0
+        n_tokens = len(session.tokens) - session.n_prompt
+        rate = 0.0
         if self._first_token is not None and (seconds := time.monotonic() - self._first_token[0]) > 0:
             rate = (n_tokens - self._first_token[1]) / seconds
         counts = (session.n_chain_tokens, session.n_chains) if session.n_chains else (n_tokens, session.n_calls)
@@ -307,7 +316,9 @@ class _Turn:
                     raise event.error  # another connection would be refused as well
                 self._lose(event.error)
         elif event.message is None:
-            self._stream, self._heard_s, self._pinged_s = event.stream, event.at_s, 0.0
+            self._stream = event.stream
+            self._heard_s = event.at_s
+            self._pinged_s = 0.0
             self._pings.clear()
             self._session.link_up()
             self._flush()
@@ -348,7 +359,8 @@ class _Turn:
     def _lose(self, error: ServingError) -> None:
         if self._stream:
             self._lost_s = time.monotonic()
-        self._stream, self._error = 0, error
+        self._stream = 0
+        self._error = error
         self._session.link_down(str(error))
 
     def _reconnect(self, error: ServingError, wait_s: float = 0.0) -> None:
@@ -357,7 +369,9 @@ class _Turn:
 
     def _look_after_link(self) -> None:
         """Ping, notice silence, and give up where no server answers the first time."""
-        now, session, timeouts = time.monotonic(), self._session, self._timeouts
+        now = time.monotonic()
+        session = self._session
+        timeouts = self._timeouts
         if not self._stream:
             if not session.was_opened and now - self._lost_s > timeouts.connect_s:
                 raise self._error
@@ -387,7 +401,8 @@ class _Turn:
         return session.wants_draft and not waits
 
     def _draft(self) -> None:
-        session, drafter = self._session, self._drafter
+        session = self._session
+        drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
             session.no_draft()  # those of a long prompt are on their way: to feed it level by level takes longer
         if self._can_draft():
@@ -406,7 +421,8 @@ class _Turn:
     def _flush(self) -> None:
         if messages := self._session.take_messages():
             self._link.send(self._stream, messages)
-        events, now = self._session.take_events(), time.monotonic()
+        events = self._session.take_events()
+        now = time.monotonic()
         if events and now - self._saved_s > _SAVE_EVERY_S:
             self._save()
         for event in events:

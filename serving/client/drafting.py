@@ -36,7 +36,8 @@ from ..wire import n_common
 from .session import Draft
 
 # The file of a training run that records its store, and the folder of a store that holds the bundle.
-_RUN_FILE, _BUNDLE = "run.yaml", "target"
+_RUN_FILE = "run.yaml"
+_BUNDLE = "target"
 _MAX_FED = 16  # known tokens that one call feeds: the caller looks at the network in between
 # Levels after which another chain begins where newer contexts are here: each level after a context agrees less.
 _MAX_LEVELS = 32
@@ -115,7 +116,8 @@ class TextDrafter:
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
         """Start a text; contexts that were taken are kept where it begins like the last one."""
-        self._sampling, self._seed = sampling, seed
+        self._sampling = sampling
+        self._seed = seed
         self._end_round()
         self._pending.clear()
         self.n_context = self._n_taken
@@ -151,8 +153,10 @@ class TextDrafter:
             )
             if self._chain is None or is_stale:
                 self._begin_round(tokens, newest)
-                known, n_agreed = [*tokens[self._root + 1 :], *drafts], 0
-            chain, most = self._chain, self._model.drafter.config.max_depth
+                known = [*tokens[self._root + 1 :], *drafts]
+                n_agreed = 0
+            chain = self._chain
+            most = self._model.drafter.config.max_depth
             assert chain is not None
             if most is not None and len(known) >= most:  # no further before newer contexts are here
                 self.is_catching_up = False
@@ -175,7 +179,8 @@ class TextDrafter:
 
     def _reset(self) -> None:
         drafter = self._model.drafter
-        self._state, self._cache = drafter.new_state(1), drafter.new_context_cache()
+        self._state = drafter.new_state(1)
+        self._cache = drafter.new_context_cache()
         self._pending: list[Tensor] = []
         self._fed: list[int] = []
         self._root, self._n_taken, self.n_context = -1, 0, 0  # the last: positions whose contexts have arrived
@@ -183,7 +188,8 @@ class TextDrafter:
 
     def _end_round(self) -> None:
         # The latter: whether the last call of next fed known tokens and should be made again.
-        self._chain, self.is_catching_up = None, False
+        self._chain = None
+        self.is_catching_up = False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
         """The newest position at which a round can begin, or has begun."""
@@ -193,7 +199,8 @@ class TextDrafter:
         return newest
 
     def _begin_round(self, tokens: Sequence[int], root: int) -> None:
-        drafter, n_new = self._model.drafter, root - self._n_taken
+        drafter = self._model.drafter
+        n_new = root - self._n_taken
         if self.width == 0:
             self.n_context = root
             self._pending = [torch.empty(n_new, 0)]
@@ -202,13 +209,16 @@ class TextDrafter:
             drafter.take_context(self._state, self._cache, arrived[:n_new], self._n_taken)
             self._pending = [arrived[n_new:]] if len(arrived) > n_new else []
             self._n_taken = root
-        self._root, self._fed, self._text = root, [], list(tokens[: root + 1])
+        self._root = root
+        self._fed = []
+        self._text = list(tokens[: root + 1])
         features = drafter.draft_root(self._state, self._model.frozen, [self._text], self._cache)
         self._chain = Chain(drafter, self._model.frozen, self._state, self._cache, features)
 
     def _choose(self, logits: Tensor, tokens: Sequence[int], drafts: Sequence[int]) -> Draft:
         """Choose as the target would from these logits [V], with the same noise at the same position."""
-        sampling, previous = self._sampling, list[int]()
+        sampling = self._sampling
+        previous = list[int]()
         if sampling.repetition_penalty != 1:
             previous = [*tokens, *drafts]
         token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))

@@ -38,7 +38,8 @@ _OPTIONS = (
 )
 # Errors by status; with any other a new attempt may help.
 _ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {grpc.StatusCode.PERMISSION_DENIED: NotAllowed}
-_READY, _FAILED = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+_READY = grpc.ChannelConnectivity.READY
+_FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Link:
         with self._changed:
             self._changed.wait_for(lambda: self._call is None)  # it ends at once: nothing is wanted
             self._events = queue.SimpleQueue()
-            self._is_wanted, self._wait_s = True, _FIRST_WAIT_S
+            self._is_wanted = True
+            self._wait_s = _FIRST_WAIT_S
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -127,13 +129,15 @@ class Link:
     def cut(self) -> None:
         """Close the connection and make none until :meth:`restore`, as if the network were gone."""
         with self._changed:
-            self._is_cut, self._reason = True, "the network was cut on this side."
+            self._is_cut = True
+            self._reason = "the network was cut on this side."
             self._drop()
 
     def restore(self) -> None:
         """Connect again."""
         with self._changed:
-            self._is_cut, self._wait_s = False, _FIRST_WAIT_S
+            self._is_cut = False
+            self._wait_s = _FIRST_WAIT_S
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -157,7 +161,8 @@ class Link:
             with self._changed:
                 self._drop()  # whatever ended the stream, the connection under it is suspect
                 # Random, for clients that a server lost at once shall not come back at once.
-                wait_s, self._wait_s = self._wait_s * random.uniform(0.8, 1.2), min(2 * self._wait_s, _LONGEST_WAIT_S)
+                wait_s = self._wait_s * random.uniform(0.8, 1.2)
+                self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
                 self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
     def _connect(self) -> grpc.Channel:
@@ -222,7 +227,8 @@ class Link:
         except grpc.RpcError as failure:
             error = self._error_of(failure)
         with self._changed:
-            self._call, self._stream = None, 0
+            self._call = None
+            self._stream = 0
             outbox.put(None)  # ends gRPC's thread that reads it
             was_meant = not self._is_wanted
             events.put(LinkEvent(stream, error=error))
@@ -239,7 +245,9 @@ class Link:
 
     def _drop(self) -> None:
         """Close the connection and wake all that wait for it; the lock is held."""
-        channel, self._channel, self._stream = self._channel, None, 0
+        channel = self._channel
+        self._channel = None
+        self._stream = 0
         self._states.put(None)
         if self._call is not None:
             self._call.cancel()

@@ -163,12 +163,17 @@ class Session:
         session: str = "",
         n_context: int = 0,
     ) -> None:
-        self.tokens, self.n_prompt, self.settings, self.session = list(tokens), n_prompt, settings, session
-        self.mode, self.shape = settings.mode, settings.shape
+        self.tokens = list(tokens)
+        self.n_prompt = n_prompt
+        self.settings = settings
+        self.session = session
+        self.mode = settings.mode
+        self.shape = settings.shape
         # Drafted tokens, of which the first n_shown are shown as unverified, and the first n_asked are being verified.
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
-        self.n_context, self.contexts = n_context, list[tuple[pb.Context, int]]()
+        self.n_context = n_context
+        self.contexts = list[tuple[pb.Context, int]]()
         self.finish = ""  # why the answer ended
         self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0  # calls that committed something
         self._texts = texts
@@ -181,7 +186,8 @@ class Session:
         self._has_paused = False  # offline, and said so
         self._awaited = 0  # sequence number of the Verify that has not been answered
         self._is_running = False  # whether the server decodes and streams
-        self._max_drafts, self._max_positions = 1, 1 << 31
+        self._max_drafts = 1
+        self._max_positions = 1 << 31
         if answer := self.tokens[n_prompt:]:
             self._emit_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
@@ -190,8 +196,12 @@ class Session:
 
     def link_up(self) -> None:
         """Start a connection: open the session with all that is committed, and ask for what comes next."""
-        self._is_up, self.is_opened, self._sequence = True, False, 0
-        self._awaited, self.n_asked, self._is_running = 0, 0, False
+        self._is_up = True
+        self.is_opened = False
+        self._sequence = 0
+        self._awaited = 0
+        self.n_asked = 0
+        self._is_running = False
         self._outbox.clear()
         settings = self.settings
         self._send(
@@ -209,8 +219,12 @@ class Session:
 
     def link_down(self, reason: str) -> None:
         """End the connection: forget what was asked for, and go offline."""
-        was_opened, self._is_up, self.is_opened = self.is_opened, False, False
-        self._awaited, self.n_asked, self._is_running = 0, 0, False
+        was_opened = self.is_opened
+        self._is_up = False
+        self.is_opened = False
+        self._awaited = 0
+        self.n_asked = 0
+        self._is_running = False
         self._outbox.clear()
         if was_opened and not self.finish:
             self._events.append(LinkChanged(False, reason))
@@ -220,7 +234,9 @@ class Session:
         """Go offline: the server has not been heard of for too long. Its next message ends that."""
         if self.is_offline or self.finish or not self.was_opened:
             return
-        self.is_offline, self._is_stuck, self._has_paused = True, False, False
+        self.is_offline = True
+        self._is_stuck = False
+        self._has_paused = False
         self._events.append(ModeChanged("offline", reason))
         while len(self.drafts) > self.settings.max_offline:
             self.drafts.pop()
@@ -272,7 +288,8 @@ class Session:
         """Whether another draft is of use now."""
         if self.finish or self._is_stuck or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids):
             return False
-        n_drafts, n_left = len(self.drafts), self._n_left
+        n_drafts = len(self.drafts)
+        n_left = self._n_left
         if self.is_offline:
             settings = self.settings
             return n_drafts < min(n_left, settings.max_offline) and self._probability() >= settings.offline_below
@@ -284,17 +301,20 @@ class Session:
 
     def take_messages(self) -> list[pb.ClientMessage]:
         """Return the messages to send, in order, once."""
-        messages, self._outbox = self._outbox, []
+        messages = self._outbox
+        self._outbox = []
         return messages
 
     def take_events(self) -> list[Event]:
         """Return what happened since the last call, in order."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def take_contexts(self) -> list[tuple[pb.Context, int]]:
         """Return the contexts that arrived since the last call, each with how many of its first ones were here."""
-        contexts, self.contexts = self.contexts, []
+        contexts = self.contexts
+        self.contexts = []
         return contexts
 
     def ping(self, number: int) -> None:
@@ -310,7 +330,8 @@ class Session:
     # Messages
 
     def _open(self, opened: pb.Opened) -> None:
-        self.session, self.is_opened = opened.session, True
+        self.session = opened.session
+        self.is_opened = True
         self._max_drafts = max(1, opened.max_drafts)
         self._max_positions = opened.max_positions or self._max_positions
         self._events.append(LinkChanged(True))

@@ -56,7 +56,9 @@ class EventLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: list[str] = []
-        self._first, self._began, self.is_closed = 0, time.monotonic(), False
+        self._first = 0
+        self._began = time.monotonic()
+        self.is_closed = False
         self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
 
     def begin(self, *items: dict[str, Any]) -> None:
@@ -103,8 +105,10 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             raise OptionInvalid(f"The page cannot use port {port}: {error.strerror}. Give --web another.") from error
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"
-        self._answer, self._set_network = answer, set_network
-        self._log, self._is_up = EventLog(), True
+        self._answer = answer
+        self._set_network = set_network
+        self._log = EventLog()
+        self._is_up = True
         self._log.begin({"type": "Began", "prompt": None}, self._network())
         self._asking = threading.Lock()
         config = uvicorn.Config(

@@ -124,7 +124,8 @@ class PartsAttention:
     """Writes keys and values of a call to each part's own KV, and attends within each part."""
 
     def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
-        self._planes, self._sizes = parts[0].kv.pool.planes, [len(part.tokens) for part in parts]
+        self._planes = parts[0].kv.pool.planes
+        self._sizes = [len(part.tokens) for part in parts]
         positions = [part.positions() for part in parts]
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)  # [T] int64
         self._pending = _pending_slots(parts, device)
@@ -163,7 +164,9 @@ class PartsAttention:
     ) -> Tensor:
         """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]; see ``attend_plainly``."""
         is_plain = cap is None and sinks is None
-        n_kv_heads, width, value_width = k.shape[1], k.shape[3], v.shape[3]
+        n_kv_heads = k.shape[1]
+        width = k.shape[3]
+        value_width = v.shape[3]
         if value_width < width:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
@@ -186,7 +189,8 @@ class PartsAttention:
             self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
         ):
             if not is_whole:
-                keys, values = keys[:, :n_kv_heads, :, :width], values[:, :n_kv_heads, :, :width]
+                keys = keys[:, :n_kv_heads, :, :width]
+                values = values[:, :n_kv_heads, :, :width]
             if is_plain:
                 attended.append(attend(own_q, keys, values, mask))
             else:
@@ -205,7 +209,9 @@ class _Steps:
 
     def __init__(self, parts: Sequence[Part], n_heads: int) -> None:
         pool = parts[0].kv.pool
-        self._parts, self._pool, (n_kv_heads, n_slots) = parts, pool, pool.buffer.shape[2:4]
+        self._parts = parts
+        self._pool = pool
+        n_kv_heads, n_slots = pool.buffer.shape[2:4]
         starts = [part.start for part in parts]
         lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)  # [T, 1]
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
@@ -255,7 +261,8 @@ class _Steps:
 def _steps_work() -> bool:
     """Whether this build of PyTorch has the products at single places, and they are right."""
     # Sparse tensors may change with versions, of which PyTorch warns once a process, so they are tried.
-    pool, parts = Pool(3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU), []
+    pool = Pool(3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU)
+    parts = []
     pool.buffer.fill_(torch.nan)
     generator = torch.Generator().manual_seed(0)
     try:
@@ -284,7 +291,9 @@ class JoinedAttention:
     def __init__(
         self, parts: Sequence[Part], windows: Sequence[int | None], n_heads: int, device: torch.device
     ) -> None:
-        self._buffer, self._windows, self._n_heads = parts[0].kv.pool.buffer, windows, n_heads
+        self._buffer = parts[0].kv.pool.buffer
+        self._windows = windows
+        self._n_heads = n_heads
         sizes = [len(part.tokens) for part in parts]
         firsts = [stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
         self.positions = to_device([at for part in parts for at in part.positions()], device)  # [T] int64
@@ -324,7 +333,8 @@ class _Ragged:
     """Parts that are chains as rows of any lengths of one call, in the order of their slots."""
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        sizes, seen = [len(part.tokens) for part in parts], [part.start + len(part.tokens) for part in parts]
+        sizes = [len(part.tokens) for part in parts]
+        seen = [part.start + len(part.tokens) for part in parts]
         self._longest = max(sizes), max(seen)
         stops = [0, *itertools.accumulate(sizes)]
         slots = [*(part.kv.first_slot for part in parts), parts[0].kv.pool.buffer.shape[3]]
@@ -342,7 +352,8 @@ class _Ragged:
 
 
 def _takes_ragged(parts: Sequence[Part], n_heads: int) -> bool:
-    buffer, slots = parts[0].kv.pool.buffer, [part.kv.first_slot for part in parts]
+    buffer = parts[0].kv.pool.buffer
+    slots = [part.kv.first_slot for part in parts]
     if not all(part.is_chain for part in parts) or slots != sorted(slots):
         return False
     return _ragged_works(buffer.device, buffer.dtype, n_heads, buffer.shape[2], buffer.shape[4])
@@ -355,8 +366,10 @@ def _ragged_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_h
     if varlen is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
-        windows, sizes = (None, 7), {"n_layers": 2, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
-        pool, parts = Pool(5 * BLOCK_TOKENS, sizes, dtype, device), []
+        windows = (None, 7)
+        sizes = {"n_layers": 2, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+        pool = Pool(5 * BLOCK_TOKENS, sizes, dtype, device)
+        parts = []
         pool.buffer.fill_(torch.nan)
         for start, n_tokens in ((21, 5), (0, 11), (9, 1)):
             pool.reserve(kv := PooledKV(pool), 1)
@@ -390,9 +403,13 @@ class _Batch:
     ) -> None:
         # ``firsts`` are the places of the parts' first tokens in the call.
         buffer = parts[0].kv.pool.buffer
-        device, n_kv_heads, n_tokens = buffer.device, buffer.shape[2], max(len(part.tokens) for part in parts)
+        device = buffer.device
+        n_kv_heads = buffer.shape[2]
+        n_tokens = max(len(part.tokens) for part in parts)
         n_slots = max(part.start for part in parts) + n_tokens
-        self._parts, self._n_rows, self._n_kv_heads = parts, len(parts), n_kv_heads
+        self._parts = parts
+        self._n_rows = len(parts)
+        self._n_kv_heads = n_kv_heads
         # A part's last token stands for padding too, among queries as among slots: others hold anything, also NaN.
         lasts = [len(part.tokens) - 1 for part in parts]
         tokens = [
@@ -437,10 +454,12 @@ def _parts_attention(
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for it; the call's own comes with the keyword arguments."""
     attention: PartsAttention | JoinedAttention = kwargs["parts_attention"]
-    plain_scale, scale = query.shape[3] ** -0.5, kwargs.get("scaling")
+    plain_scale = query.shape[3] ** -0.5
+    scale = kwargs.get("scaling")
     if scale is not None and scale != plain_scale:
         query = query * (scale / plain_scale)
-    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    cap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
     if cap is None and sinks is None:
         return attention.attend(module.layer_idx, query, key, value), None
     assert isinstance(attention, PartsAttention)  # the runner gives such families no other

@@ -83,7 +83,9 @@ class Engine:
     def __init__(
         self, target: Target, drafters: Mapping[str, Drafter] | None = None, options: EngineOptions | None = None
     ) -> None:
-        options, self.target, self.drafters = options or EngineOptions(), target, dict(drafters or {})
+        options = options or EngineOptions()
+        self.target = target
+        self.drafters = dict(drafters or {})
         shape = options.shape
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
         self.max_drafts = options.max_drafts  # of one VERIFY
@@ -123,8 +125,11 @@ class Engine:
         }
         self._sequences: dict[int, Sequence] = {}
         self._mail: deque[Callable[[], None]] = deque()  # what other threads want done at the next step
-        self._ids, self._counts, self._lock = itertools.count(1), Counts(), threading.Lock()
-        self._wake, self._is_stopping = threading.Event(), False
+        self._ids = itertools.count(1)
+        self._counts = Counts()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _problem(self) -> str:
@@ -167,7 +172,8 @@ class Engine:
                 raise Overloaded(f"{self._max_open} texts are open, which is the most; try again later.")
             self._counts.n_open += 1
         sequence = Sequence(next(self._ids), request, limit, PooledKV(self._pool), on_commit, self.target.eos_token_ids)
-        answer, n_answer = list(request.tokens[request.n_prompt :]), limit - request.n_prompt
+        answer = list(request.tokens[request.n_prompt :])
+        n_answer = limit - request.n_prompt
         sequence.finish = cut_answer(answer, n_answer, self.target.eos_token_ids)[1]
         self._mail.append(lambda: self._sequences.update({sequence.id: sequence}))
         return sequence.id
@@ -197,7 +203,8 @@ class Engine:
         """Pause or resume serving a sequence whose reader is slow."""
 
         def apply(sequence: Sequence) -> None:
-            sequence.is_held, sequence.since_s = is_held, time.perf_counter()
+            sequence.is_held = is_held
+            sequence.since_s = time.perf_counter()
 
         self._post(sequence_id, apply)
 
@@ -207,8 +214,11 @@ class Engine:
 
     def _check(self, request: Request, limit: int) -> None:
         """Refuse a request that cannot be served with a message for its sender; ``limit`` bounds its whole text."""
-        n_prompt, n_tokens, name = request.n_prompt, len(request.tokens), request.drafter
-        drafter, n_positions = self.drafters.get(name or ""), self.target.max_positions
+        n_prompt = request.n_prompt
+        n_tokens = len(request.tokens)
+        name = request.drafter
+        drafter = self.drafters.get(name or "")
+        n_positions = self.target.max_positions
         problems = (
             (not 1 <= n_prompt <= n_tokens, "the prompt is empty; give at least one token."),
             (
@@ -249,7 +259,8 @@ class Engine:
         """Copy the counts."""
         with self._lock:
             n_working = sum(sequence.is_runnable for sequence in tuple(self._sequences.values()))
-            used, total = self._pool.n_used * BLOCK_TOKENS, self._pool.n_blocks * BLOCK_TOKENS
+            used = self._pool.n_used * BLOCK_TOKENS
+            total = self._pool.n_blocks * BLOCK_TOKENS
             return replace(self._counts, n_working=n_working, kv_used=used, kv_tokens=total)
 
     # The thread that steps
@@ -296,7 +307,8 @@ class Engine:
         self._observe(drafting, served, done - began)
         for one in served:
             sequence = one.sequence
-            queue_s, sequence.since_s = began - sequence.since_s, done
+            queue_s = began - sequence.since_s
+            sequence.since_s = done
             self._report(sequence, replace(one.commit, call_s=done - drafted, queue_s=queue_s))
         self._send_contexts([one.sequence for one in served])
 
@@ -346,7 +358,8 @@ class Engine:
         """Call the target; if that fails, once for each sequence, so that only the faulty ones end."""
         parts = []
         for one in scheduled:
-            sequence, start = one.sequence, one.sequence.n_cached
+            sequence = one.sequence
+            start = one.sequence.n_cached
             known = sequence.tokens[start : start + one.n_known]
             drafts, parents = (sequence.drafts, sequence.parents) if one.has_root else ((), ())
             parts.append(Part(sequence.kv, [*known, *drafts], parents, one.has_root))
@@ -376,9 +389,11 @@ class Engine:
 
     def _accept(self, one: Scheduled) -> bool:
         """Accept drafts, and commit tokens and KV; False where that failed."""
-        sequence, n_known = one.sequence, one.n_known
+        sequence = one.sequence
+        n_known = one.n_known
         with self._alone(sequence):
-            start, first = sequence.n_cached, len(sequence.tokens)
+            start = sequence.n_cached
+            first = len(sequence.tokens)
             accepted: list[int] = []
             new: list[int] = []
             if one.has_root:
@@ -517,7 +532,8 @@ def _verified(one: Scheduled) -> Verified:
 def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logprobs, ...]:
     """The log-probabilities of the new tokens of a sequence, which follow the root and accepted drafts."""
     assert one.output.logits is not None
-    text, k = one.sequence.text, one.sequence.request.n_logprobs or 0
+    text = one.sequence.text
+    k = one.sequence.request.n_logprobs or 0
     rows = [
         replace(text, tokens=text.tokens[: len(text.tokens) - len(new) + index]).masked(one.output.logits[node + 1])
         for index, node in enumerate([-1, *accepted][: len(new)])

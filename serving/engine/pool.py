@@ -92,11 +92,14 @@ class Pool:
             kv.first = stops[place] + max(0, gaps[place] - n_blocks) // 2
             self._held.insert(place, kv)
         kv.n_blocks = n_blocks
-        targets, stop, n_after = [], 0, sum(other.n_blocks for other in self._held)
+        targets = []
+        stop = 0
+        n_after = sum(other.n_blocks for other in self._held)
         for other in self._held:  # no further than they must, and so that those after it still fit
             first = min(max(stop, other.first), self.n_blocks - n_after)
             targets.append((other, first))
-            stop, n_after = first + other.n_blocks, n_after - other.n_blocks
+            stop = first + other.n_blocks
+            n_after = n_after - other.n_blocks
         # In this order none is written where another one still lies.
         for other, first in targets:
             if first < other.first:
@@ -120,7 +123,8 @@ class Pool:
 
     def _move(self, kv: "PooledKV", first: int) -> None:
         """Move a sequence to blocks from another one on, which may be its own in part."""
-        before, after = kv.first * BLOCK_TOKENS, first * BLOCK_TOKENS
+        before = kv.first * BLOCK_TOKENS
+        after = first * BLOCK_TOKENS
         step = abs(after - before)  # of so many slots none is written before it is read
         starts = range(0, kv.length, step)
         for start in starts if after < before else reversed(starts):
@@ -134,7 +138,9 @@ class PooledKV:
     """The KV of one sequence: slot i, counted from its first block on, holds the token at position i."""
 
     def __init__(self, pool: Pool) -> None:
-        self.pool, self.first, self.n_blocks = pool, 0, 0
+        self.pool = pool
+        self.first = 0
+        self.n_blocks = 0
         self.length = 0  # positions that are committed; later slots hold anything, and the next call writes there
 
     @property
@@ -148,7 +154,8 @@ class PooledKV:
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep some of the tokens after the committed ones, given by ascending indices; the others are forgotten."""
-        n_kept, start = len(kept), self.length
+        n_kept = len(kept)
+        start = self.length
         if list(kept) != list(range(n_kept)):
             pending = self.view(start, start + kept[-1] + 1)
             with torch.inference_mode():

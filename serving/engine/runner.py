@@ -62,10 +62,13 @@ class Runner:
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [module.weight.numel() for module in self._model.modules() if isinstance(module, torch.nn.Linear)]
         self._n_values = sum(matrices) // max(1, len(matrices))
-        self._device, self._min_s, self._logits = target.device, min_s, target.logits_by
+        self._device = target.device
+        self._min_s = min_s
+        self._logits = target.logits_by
         self._body, self._head = text_model(self._model), self._model.get_output_embeddings()
         self._is_joined = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
-        self._windows, self._n_heads = layer_windows(target.config), target.sizes["n_heads"]
+        self._windows = layer_windows(target.config)
+        self._n_heads = target.sizes["n_heads"]
 
     def frozen(self, n_layers: int) -> FrozenTarget:
         """Make the weights that drafters need of the target, with the LM head as it is packed here."""
@@ -98,9 +101,11 @@ class Runner:
         wanted = [index for n, stop in zip(n_wanted, stops, strict=True) for index in range(stop - n, stop)]
         if self._fused is not None and not needs_hidden and not watched_layers and len(wanted) < sum(sizes):
             # Of most tokens of a prompt the last layer gives keys and values alone. No product takes no rows.
-            positions, rows = attention.positions[None], to_device(wanted or [0], self._device)
+            positions = attention.positions[None]
+            rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(tokens, positions, wanted=rows, parts_attention=attention)
-            together, by_part = hidden[0, : len(wanted)], (hidden[0, :0],) * len(parts)
+            together = hidden[0, : len(wanted)]
+            by_part = (hidden[0, :0],) * len(parts)
         else:
             hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
             by_part = hidden.split(sizes)

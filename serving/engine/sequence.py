@@ -153,7 +153,9 @@ class Sequence:
 
     def set_work(self, work: Work, drafts: tuple[int, ...], answers: int) -> None:
         """Replace the work by another, for VERIFY with a chain of drafts."""
-        self.work, self.drafts, self.answers = work, drafts, answers
+        self.work = work
+        self.drafts = drafts
+        self.answers = answers
         self.parents = tuple(range(-1, len(drafts) - 1))
         self.since_s = time.perf_counter()
 
@@ -173,7 +175,8 @@ class Sequence:
         """Add the contexts that were encoded and not sent yet to a commit."""
         if not self.encoded:
             return commit
-        first, context = self.n_context - self.n_unsent, torch.cat(self.encoded)
+        first = self.n_context - self.n_unsent
+        context = torch.cat(self.encoded)
         self.encoded.clear()
         return replace(commit, context_start=first, context=context)
 

@@ -68,10 +68,13 @@ class Speculation:
 
     def abandon(self, sequences: Rows[Sequence]) -> None:
         """Drop all caches of the state and of these sequences after a failure, and decode these plainly."""
-        self._state, self._together = None, []
+        self._state = None
+        self._together = []
         for sequence in sequences:
             self.forget(sequence)
-            sequence.is_draftable, sequence.drafts, sequence.parents = False, (), ()
+            sequence.is_draftable = False
+            sequence.drafts = ()
+            sequence.parents = ()
 
     # Drafts
 
@@ -124,7 +127,8 @@ class Speculation:
             if 1 in unsure[row]:
                 length = min(length, 1 + unsure[row].index(1))
             tokens, parents = (of_rows[row][:length] for of_rows in tree.on_host)
-            sequence.drafts, sequence.parents = tuple(tokens), tuple(parents)
+            sequence.drafts = tuple(tokens)
+            sequence.parents = tuple(parents)
             self._n_drafted_at[sequence.id] = len(sequence.tokens)
 
     def states(self, output: Output) -> Tensor:

@@ -44,7 +44,8 @@ def run_layers(
     """Run all layers of a target over x [1, T, E], as :data:`..fused.RunLayers` says; ``pending``, [T]: their slots."""
     outputs: list[Tensor] = []
     for index, ((first, second), (before, gates, o, down)) in enumerate(weights):
-        (key_plane, value_plane), (keys, values) = planes[index], by_slot[index]
+        key_plane, value_plane = planes[index]
+        keys, values = by_slot[index]
         q, k, v = before_attention(x, first, before, cosines, sines, key_plane.shape[0], key_plane.shape[2])
         key_plane.index_copy_(1, pending, k[0])
         value_plane.index_copy_(1, pending, v[0])

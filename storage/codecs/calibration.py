@@ -152,7 +152,8 @@ def learn_basis(sample: Rows, metric: np.ndarray | None, scale: np.ndarray, plac
     factor = _metric_factor(metric, place)
     weighted = on_host(place(sample.values) @ place(on_host(factor).astype(np.float32)))
     axes = place(principal_axes(weighted, place).astype(np.float64))
-    analysis, synthesis = on_host(factor @ axes), on_host(array_namespace(axes).linalg.solve(factor.T, axes)).T
+    analysis = on_host(factor @ axes)
+    synthesis = on_host(array_namespace(axes).linalg.solve(factor.T, axes)).T
     return Basis(means, *(matrix.astype(np.float16).astype(np.float32) for matrix in (synthesis, analysis)))
 
 
@@ -228,7 +229,8 @@ def _exact_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
     width = rows.shape[1]
     start = np.random.default_rng(0).standard_normal((width, min(width, n_axes + _OVERSAMPLING)), dtype=np.float32)
-    placed, subspace = place(rows), place(start)
+    placed = place(rows)
+    subspace = place(start)
     xp = array_namespace(placed)
     subspace = xp.linalg.qr(subspace)[0]
     for _ in range(_POWER_ITERATIONS):

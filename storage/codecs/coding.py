@@ -39,12 +39,14 @@ EARLY_POSITIONS = 8
 
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}  # number of levels of a digit -> digits in one byte
 
-LOW_LEVELS, HIGH_LEVELS = 255, 15
+LOW_LEVELS = 255
+HIGH_LEVELS = 15
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS  # levels of a code that is stored as two digits
 
 MIN_GROUP_BYTES = 1024  # bytes of codes per token that groups must have on average for their runs to be joined
 _WIDE_GROUP_BYTES = 2048
-_NARROW_PIECE, _WIDE_PIECE = 96, 192
+_NARROW_PIECE = 96
+_WIDE_PIECE = 192
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class GroupTransform:
 
     def __init__(self, name: str, fit: GroupFit) -> None:
         self.fit = fit
-        levels, bounds = fit.columns.levels, np.flatnonzero(np.diff(fit.columns.array, prepend=-1, append=-1)).tolist()
+        levels = fit.columns.levels
+        bounds = np.flatnonzero(np.diff(fit.columns.array, prepend=-1, append=-1)).tolist()
         self._runs = []
         for number, (first, last) in enumerate(pairwise(bounds)):
             n_bytes = -(-(last - first) // CODES_PER_BYTE[int(levels[first])])
@@ -206,7 +209,8 @@ class GroupTransform:
     ) -> list[Array]:
         """Decode consecutive tokens: each part's values, float32 [n_tokens, width, or its share of chosen layers]."""
         columns = self._columns(codes, n_tokens)
-        xp, constants = array_namespace(columns), self._on(columns)
+        xp = array_namespace(columns)
+        constants = self._on(columns)
         early = placed(mean_rows(first_position, n_tokens), columns)
         decoded = []
         names = ("mean", "synthesis", "regression") if constants["regression"] else ("mean", "synthesis")
@@ -226,7 +230,8 @@ class GroupTransform:
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
         """Decode the first components of each part, side by side: float32 [n_tokens, n_components]."""
         columns = self._columns(codes, n_tokens)
-        xp, constants = array_namespace(columns), self._on(columns)
+        xp = array_namespace(columns)
+        constants = self._on(columns)
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)  # of components without a high digit
         found = [
             xp.take(columns, low[:max_components], axis=1) + xp.take(columns, high[:max_components], axis=1)
@@ -237,7 +242,9 @@ class GroupTransform:
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
         """Look up what each code of each token adds to its component: float32 [n_tokens, n_columns]."""
         like = codes[self._runs[0].array.name]
-        xp, constants, looked_up = array_namespace(like), self._on(like), []
+        xp = array_namespace(like)
+        constants = self._on(like)
+        looked_up = []
         # One table look-up undoes packing, shift and step at once: a row of the table is a value of a byte.
         for run, table, offsets in zip(self._runs, constants["tables"], constants["offsets"], strict=True):
             rows = codes[run.array.name][:n_tokens]
@@ -258,7 +265,8 @@ class GroupTransform:
         return self._constants[key]
 
     def _make_constants(self) -> dict[str, Any]:
-        columns, bases = self.fit.columns, self.fit.bases
+        columns = self.fit.columns
+        bases = self.fit.bases
         own = [np.flatnonzero(columns.part == part).astype(np.int32) for part in range(len(bases))]
         component = [columns.component[ids] for ids in own]
         to_stored = np.empty(len(columns.part), np.int32)
@@ -293,7 +301,9 @@ class GroupTransform:
 
     def _table(self, run: _Run) -> np.ndarray:
         """Compute the components that each value of each byte decodes to: float32 [n_bytes * 256, codes of a byte]."""
-        columns, n_bytes, per_byte = self.fit.columns, run.array.row_shape[0], CODES_PER_BYTE[run.levels]
+        columns = self.fit.columns
+        n_bytes = run.array.row_shape[0]
+        per_byte = CODES_PER_BYTE[run.levels]
         padding = n_bytes * per_byte - (run.last - run.first)
 
         def by_byte(values: np.ndarray) -> np.ndarray:
@@ -339,14 +349,16 @@ class Pieces:
         columns: list[Array] = []
         for group, n_pieces in zip(self._runs, self._n_pieces, strict=True):
             columns += [codes[run.name] for run in group]
-            xp, n_left = array_namespace(columns[0]), n_pieces * self._n_bytes - sum(run.row_bytes for run in group)
+            xp = array_namespace(columns[0])
+            n_left = n_pieces * self._n_bytes - sum(run.row_bytes for run in group)
             columns.append(xp.zeros((len(columns[0]), n_left), dtype=xp.uint8, device=device(columns[0])))
         return xp.reshape(xp.concat(columns, axis=1), (len(columns[0]), *self.array.row_shape))
 
     def split(self, rows: Array, groups: Sequence[int]) -> dict[str, Array]:
         """Return the rows of each run of some groups, given their pieces: uint8 [n_tokens, n_bytes] by run."""
         flat = array_namespace(rows).reshape(rows, (rows.shape[0], rows.shape[1] * self._n_bytes))
-        codes, first = {}, 0
+        codes = {}
+        first = 0
         for group in groups:
             at = first * self._n_bytes
             for run in self._runs[group]:

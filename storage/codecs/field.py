@@ -113,7 +113,8 @@ class LosslessCodec(FieldCodec):
     is_identity = True
 
     def __init__(self, spec: FieldSpec) -> None:
-        dtype, layer_axis = spec.storage_dtype, 1 if spec.layer_axis == 1 else None
+        dtype = spec.storage_dtype
+        layer_axis = 1 if spec.layer_axis == 1 else None
         array = StoredArray(spec.name, dtype.name, spec.token_shape, spec.axes, 1, layer_axis, logical_dtype=spec.dtype)
         super().__init__(spec, 8.0 * dtype.itemsize * _STORED_FRACTION[spec.dtype], [array])
 

@@ -158,7 +158,8 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
 def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
     """Choose one option per component, whose bits per token are at most the budget: int64 [n_components]."""
     # More bits never cost error, so the bits spent fall with the multiplier: bisection, on a logarithmic scale.
-    low, high = 1e-30, 1e30
+    low = 1e-30
+    high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
     for _ in range(120):
         multiplier = np.sqrt(low * high)
@@ -166,7 +167,8 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
         if np.take_along_axis(options.bits, trial[:, None], axis=1).sum() > budget_bits:
             low = multiplier
         else:
-            high, chosen = multiplier, trial
+            high = multiplier
+            chosen = trial
     return np.asarray(chosen)
 
 
@@ -185,7 +187,8 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
         costs = best[:end] + _code_bits(total[end] - total[:end]) + _ARRAY_PENALTY_BITS / chunk_tokens
         previous[end] = int(np.argmin(costs))
         best[end] = costs[previous[end]]
-    cuts, at = [], len(ends) - 1
+    cuts = []
+    at = len(ends) - 1
     while at > 0:
         cuts.append(int(ends[at]))
         at = int(previous[at])
@@ -289,7 +292,8 @@ def _fit_part(
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
     most = [i for i in range(n) if i % _STATISTICS_EVERY] or list(range(n))
-    place, regression = learning.place, None
+    place = learning.place
+    regression = None
     rows = sample.rows(group, part, most)
     scale = layer_scale(rows, n_layers)
     if features is not None:
@@ -325,7 +329,8 @@ def _weights(
 
 def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
     """Keep on disk the components that may get bits: float32 [n_tokens, len(hopeful)], part after part."""
-    first, chosen = 0, []
+    first = 0
+    chosen = []
     for part in parts:
         own = hopeful[(hopeful >= first) & (hopeful < first + len(part.variances))] - first
         chosen.append(sample.read(part.components)[:, own])
@@ -348,7 +353,12 @@ def _place_codes(
     is_wide = quantisers.levels == coding.WIDE_LEVELS
     wide = np.flatnonzero(is_wide)
     zero_share = (codes == 0).mean(0)
-    order, arrays, levels_of, highs, bits, n_arrays = [], [], [], [], 0.0, 0
+    order = []
+    arrays = []
+    levels_of = []
+    highs = []
+    bits = 0.0
+    n_arrays = 0
     for levels in coding.CODES_PER_BYTE:
         columns = [(c, 0) for c in np.flatnonzero(quantisers.levels == levels)]
         columns += [(c, 0) for c in wide] if levels == coding.LOW_LEVELS else []
@@ -439,7 +449,8 @@ def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[f
         lowest = [np.log2(np.maximum(variances[0] / error, 1))]
         return [float(bits.sum() / 2) for bits in lowest + [np.log2(1 + own / error) for own in variances[1:]]]
 
-    low, high = 1e-12, max(float(own.max(initial=0)) for own in variances) + 1e-9
+    low = 1e-12
+    high = max(float(own.max(initial=0)) for own in variances) + 1e-9
     for _ in range(_SPLIT_ROUNDS):
         middle = float(np.sqrt(low * high))
         low, high = (middle, high) if sum(spent(middle)) > bits_per_token else (low, middle)

@@ -53,12 +53,14 @@ class Int8Codec(FieldCodec):
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
         if not self._is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(f"Codec {INT8!r} knows kv and [token, width], not {spec.name!r} {spec.axes}.")
-        shape, axes = spec.token_shape, spec.axes[1:]
+        shape = spec.token_shape
+        axes = spec.axes[1:]
         parts = {f"{spec.name}/": (shape[-1], True)}  # -> width, whether it has a scale per channel
         if self._is_kv:
             width = shape[3] if spec.key_width is None else spec.key_width
             others = width if spec.key_width is None else shape[2] - width
-            shape, axes = shape[:3], (*axes[:2], axes[-1])
+            shape = shape[:3]
+            axes = (*axes[:2], axes[-1])
             parts = {f"{spec.name}/key_": (width, True), f"{spec.name}/value_": (others, False)}
         self._parts = [_part(name, (*shape[:-1], width), axes, each) for name, (width, each) in parts.items()]
         super().__init__(spec, _BITS, [array for part in self._parts for array in part])
@@ -75,7 +77,8 @@ class Int8Codec(FieldCodec):
     @override
     def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         xp = array_namespace(values)
-        values, width = xp.astype(values, xp.float32, copy=False), self.spec.key_width
+        values = xp.astype(values, xp.float32, copy=False)
+        width = self.spec.key_width
         parts = [values]
         if self._is_kv and width is None:
             parts = [values[:, :, :, 0, :], values[:, :, :, 1, :]]

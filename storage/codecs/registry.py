@@ -24,7 +24,8 @@ BASIS_NAME = "basis.safetensors"
 # The basis with further fields while they are added; it is renamed to the former once store.json holds its hash.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 _MAX_BASIS_BYTES = 16 << 30  # that of a target of 405B with all options has 5 GB
-_LAYER, _LAST_LAYER = "hidden/layer_", 1 << 20
+_LAYER = "hidden/layer_"
+_LAST_LAYER = 1 << 20
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
 
 
@@ -164,7 +165,8 @@ class StoreCodec:
             self.learned[name].load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
 
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
-        path, got = folder / BASIS_NAME, ""
+        path = folder / BASIS_NAME
+        got = ""
         # Where fields were added, a kill came before the new basis was renamed, or it is being renamed meanwhile.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
@@ -198,7 +200,8 @@ class StoreCodec:
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
         """Let a hidden state be predicted from other fields; raises CodecUnknown where that cannot be."""
-        own, sources = self.learned.get(field), [self.learned[name] for name in names if name in self.learned]
+        own = self.learned.get(field)
+        sources = [self.learned[name] for name in names if name in self.learned]
         if own is None or own.is_kv or len(sources) < len(names):
             raise CodecUnknown(f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}.")
         if any(own in source.with_sources() for source in sources):

@@ -161,10 +161,12 @@ class Rope:
 
         ``layers``: the target's layer of each index of axis 1; None for all in order.
         """
-        xp, half = array_namespace(keys), self.inv_freq.shape[-1]
+        xp = array_namespace(keys)
+        half = self.inv_freq.shape[-1]
         tables = self._tables(first_position, first_position + keys.shape[0], layers, undo, keys)
         cosine, sine = (xp.astype(table, keys.dtype, copy=False) for table in tables)
-        low, high = keys[..., :half], keys[..., half : 2 * half]
+        low = keys[..., :half]
+        high = keys[..., half : 2 * half]
         turned = [low * cosine - high * sine, high * cosine + low * sine]
         return xp.concat([*turned, keys[..., 2 * half :]], axis=-1)
 
@@ -179,7 +181,9 @@ class Rope:
         return [table[first:stop] for table in tables]  # not from `_kept`, where another thread may put shorter ones
 
     def _compute(self, positions: np.ndarray, layers: Layers, undo: bool, like: Array) -> list[Array]:
-        sign, frequencies, scaling = -1.0 if undo else 1.0, self.inv_freq, self.scaling
+        sign = -1.0 if undo else 1.0
+        frequencies = self.inv_freq
+        scaling = self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
             scaling = scaling[layers] if scaling.ndim == 1 else scaling
@@ -330,7 +334,8 @@ class TransformCodec(FieldCodec):
                 raise ValueError(f"{group}/{name} has shape {array.shape}, expected {shape}")
             return array
 
-        width, bases = len(layers) * self.layer_width, []
+        width = len(layers) * self.layer_width
+        bases = []
         for part in map(str, range(self.n_parts)):
             mean, synthesis = load(f"{part}/mean", EARLY_POSITIONS + 1, width), load(f"{part}/synthesis", None, width)
             if f"{group}/{part}/analysis" in state:
@@ -341,7 +346,8 @@ class TransformCodec(FieldCodec):
             scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
             bases.append(Basis.scaled(mean, synthesis, scale))
         table = load("columns", None, len(fields_of(CodeColumns)))
-        columns, n_components = CodeColumns.from_table(table), np.array([len(basis.synthesis) for basis in bases])
+        columns = CodeColumns.from_table(table)
+        n_components = np.array([len(basis.synthesis) for basis in bases])
         is_known = np.isin(columns.part, range(self.n_parts)) & np.isin(columns.levels, list(CODES_PER_BYTE))
         is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
         if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
@@ -355,13 +361,15 @@ class TransformCodec(FieldCodec):
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
         """Use what was learned from here on: a fit of each group, and features float16 [vocab_size, n_features]."""
-        self._features, self._feature_tables = features, {}
+        self._features = features
+        self._feature_tables = {}
         prefix = f"{self.spec.name}/codes_"
         names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
         self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
         runs = [transform.arrays for transform in self._groups]
         n_bytes = piece_bytes([sum(array.row_bytes for array in group) for group in runs])
-        self.arrays, self._pieces = tuple(array for group in runs for array in group), None
+        self.arrays = tuple(array for group in runs for array in group)
+        self._pieces = None
         if n_bytes:
             self._pieces = Pieces(f"{self.spec.name}/codes", runs, n_bytes)
             self.arrays = (self._pieces.array,)
@@ -407,7 +415,8 @@ class TransformCodec(FieldCodec):
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         # Group after group, since a group has one basis; the layers are put in the order wanted at the end.
         chosen = list(range(self._n_layers)) if layers is None else layers
-        decoded, order = [], []
+        decoded = []
+        order = []
         for group in self._groups_of(layers):
             members = self.groups[group]
             at = [i for i, layer in enumerate(chosen) if layer in members]
@@ -454,7 +463,8 @@ class TransformCodec(FieldCodec):
         if not self.is_kv:
             return [[values]]
         xp = array_namespace(values)
-        keys, others = values[:, :, :, 0, :], values[:, :, :, 1, :]
+        keys = values[:, :, :, 0, :]
+        others = values[:, :, :, 1, :]
         keys = keys if self.rope is None else self.rope.rotate(keys, undo=True)
         return [
             [
@@ -521,7 +531,8 @@ class Observation(Sample):
 
     def __init__(self, codec: TransformCodec, learning: Learning) -> None:
         super().__init__(learning.folder)
-        self._codec, self._learning = codec, learning
+        self._codec = codec
+        self._learning = learning
         self._features: Sequence[np.ndarray] | None = None
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
@@ -550,7 +561,8 @@ class Observation(Sample):
         codec = self._codec
         if not self.lengths:
             raise StoreError(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
-        table, given = None, features if codec.sources else None
+        table = None
+        given = features if codec.sources else None
         if codec.needs_tokens and codec.embeddings is not None:
             table = token_features(codec.embeddings, np.concatenate(self.tokens), self._learning.place)
             given = [table[ids].astype(np.float32) for ids in self.tokens]
@@ -562,7 +574,9 @@ class Observation(Sample):
 
     def as_features(self) -> list[np.ndarray]:
         """Return ``TransformCodec.as_features`` of each sequence, after :meth:`learn`."""
-        codec, place, found = self._codec, self._learning.place, []
+        codec = self._codec
+        place = self._learning.place
+        found = []
         for i, n_tokens in enumerate(self.lengths):
             groups = [
                 [place(self.rows(group, part, [i]).values) for part in range(codec.n_parts)]

@@ -74,7 +74,8 @@ class ShardReader:
             raise StoreDamaged(f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}")
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
         # Offsets are compared before they are added: a sum could wrap around.
-        offset, n_bytes = index[..., 0], index[..., 1]
+        offset = index[..., 0]
+        n_bytes = index[..., 1]
         if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool((offset + n_bytes > data_bytes).any()):
             raise StoreDamaged(f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}")
         return index.astype(np.int64)
@@ -113,7 +114,9 @@ class PartShards:
         commits: Mapping[int, PartCommit],
         cache: ReadCache | None = None,
     ) -> None:
-        self._folder, self._n_parts, self._commits = store / PARTS_NAME, manifest.n_parts, commits
+        self._folder = store / PARTS_NAME
+        self._n_parts = manifest.n_parts
+        self._commits = commits
         self._longest_part = max((commit.allocated_tokens for commit in commits.values()), default=0)
         self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
         self._grids: dict[str, tuple[StoredArray, ArrayGrid]] = {}
@@ -155,7 +158,8 @@ def _open(
     name: str,
     number: int,
 ) -> ShardReader:
-    (array, grid), commit = grids[name], commits[part]
+    array, grid = grids[name]
+    commit = commits[part]
     n_chunk_rows = grid.n_chunk_rows(array.n_rows(commit.allocated_tokens))
     n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
     file = f"{name}/{grid.shard_key(part, number)}"
@@ -265,7 +269,8 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardP
     plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
     for item in ranges:
         grid = shards.grid(item.array)
-        shard_rows, chunk_rows = grid.shard_shape[0], grid.chunk_tokens
+        shard_rows = grid.shard_shape[0]
+        chunk_rows = grid.chunk_tokens
         at = item.start
         while at < item.stop:
             number = at // shard_rows
@@ -329,7 +334,8 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
         is_remote = isinstance(read.reader.file, RemoteFile)
         if window and is_remote and n_bytes + read.n_bytes > REMOTE_WINDOW_BYTES:
             yield window
-            window, n_bytes = [], 0
+            window = []
+            n_bytes = 0
         window.append(read)
         n_bytes += read.n_bytes
     if window:
@@ -364,7 +370,8 @@ def _decode(read: _Read) -> None:
 
 def _place(reader: ShardReader, data: np.ndarray, row: int, column: _Column, destinations: list[_Destination]) -> None:
     grid = reader.grid
-    row_start, chunk_rows = row * grid.chunk_tokens, grid.chunk_tokens
+    row_start = row * grid.chunk_tokens
+    chunk_rows = grid.chunk_tokens
     if len(destinations) == 1 and column.span is not None and destinations[0].low <= row_start:
         at = row_start - destinations[0].low
         target = destinations[0].out[at : at + chunk_rows]
@@ -377,7 +384,8 @@ def _place(reader: ShardReader, data: np.ndarray, row: int, column: _Column, des
     chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(grid.chunk_shape)
     reader.decode(data, row, column.number, chunk)
     for destination in destinations:
-        low, high = max(destination.low, row_start), min(destination.high, row_start + chunk_rows)
+        low = max(destination.low, row_start)
+        high = min(destination.high, row_start + chunk_rows)
         target = destination.out[low - destination.low : high - destination.low]
         values = chunk[low - row_start : high - row_start]
         if column.span is not None:

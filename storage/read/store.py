@@ -184,7 +184,8 @@ class ActivationStore:
             SelectionInvalid: no such field, sequence or layer, or a step other than 1.
             StoreDamaged: a checksum is wrong, a file is gone, or a token id is none of the target's.
         """
-        spec, codec = self._field(field), self.codec.fields[field]
+        spec = self._field(field)
+        codec = self.codec.fields[field]
         chosen = layer_indices(spec, layers)
         base, start, stop = self._span(i, codec, tokens)
         codes = self._read_codes(i, codec, base, stop, chosen)
@@ -202,7 +203,8 @@ class ActivationStore:
 
         The rows begin at the last multiple of 64 tokens at or before the first token.
         """
-        chosen, codec = layer_indices(self._field(field), layers), self.codec.fields[field]
+        chosen = layer_indices(self._field(field), layers)
+        codec = self.codec.fields[field]
         base, _, stop = self._span(i, codec, tokens)
         return self._read_codes(i, codec, base, stop, chosen)
 

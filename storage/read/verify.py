@@ -85,7 +85,8 @@ class VerifyReport:
     def check_complete(self, store: StorePath) -> None:
         """Raise StorageUnavailable if something could not be checked."""
         if self.unchecked:
-            first, n_files = self.unchecked[0], len({item.path for item in self.unchecked})
+            first = self.unchecked[0]
+            n_files = len({item.path for item in self.unchecked})
             assert first.error is not None
             raise backend.check_incomplete(store, first.path, first.error, n_files)
 
@@ -170,7 +171,9 @@ class _Verification:
     """One run of :func:`verify_commits`."""
 
     def __init__(self, store: StorePath, pool: Executor, progress: Progress | None, depth: Depth) -> None:
-        self.store, self.progress, self.depth = store, progress, depth
+        self.store = store
+        self.progress = progress
+        self.depth = depth
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
         # Of parts; only sizes may come from a list, which may be older than the files.
         self.listed = backend.listed_sizes(store / schema.PARTS_NAME) if depth == "sizes" else {}
@@ -223,7 +226,8 @@ class _Verification:
 
     def _check_parts(self) -> None:
         """Check part by part: all files, then, if they are whole, all values."""
-        commits, folder = self.report.commits, self.store / schema.PARTS_NAME
+        commits = self.report.commits
+        folder = self.store / schema.PARTS_NAME
         decodes = self.depth == "values"
         contradicted = {damage.part for damage in self.report.damages}
         self.n_bytes = self.report.n_bytes
@@ -288,7 +292,8 @@ class _Verification:
 
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
-    who, part = f"sequence {row['sequence_id']} (source row {row['source_row']})", row["part"]
+    who = f"sequence {row['sequence_id']} (source row {row['source_row']})"
+    part = row["part"]
     for name, spec in reader.fields.items():
         codec = reader.codec.fields[name]
         found: dict[str, str] = {}
@@ -379,7 +384,9 @@ class StoreSummary:
 def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     """Summarise a store: its folder, or its URL."""
     with ActivationStore(path, cache=None, checks_sizes=False) as store:
-        manifest, codec, n_tokens = store.manifest, store.codec, int(store.lengths.sum(dtype=np.int64))
+        manifest = store.manifest
+        codec = store.codec
+        n_tokens = int(store.lengths.sum(dtype=np.int64))
     n_bytes: Counter[str | None] = Counter()
     for commit in store.commits.values():
         for file, record in commit.files.items():
@@ -388,7 +395,8 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
     for spec in manifest.fields:
         arrays = {array: n_bytes[array.name] for array in codec.fields[spec.name].arrays}
         fields.append(FieldSummary(spec, spec.token_bytes * n_tokens, sum(arrays.values()), arrays))
-    raw, stored = sum(one.raw_bytes for one in fields), sum(one.stored_bytes for one in fields)
+    raw = sum(one.raw_bytes for one in fields)
+    stored = sum(one.stored_bytes for one in fields)
     n_pending = manifest.n_parts - len(store.commits)
     bundle = schema.target_commit_path(store.path), store.path / schema.TARGET_NAME / "config.json"
     return StoreSummary(

@@ -87,7 +87,8 @@ class StoreAddition:
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
-        self.manifest, self.codec = manifest, codec
+        self.manifest = manifest
+        self.codec = codec
         self.fields = tuple(spec.name for spec in manifest.fields if spec not in writer.manifest.fields)
         self._writer = writer
         self._lacking = {

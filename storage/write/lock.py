@@ -21,8 +21,11 @@ from ...files import LockHeld, lock, no_locks, open_lock, read_only
 from ..schema import LOCK_NAME, PUBLISH_NAME
 
 # Bytes of publish.lock: documents that several processes may want to write, then parts, then claims of parts.
-TEXTS_BYTE, CARD_BYTE, BUNDLE_BYTE = 0, 1, 2
-FIRST_PART_BYTE, _FIRST_CLAIM_BYTE = 16, 1 << 40
+TEXTS_BYTE = 0
+CARD_BYTE = 1
+BUNDLE_BYTE = 2
+FIRST_PART_BYTE = 16
+_FIRST_CLAIM_BYTE = 1 << 40
 CAN_SHARE = hasattr(fcntl, "F_OFD_SETLKW")
 """Whether the system has byte-range locks that belong to an open file, as Linux does; others write alone."""
 
@@ -40,7 +43,8 @@ class StoreLock:
     """
 
     def __init__(self, store: Path, shares: bool = False) -> None:
-        self._store, self._path = store, store / LOCK_NAME
+        self._store = store
+        self._path = store / LOCK_NAME
         self.is_alone = True  # whether no other process can write to the store
         try:
             self._fd = open_lock(self._path)

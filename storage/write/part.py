@@ -58,7 +58,10 @@ class ShardWriter:
     def __init__(
         self, path: Path, grid: ArrayGrid, pool: EncodePool, make_durable: Callable[[int, Path], None]
     ) -> None:
-        self._path, self._grid, self._pool, self._make_durable = path, grid, pool, make_durable
+        self._path = path
+        self._grid = grid
+        self._pool = pool
+        self._make_durable = make_durable
         self._encoding: deque[Future[list[bytes]]] = deque()
         self._index = np.full((grid.rows_per_shard, grid.chunks_per_row, 2), _ABSENT, "<u8")
         self._row = 0
@@ -141,7 +144,10 @@ class ArrayWriter:
         self.array = array
         self.records: dict[str, FileRecord] = {}  # of the shards that are finished
         self.written: list[list[int]] = []  # [first, stop] of each run of rows that was given
-        self._part, self._grid, self._pool, self._files = counts["part"], grid, pool, files
+        self._part = counts["part"]
+        self._grid = grid
+        self._pool = pool
+        self._files = files
         self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(counts["allocated_tokens"])
         self._row = np.zeros((grid.chunk_tokens, *array.row_shape), array.storage_dtype)
@@ -173,7 +179,9 @@ class ArrayWriter:
             at += n
 
     def _check(self, first_row: int, values: np.ndarray) -> None:
-        array, unit, end = self.array, self.array.axes[0], first_row + len(values)
+        array = self.array
+        unit = self.array.axes[0]
+        end = first_row + len(values)
         if values.dtype != array.storage_dtype or values.shape[1:] != array.row_shape or values.ndim < 1:
             raise StoreError(
                 f"{array.name!r} takes {array.storage_dtype.name} arrays of shape "
@@ -264,11 +272,14 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         pool: EncodePool | None = None,
     ) -> None:
         self.sequences = sequences
-        self.part, self.allocated_tokens = counts["part"], counts["allocated_tokens"]
+        self.part = counts["part"]
+        self.allocated_tokens = counts["allocated_tokens"]
         self.is_open = True  # neither committed nor discarded yet
         self.was_first = True  # the committed part is this one; no longer once commit() found another writer's
         self.codec = codec  # of the fields to write
-        self._counts, self._files, self._on_close = counts, files, on_close
+        self._counts = counts
+        self._files = files
+        self._on_close = on_close
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         pool = pool or EncodePool()
@@ -295,7 +306,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         if codec.is_identity and isinstance(values, np.ndarray):
             self._arrays[codec.arrays[0].name].write(first_token, values)
             return
-        n_tokens, names = self._planned.get(first_token), [array.name for array in codec.arrays]
+        n_tokens = self._planned.get(first_token)
+        names = [array.name for array in codec.arrays]
         if n_tokens is None or isinstance(values, np.ndarray) or values.keys() != set(names):
             raise StoreError(
                 f"{field!r} is stored as {', '.join(names)}: write the rows of one sequence of the plan per call, as "
@@ -342,7 +354,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         first_token = numbers(self.sequences, "first_token")
         stop_token = first_token + numbers(self.sequences, "n_tokens")
         for name, array in self._arrays.items():
-            first, stop = first_token // array.array.block_tokens, -(-stop_token // array.array.block_tokens)
+            first = first_token // array.array.block_tokens
+            stop = -(-stop_token // array.array.block_tokens)
             ranges = np.array(array.written, np.int64).reshape(-1, 2)
             # The range that starts last at or before a sequence must reach its end.
             at = np.searchsorted(ranges[:, 0], first, side="right") - 1

@@ -144,7 +144,9 @@ class PartFiles:
     """
 
     def __init__(self, store: "StoreFiles", part: int, existing: Mapping[str, FileRecord]) -> None:
-        self._store, self._part, self.existing = store, part, existing
+        self._store = store
+        self._part = part
+        self.existing = existing
         self.commit_path = commit_path(store.path, part)
         self._folder = store.scratch_path / PARTS_NAME
         # The uploads of a part that was given up may still be published, so that a second try needs other names.
@@ -259,7 +261,9 @@ class StoreFiles:
     @contextmanager
     def target(self) -> Iterator[Path]:
         """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well."""
-        commit, attempt, files = target_commit_path(self.path), secrets.token_hex(4), dict[str, FileRecord]()
+        commit = target_commit_path(self.path)
+        attempt = secrets.token_hex(4)
+        files = dict[str, FileRecord]()
         with (
             disk_full_guard(self.path / TARGET_NAME),
             tempfile.TemporaryDirectory(PARTIAL_SUFFIX, f"{TARGET_NAME}.", self.scratch_path) as name,
@@ -316,7 +320,8 @@ class StoreFiles:
             _remove_files_but(self.path / PARTS_NAME, kept)
             return
         # Nothing below its final name: another process may be publishing it at this moment.
-        bucket, now = self.path.backend, datetime.now(UTC)
+        bucket = self.path.backend
+        now = datetime.now(UTC)
         found = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files((self.path / TARGET_NAME).key)
         bucket.delete(
             key
@@ -345,7 +350,8 @@ def _store(path: Path, target: StorePath) -> None:
         os.rename(path, target)
         return
     target.backend.put(target.key, path)
-    expected, got = path.stat().st_size, target.stat().st_size
+    expected = path.stat().st_size
+    got = target.stat().st_size
     if got != expected:
         raise StorageUnavailable(f"{target} has {got} bytes after an upload of {expected}. Run the same command again.")
 

@@ -25,6 +25,7 @@ def drop_damage(path: str | os.PathLike[str] | StorePath, progress: Progress | N
         for file, error in find_manifest_damage(store, metadata=False):
             if file != manifest_commit_path(store):  # a damaged record is written again from whole files
                 raise error
-        manifest, plan = read_manifest(store), read_plan(store / PLAN_NAME)
+        manifest = read_manifest(store)
+        plan = read_plan(store / PLAN_NAME)
     with StoreWriter.create_or_resume(store, manifest, plan, depth="values", progress=progress) as writer:
         return writer.damages

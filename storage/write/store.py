@@ -400,7 +400,8 @@ def _check_unoccupied(store: StorePath) -> None:
             raise OutputOccupied(f"{store}: {there} is {kind_of(there)}, not a folder. Choose another output folder.")
         if there is not store:
             return
-    manifest, has_commit = store / MANIFEST_NAME, backend.exists(manifest_commit_path(store))
+    manifest = store / MANIFEST_NAME
+    has_commit = backend.exists(manifest_commit_path(store))
     if backend.exists(manifest):
         try:
             read_manifest(store)
@@ -442,7 +443,8 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
 
 def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
     for row in range(min(old.num_rows, new.num_rows)):
-        a, b = old.slice(row, 1).to_pylist()[0], new.slice(row, 1).to_pylist()[0]
+        a = old.slice(row, 1).to_pylist()[0]
+        b = new.slice(row, 1).to_pylist()[0]
         if a != b:
             keys = [key for key in a if a[key] != b[key]]
             was, now = (f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))
